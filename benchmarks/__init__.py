@@ -22,6 +22,7 @@ BENCHMARKS: Mapping[str, str] = {
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
+    "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
     "step": "time inside our hooks on a decode step without hits",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }

@@ -41,6 +41,14 @@ ROWS = {
             "index_rebuild_s", "worst_lookup_ms_while_filling",
         },
     ),
+    "peer": (
+        [16, 256, 2048],
+        {
+            "record_kib", "transport_gb_per_s", "asked_gb_per_s", "ratio", "stream_gb_per_s",
+            "stream_ratio", "verified_gb_per_s", "verified_ratio",
+            "verified_all_threads_gb_per_s", "memcpy_gb_per_s",
+        },
+    ),
     "step": ([32], {"layers", "us_per_step"}),
 }  # fmt: skip
 """The first value of each row, and all names. A machine may add rows, of its tmpfs and its GPU."""

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.auth import SharedKey, user_key
-from kvferry.transfer.base import PENDING, Bounds, KeyState, Progress, ProgressTable, RequestState
+from kvferry.transfer.base import PENDING, Bounds, KeyState
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.messages import (
     GREETINGS,
@@ -25,7 +25,6 @@ from kvferry.transfer.messages import (
     QUESTIONS,
     VERSION,
     AskKeys,
-    AskRequest,
     Challenge,
     Hello,
     KeyStates,
@@ -33,7 +32,6 @@ from kvferry.transfer.messages import (
     PeerFault,
     Read,
     Refused,
-    RequestProgress,
     Welcome,
     encode,
 )
@@ -85,18 +83,6 @@ def test_ranges_go_into_the_buffers_that_are_given(serve, connect, lender):
         assert buffer == part + b"?" * (length - len(part))
     with pytest.raises(TransferError, match="ranges"):
         client.read(A, ranges[:1] * (MAX_RANGES + 1), soon())
-
-
-def test_how_far_a_request_is(serve, connect):
-    table = ProgressTable(max_requests=2)
-    client = connect(serve(progress=table))
-    assert client.progress_of("r", soon()) == Progress()
-    table.note("r", Progress(RequestState.PREFILLING, 512, 1000.5))
-    assert client.progress_of("r", soon()) == Progress(RequestState.PREFILLING, 512, 1000.5)
-    for name in "st":
-        table.note(name, Progress(RequestState.HELD))
-    assert client.progress_of("r", soon()).state is RequestState.UNKNOWN
-    assert client.progress_of("t", soon()).state is RequestState.HELD
 
 
 def test_several_threads_have_a_connection_each(serve, connect, lender):
@@ -352,9 +338,8 @@ def test_a_server_that_does_not_prove_itself_is_left():
         lambda asked: Lent(asked.number, b"j" * 16, 2, 9),
         lambda asked: Lent(asked.number, b"i" * 16, 3, 9),
         lambda asked: KeyStates(asked.number, b"i" * 16, b"\2"),
-        lambda asked: RequestProgress(asked.number, b"i" * 16, 1, 1, 1.0),
         Refused("\x1b[31m no"),
-        AskRequest(1, "x"),
+        AskKeys(1, ()),
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"\0" * 64,
         b"\x05\0\0\0hello",

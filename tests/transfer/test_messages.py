@@ -18,7 +18,6 @@ from kvferry.transfer.messages import (
     QUESTIONS,
     REPLIES,
     AskKeys,
-    AskRequest,
     Challenge,
     Hello,
     KeyStates,
@@ -26,7 +25,6 @@ from kvferry.transfer.messages import (
     PeerFault,
     Read,
     Refused,
-    RequestProgress,
     Welcome,
     decode,
     encode,
@@ -42,10 +40,8 @@ MESSAGES = [
     (GREETINGS, Welcome(DIGEST)),
     (GREETINGS, Refused("x" * 200)),
     (QUESTIONS, AskKeys(LARGEST, (DIGEST,) * MAX_KEYS)),
-    (QUESTIONS, AskRequest(LARGEST, "\N{GRINNING FACE}" * 512)),
     (QUESTIONS, Read(LARGEST, DIGEST, ((LARGEST, LARGEST),) * MAX_RANGES, LARGEST)),
     (REPLIES, KeyStates(LARGEST, INCARNATION, bytes(MAX_KEYS))),
-    (REPLIES, RequestProgress(LARGEST, INCARNATION, 255, LARGEST, 1e12)),
     (REPLIES, Lent(LARGEST, INCARNATION, 255, LARGEST)),
 ]
 DECODERS = [GREETINGS, QUESTIONS, REPLIES]

@@ -1,4 +1,4 @@
-"""Who may connect to whom: a key that peers share, proofs of it, tokens, and a list of addresses.
+"""Who may connect to whom: a key that peers share, and proofs of it.
 
 Both sides prove that they have the key, over nonces of both and the incarnation of the server, so
 that nothing that was said before proves anything. What follows on the connection is not protected:
@@ -7,22 +7,17 @@ on a network that others can write to, run peers inside TLS or a VPN.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
-import ipaddress
 import os
 import secrets
 import stat
-import struct
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from kvferry.errors import ConfigError
 from kvferry.filesystem import why_untrusted
-from kvferry.network import join_host
 
 KEY_BYTES = 32
 MAX_KEY_BYTES = 4096
@@ -48,32 +43,6 @@ class SharedKey:
     def is_proof(self, proof: bytes, side: Literal["client", "server"], *parts: bytes) -> bool:
         """Whether the other side has the key."""
         return hmac.compare_digest(proof, self.proof(side, *parts))
-
-    def token(self, incarnation: bytes, lease: str, address: str, expires: float) -> str:
-        """What allows one who has got it to have peers connect to `address`, until `expires`
-        (seconds since the epoch). Clients carry it and cannot change anything that it covers."""
-        until = struct.pack("<q", int(expires))
-        mac = self._mac("token", (incarnation, lease.encode(), address.encode(), until))
-        return base64.urlsafe_b64encode(until + mac).decode()
-
-    def accepts(
-        self,
-        token: object,
-        incarnation: bytes,
-        lease: str,
-        address: str,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> bool:
-        """Whether a holder of the key gave out this token, for this, and it has not expired. Takes
-        any value: it comes from clients."""
-        if not isinstance(token, str) or len(token) > 64 or not token.isascii():
-            return False
-        with contextlib.suppress(ValueError, struct.error):
-            (until,) = struct.unpack("<q", base64.urlsafe_b64decode(token)[:8])
-            expected = self.token(incarnation, lease, address, until)
-            return hmac.compare_digest(token, expected) and clock() < until
-        return False
 
     def _mac(self, what: str, parts: Iterable[bytes]) -> bytes:
         # With their lengths: else two lists of parts could be one text.
@@ -156,38 +125,3 @@ def _make_key(path: Path) -> None:
             os.link(draft, path)
     finally:
         os.unlink(draft)
-
-
-class AllowedAddresses:
-    """Addresses that may be connected to without a token: whoever sends a request can name one.
-
-    Args:
-        allowed: `host`, `host:port` or a network such as `10.0.0.0/8`. Names are compared, never
-            looked up.
-
-    Raises:
-        ConfigError: one of them is none of these.
-    """
-
-    def __init__(self, allowed: Iterable[str]) -> None:
-        self._names: set[str] = set()
-        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        for each in allowed:
-            if "/" in each:
-                try:
-                    self._networks.append(ipaddress.ip_network(each))
-                except ValueError as error:
-                    raise ConfigError(f"{each!r} is no network: {error}") from None
-            else:
-                self._names.add(each.lower())
-
-    def allows(self, host: str, port: int) -> bool:
-        """Whether this address is one of them."""
-        name = host.lower()
-        if name in self._names or join_host(name, port) in self._names:
-            return True
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return any(address in network for network in self._networks)

@@ -6,11 +6,10 @@ verifies it. So a loan keeps bytes in place for the sake of the hit, never for i
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from kvferry.types import ChunkKey
 
@@ -55,46 +54,6 @@ class Lender(Protocol[L]):
 
     def release(self, loan: L) -> None:
         """The reader is done."""
-
-
-class RequestState(IntEnum):
-    """Of a request that computes what others wait for."""
-
-    UNKNOWN = 0
-    """Never heard of, or long over."""
-    QUEUED = 1
-    PREFILLING = 2
-    HELD = 3
-    """All of its records are held."""
-    ABORTED = 4
-
-
-class Progress(NamedTuple):
-    """How far a producer's request is."""
-
-    state: RequestState = RequestState.UNKNOWN
-    num_tokens: int = 0
-    """Computed so far."""
-    tokens_per_second: float = 0.0
-
-
-class ProgressTable:
-    """The producer's requests that peers may ask about, by name. The scheduler's thread writes it,
-    threads of a server read it; memory only, without a lock. Forgets the oldest names first."""
-
-    def __init__(self, max_requests: int = 4096) -> None:
-        self._max_requests = max_requests
-        self._requests: OrderedDict[str, Progress] = OrderedDict()
-
-    def note(self, request_id: str, progress: Progress) -> None:
-        """Remember the newest state of a request."""
-        self._requests[request_id] = progress
-        if len(self._requests) > self._max_requests:
-            self._requests.popitem(last=False)
-
-    def of(self, request_id: str) -> Progress:
-        """The state of a request."""
-        return self._requests.get(request_id, Progress())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

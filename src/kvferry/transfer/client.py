@@ -14,7 +14,7 @@ from kvferry.config import printable
 from kvferry.errors import TransferError, TransferTimeout
 from kvferry.network import addresses_of, join_host, seconds_left
 from kvferry.transfer.auth import SharedKey
-from kvferry.transfer.base import KeyState, Progress, RequestState
+from kvferry.transfer.base import KeyState
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -24,7 +24,6 @@ from kvferry.transfer.messages import (
     REPLIES,
     VERSION,
     AskKeys,
-    AskRequest,
     Challenge,
     Hello,
     KeyStates,
@@ -33,7 +32,6 @@ from kvferry.transfer.messages import (
     Question,
     Read,
     Refused,
-    RequestProgress,
     Welcome,
     part_lengths,
 )
@@ -44,7 +42,7 @@ CONNECT_SECONDS = 2.0
 CALL_SECONDS = 30.0
 """Of calls that have no deadline, or a later one."""
 
-A = TypeVar("A", KeyStates, RequestProgress, Lent)
+A = TypeVar("A", KeyStates, Lent)
 M = TypeVar("M")
 R = TypeVar("R")
 
@@ -91,18 +89,6 @@ class PeerClient:
                 raise PeerFault(f"peer {self}: an answer that makes no sense")
             states += map(KeyState, answer)
         return states
-
-    def progress_of(self, request_id: str, deadline: float) -> Progress:
-        """How far the peer is with a request."""
-
-        def ask(connection: _Connection) -> RequestProgress:
-            return connection.ask(AskRequest(connection.next_number(), request_id), RequestProgress)
-
-        answer = self._call(ask, deadline)
-        # A later version may have states that this one does not know.
-        known = answer.state in RequestState.__members__.values()
-        state = RequestState(answer.state) if known else RequestState.UNKNOWN
-        return Progress(state, answer.num_tokens, answer.tokens_per_second)
 
     def read(
         self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]], deadline: float

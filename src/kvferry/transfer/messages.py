@@ -4,8 +4,8 @@
     Challenge(version, incarnation, nonce)
                                            Hello(version, namespace, nonce, proof)
     Welcome(proof), or Refused(reason)
-                                           AskKeys, AskRequest or Read, one at a time
-    KeyStates, RequestProgress or Lent, which the bytes of all ranges follow
+                                           AskKeys or Read, one at a time
+    KeyStates or Lent, which the bytes of all ranges follow
 
 A frame is its length, four bytes of it, little endian, and a message. Numbers of requests only
 grow, so that no frame of a connection can be sent twice, and answers repeat the number and the
@@ -34,7 +34,6 @@ MAX_READ_BYTES = 1 << 31
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
-Name = Annotated[str, Meta(max_length=512)]
 
 
 class PeerFault(TransferError):
@@ -74,13 +73,6 @@ class AskKeys(Message, frozen=True, tag=4):
     keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
 
 
-class AskRequest(Message, frozen=True, tag=5):
-    """How far is a request?"""
-
-    number: Count
-    request_id: Name
-
-
 class Read(Message, frozen=True, tag=6):
     """Ranges of a record: offset and length of each."""
 
@@ -98,14 +90,6 @@ class KeyStates(Message, frozen=True, tag=7):
     """A `KeyState` for each key."""
 
 
-class RequestProgress(Message, frozen=True, tag=8):
-    number: Count
-    incarnation: Incarnation
-    state: Annotated[int, Meta(ge=0, le=255)]
-    num_tokens: Count
-    tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)]
-
-
 class Lent(Message, frozen=True, tag=9):
     """The part of each range that lies in the record follows."""
 
@@ -116,8 +100,8 @@ class Lent(Message, frozen=True, tag=9):
     """Of the record, in bytes; 0 for one that is not held."""
 
 
-Question = AskKeys | AskRequest | Read
-Reply = KeyStates | RequestProgress | Lent | Refused
+Question = AskKeys | Read
+Reply = KeyStates | Lent | Refused
 
 _ENCODER = msgspec.msgpack.Encoder()
 GREETINGS = msgspec.msgpack.Decoder(Challenge | Hello | Welcome | Refused)

@@ -24,7 +24,7 @@ from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
 from kvferry.processors import leave_processor
 from kvferry.transfer.auth import SharedKey, read_key, user_key
-from kvferry.transfer.base import PENDING, Bounds, KeyState, Lender, Loan, ProgressTable
+from kvferry.transfer.base import PENDING, Bounds, KeyState, Lender, Loan
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -32,17 +32,13 @@ from kvferry.transfer.messages import (
     MAX_READ_BYTES,
     QUESTIONS,
     VERSION,
-    AskKeys,
-    AskRequest,
     Challenge,
     Hello,
     KeyStates,
     Lent,
-    Message,
     PeerFault,
     Read,
     Refused,
-    RequestProgress,
     Welcome,
     part_lengths,
 )
@@ -122,7 +118,6 @@ class PeerServer:
         namespace: returns that of the records now. Clients name theirs, and one that differs, also
             by a later change, is refused.
         listen: where; see there.
-        progress: of requests that clients may ask about.
         bounds: what it gives at most.
         observer: counts `peer_served_records`, `peer_served_bytes` and `peer_refused`.
 
@@ -141,16 +136,13 @@ class PeerServer:
         namespace: Callable[[], bytes],
         listen: Listen = Listen(),  # frozen
         *,
-        progress: ProgressTable | None = None,
         bounds: Bounds | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.incarnation = secrets.token_bytes(16)
         bounds = bounds if bounds is not None else Bounds()
         key = listen.open_key()
-        self._desk = _Desk(
-            lender, namespace, key, self.incarnation, progress or ProgressTable(), bounds
-        )
+        self._desk = _Desk(lender, namespace, key, self.incarnation, bounds)
         self._bounds = bounds
         self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
@@ -291,14 +283,12 @@ class _Desk:
         namespace: Callable[[], bytes],
         key: SharedKey,
         incarnation: bytes,
-        progress: ProgressTable,
         bounds: Bounds,
     ) -> None:
         self._lender = lender
         self._namespace = namespace
         self._key = key
         self._incarnation = incarnation
-        self._progress = progress
         self._bounds = bounds
         self._room = _Room(bounds.max_bytes)
 
@@ -332,15 +322,9 @@ class _Desk:
         client.number = question.number
         if isinstance(question, Read):
             return self._lend(stream, question, deadline)
-        stream.send(self._about(question), deadline)
-        return 0
-
-    def _about(self, question: AskKeys | AskRequest) -> Message:
-        if isinstance(question, AskRequest):
-            found = self._progress.of(question.request_id)
-            return RequestProgress(question.number, self._incarnation, *found)
         states = bytes(self._state_of(ChunkKey(key)) for key in question.keys)
-        return KeyStates(question.number, self._incarnation, states)
+        stream.send(KeyStates(question.number, self._incarnation, states), deadline)
+        return 0
 
     def _state_of(self, key: ChunkKey) -> KeyState:
         loan = self._lender.lend(key, 0.0)
