@@ -165,10 +165,10 @@ def test_a_prefix_that_many_wait_for_is_read_once_and_what_was_just_saved_not_at
         again = engine.generate(fresh)
     assert_same(own, together)
     assert [answer.cached for answer in together] == [11 * 128] * 32
-    assert together.counted("fetch_count") == 11 * ranks
+    assert together.counted("fetch_seconds_count") == 11 * ranks
     assert not together.counted("load_failed", "unreadable", "deadline", "no_memory")
     assert_same(own_fresh, saved)
     assert_same(own_fresh, again)
     assert [answer.cached for answer in again] == [640, 256]
-    assert again.counted("fetch_count") == 0
+    assert again.counted("fetch_seconds_count") == 0
     assert again.counted('hit_tokens_total{"tier": "memory"}') == 640 + 256

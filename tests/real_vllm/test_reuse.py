@@ -76,8 +76,8 @@ def test_what_was_read_once_is_of_memory_the_next_time(
     assert_same(own, again)
     hits = [expected_hit(len(prompt)) for prompt in prompts]
     assert [answer.cached for answer in warm] == [answer.cached for answer in again] == hits
-    assert warm.counted("fetch_count") == num_chunks(prompts)
-    assert again.counted("fetch_count") == 0
+    assert warm.counted("fetch_seconds_count") == num_chunks(prompts)
+    assert again.counted("fetch_seconds_count") == 0
     assert again.counted('hit_tokens_total{"tier": "memory"}') == sum(hits)
 
 
