@@ -8,7 +8,7 @@ import os
 import pytest
 
 from benchmarks import BENCHMARKS
-from kvferry.cli.bench import MOVED
+from kvferry.cli.bench import IN_REPOSITORY
 
 
 def test_the_result_is_machine_and_rows(run, tmp_path):
@@ -34,12 +34,12 @@ def test_json_on_stdout_is_json_alone(run):
     assert json.loads(ran.out)["rows"]
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", IN_REPOSITORY)
 def test_a_benchmark_that_moved_is_one_line_that_says_where(run, name):
     ran = run("bench", name, "--quick")
     assert ran.code == 2
     assert f"make bench NAME={name}" in ran.error_line
 
 
-def test_what_moved_is_there():
-    assert set(MOVED) == set(BENCHMARKS)
+def test_what_stands_in_the_repository_is_there():
+    assert set(IN_REPOSITORY) == set(BENCHMARKS)

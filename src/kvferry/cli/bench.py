@@ -13,8 +13,8 @@ from kvferry.cli.output import JsonOption, JsonRow, emit
 from kvferry.config import unknown
 from kvferry.errors import ConfigError
 
-MOVED = ("audit", "away", "datapath", "layout", "lookup", "step", "vllm")
-"""Benchmarks of earlier versions that stand in the repository now."""
+IN_REPOSITORY = ("audit", "away", "datapath", "layout", "lookup", "peer", "step", "vllm")
+"""Benchmarks that stand in the repository alone."""
 
 
 def bench(
@@ -39,12 +39,12 @@ def bench(
 
     Example: kvferry bench stores --store valkey://cache/kv --quick
     """
-    if name in MOVED:
+    if name in IN_REPOSITORY:
         raise ConfigError(
             f"kvferry bench {name}: run `make bench NAME={name}` in the repository of kvferry"
         )
     if name != "stores":
-        raise ConfigError(unknown("benchmark", name, ("stores", *MOVED)))
+        raise ConfigError(unknown("benchmark", name, ("stores", *IN_REPOSITORY)))
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory}: not a directory; make it first")
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=directory) as scratch:
