@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "doctor", "explain", "readings", "simulate"},
+    {"bench", "cli", "demo", "doctor", "explain", "readings", "report", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -49,6 +49,7 @@ SIDEWAYS = {
     ("cli", "doctor"),
     ("cli", "explain"),
     ("cli", "readings"),
+    ("cli", "report"),
     ("readings", "explain"),
     ("cli", "simulate"),
     # It compares namespaces as `explain` does.
@@ -130,6 +131,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "report",
     ],
     # `cli` runs the conformance kit on what others bring.
     "testing": ["cli"],
@@ -177,6 +179,7 @@ THIRD_PARTIES = {
     "typer": ["cli"],
     "rich": ["cli", "bench.py", "demo"],
     "matplotlib": ["demo", "simulate"],
+    "plotly": ["report"],
     "gguf": ["demo"],
     "obstore": ["store/servers/objects.py", "store/servers/objects_child.py"],
     "mooncake": ["store/servers/mooncake_child.py"],
@@ -196,6 +199,7 @@ LAZY = {
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "simulate": {"matplotlib"},
+    "report": {"plotly"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
 }

@@ -466,7 +466,12 @@ def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLin
     Raises:
         ConfigError: the file cannot be read, or a line is none of a journal.
     """
-    kept: deque[JournalLine] = deque(maxlen=limit)
+    lines = journal_lines(path)
+    return list(deque((line for line in lines if line.request.startswith(request or "")), limit))
+
+
+def journal_lines(path: Path) -> Iterator[JournalLine]:
+    """Every line of a journal, read one by one; raises as `read_journal`."""
     decoder = msgspec.json.Decoder(JournalLine)
     number = 0
     try:
@@ -478,10 +483,9 @@ def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLin
                     if not line.endswith(b"\n"):  # under way, or cut short by a full disk
                         break
                     raise
-                if found is not None and found.request.startswith(request or ""):
-                    kept.append(found)
+                if found is not None:
+                    yield found
     except OSError as error:
         raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"journal {path}, line {number}: {error}") from error
-    return list(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,15 @@ class MadeStore:
 
 
 def put_records(
-    url: str, *, num_records: int = 3, seed: int = 5, namespace: bytes | None = None
+    url: str,
+    *,
+    num_records: int = 3,
+    seed: int = 5,
+    namespace: bytes | None = None,
+    keys: Sequence[ChunkKey] | None = None,
 ) -> tuple[RecordSchema, list[ChunkKey]]:
-    """Store records as an engine does; returns their schema and their keys, in order."""
+    """Store records as an engine does, under `keys` or made ones; returns their schema and their
+    keys, in order."""
     rng = random.Random(seed)
     schema = RecordSchema.for_groups(
         namespace=namespace or rng.randbytes(32),
@@ -69,7 +75,7 @@ def put_records(
             KVGroup(num_layers=2, num_kv_heads=3, content_size=10, dtype="float32", block_size=16),
         ),
     )
-    keys = [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
+    keys = keys or [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
     with open_one(url, namespace=schema.namespace) as store:
         for number, key in enumerate(keys):
             payload = rng.randbytes(schema.payload_bytes)
@@ -77,7 +83,7 @@ def put_records(
             image = memoryview(bytearray(schema.head_bytes) + payload)
             stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
             assert stored is PutResult.STORED
-    return schema, keys
+    return schema, list(keys)
 
 
 @pytest.fixture

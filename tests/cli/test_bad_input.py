@@ -28,8 +28,8 @@ def _make_newer(root: Path) -> None:
     (root / "kvferry.json").write_text(json.dumps({**marker, "version": 99}))
 
 
-LOOKS = ["ls", "show", "stat", "verify", "gc"]
-EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"]}
+LOOKS = ["ls", "show", "stat", "verify", "gc", "report"]
+EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"], "report": ["--html", "never.html"]}
 
 
 @pytest.mark.parametrize("command", LOOKS)

@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_one_line(run, trace, arguments, says):
 def test_the_trace_itself_is_not_overwritten(run, trace, option):
     before = trace.read_bytes()
     ran = run("simulate", trace, option, trace.parent / "." / trace.name)
-    assert (ran.code, "is the trace, or named twice" in ran.error_line) == (2, True)
+    assert (ran.code, "is what is read, or named twice" in ran.error_line) == (2, True)
     assert trace.read_bytes() == before
 
 

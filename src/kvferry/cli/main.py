@@ -23,6 +23,7 @@ from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
 from kvferry.cli.records import gc, ls, show, stat, verify
+from kvferry.cli.report import report
 from kvferry.cli.simulate import simulate
 from kvferry.cli.size import size
 from kvferry.cli.top import top
@@ -71,8 +72,8 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, simulate,
-        size, warm, bench,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, report,
+        simulate, size, warm, bench,
     ):  # fmt: skip
         app.command()(command)
     return app

@@ -50,6 +50,17 @@ def require_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {why}")
 
 
+def require_targets(source: Path | None, *targets: Path | None) -> None:
+    """As `require_writable`, and refuse a file that would replace what is read, or another one."""
+    taken = set() if source is None else {source.resolve()}
+    for target in targets:
+        if target is not None:
+            if target.resolve() in taken:
+                raise ConfigError(f"{target} is what is read, or named twice; choose another file")
+            taken.add(target.resolve())
+            require_writable(target)
+
+
 JsonOption = Annotated[
     str | None,
     typer.Option(

@@ -16,7 +16,7 @@ from kvferry.cli.output import (
     make_fact_table,
     make_table,
     require_size,
-    require_writable,
+    require_targets,
 )
 from kvferry.config import printable
 from kvferry.errors import ConfigError
@@ -65,7 +65,7 @@ def simulate(
     for name in policies:
         check_policy(name)
     rates = _rates(bytes_per_token, prefill_rate, tier_rates, len(_split("--tiers", tiers)))
-    _require_targets(trace, csv, png, None if json in (None, "-") else Path(json))
+    require_targets(trace, csv, png, None if json in (None, "-") else Path(json))
     if png is not None and find_spec("matplotlib") is None:
         raise ConfigError("--png needs matplotlib: pip install 'kvferry[demo]'")
     simulator = Simulator(read_trace(trace))
@@ -79,18 +79,6 @@ def simulate(
     rows = simulator.tiers(policies, sizes, rates)
     _write(curve, csv, png, trace.name, sizes)
     _show(simulator, rows, curve, json)
-
-
-def _require_targets(trace: Path, *targets: Path | None) -> None:
-    """Raises ConfigError for a file that cannot be written, or would replace another one or the
-    trace."""
-    taken = {trace.resolve()}
-    for target in targets:
-        if target is not None:
-            if target.resolve() in taken:
-                raise ConfigError(f"{target} is the trace, or named twice; choose another file")
-            taken.add(target.resolve())
-            require_writable(target)
 
 
 def _write(curve: Curve, csv: Path | None, png: Path | None, title: str, sizes: list[int]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,6 +17,9 @@ from kvferry.store.base import Entry, Store
 from kvferry.store.kind import StoreUrl
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+
+if TYPE_CHECKING:
+    from kvferry.keys import Namespace
 
 T = TypeVar("T")
 
@@ -144,17 +147,26 @@ def find(store: Store, key_prefix: str) -> Entry:
 def model_names(store: Store, digests: Iterable[bytes]) -> dict[bytes, str]:
     """Names of the models of namespaces that the store describes; `UNREADABLE` for a description
     that is damaged, or of another namespace."""
+    found = described_namespaces(store, digests)
+    return {
+        digest: UNREADABLE if namespace is None else namespace.title
+        for digest, namespace in found.items()
+    }
+
+
+def described_namespaces(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespace | None]:
+    """The namespaces that the store describes, as far as `DESCRIBE_SECONDS` last; None for a
+    description that is damaged, or of another namespace."""
     # Not at the top: all commands, and the help, would wait for it.
     from kvferry.keys import Namespace
 
-    names = {}
+    found = {}
     until = time.monotonic() + DESCRIBE_SECONDS
     for digest in dict.fromkeys(digests):
         text = store.describe(digest) if digest and time.monotonic() < until else None
         if text is not None:
-            namespace = Namespace.from_text(digest, text)
-            names[digest] = UNREADABLE if namespace is None else namespace.title
-    return names
+            found[digest] = Namespace.from_text(digest, text)
+    return found
 
 
 def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:

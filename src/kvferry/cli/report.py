@@ -1,0 +1,119 @@
+"""`kvferry report`: what a store holds and what became of the rest, as one page for a browser."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import Progress
+
+from kvferry.cli.output import JsonOption, JsonRow, emit, progress, require_targets
+from kvferry.cli.stores import (
+    UNREADABLE,
+    UrlArgument,
+    described_namespaces,
+    entries,
+    query_store,
+)
+from kvferry.config import format_size
+from kvferry.errors import ConfigError
+from kvferry.store.base import Store
+from kvferry.store.kind import shown_url
+
+if TYPE_CHECKING:
+    from kvferry.report.gather import RecordedRequests
+    from kvferry.report.page import Report, SpaceText
+
+
+def report(
+    url: UrlArgument,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="The page; replaced if it is there.")],
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A journal (option `record`): prefixes, hits over time."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Draw a store as one page that needs no network: namespaces, prefixes by size and last use,
+    removals over time and why, quarantine, and, from a journal, the share of hits over time.
+
+    Example: kvferry report file:///var/cache/kvferry --html report.html
+    """
+    if find_spec("plotly") is None:
+        raise ConfigError("the page needs plotly: pip install 'kvferry[report]'")
+    require_targets(journal, html, None if json in (None, "-") else Path(json))
+    # Not at the top: all commands, and the help, would wait for it.
+    from kvferry.report.page import render
+
+    with progress() as bar:
+        requests = None if journal is None else _read_requests(journal, bar)
+        found = query_store(url, lambda store: _gather(store, shown_url(url), requests, bar))
+    try:
+        html.write_text(render(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {html}: {error.strerror}") from error
+    _show(found, html, json)
+
+
+def _read_requests(path: Path, bar: Progress) -> RecordedRequests:
+    from kvferry.explain import journal_lines
+    from kvferry.readings import ENGINE
+    from kvferry.report.gather import RecordedRequests
+
+    requests = RecordedRequests(ENGINE)
+    for line in bar.track(journal_lines(path), description="reading requests"):
+        requests.add(line)
+    return requests
+
+
+def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
+    from kvferry.explain import MAX_REMOVALS
+    from kvferry.report.gather import Survey
+    from kvferry.report.page import MAX_ROWS, Report
+
+    chunks = {} if requests is None else requests.chunks()
+    survey = Survey(chunks, time.time())
+    total = store.stat().num_records or None
+    for entry in bar.track(entries(store, store.scan()), total, description="reading records"):
+        survey.add(entry)
+    spaces = survey.largest_spaces()
+    return Report(
+        url=url,
+        at=time.time(),
+        facts=store.facts(),
+        spaces=spaces,
+        titles=_titles(store, list(spaces)[:MAX_ROWS]),
+        branches=survey.branches(),
+        removals=store.removals(MAX_REMOVALS),
+        requests=requests,
+    )
+
+
+def _titles(store: Store, digests: list[bytes]) -> dict[bytes, SpaceText]:
+    from kvferry.report.page import SpaceText
+
+    found = {}
+    for digest, namespace in described_namespaces(store, digests).items():
+        tenant = "" if namespace is None else namespace.description.get("tenant")
+        title = UNREADABLE if namespace is None else namespace.title
+        found[digest] = SpaceText(title, tenant if isinstance(tenant, str) else "")
+    return found
+
+
+def _show(found: Report, html: Path, json: str | None) -> None:
+    num_requests = None if found.requests is None else found.requests.count
+    value: JsonRow = {
+        "html": str(html),
+        "records": found.num_records,
+        "num_bytes": found.num_bytes,
+        "namespaces": len(found.spaces),
+        "removed": None if found.removals is None else len(found.removals),
+        "requests": num_requests,
+    }
+    said = f"{found.num_records} records, {format_size(found.num_bytes)}"
+    if num_requests is not None:
+        said += f", {num_requests} requests"
+    emit(value, json, f"{html}: {said}")

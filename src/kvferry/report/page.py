@@ -1,0 +1,421 @@
+"""The page of a report: one file that loads nothing. Plotly draws it, and brings its script along.
+
+All text that a store or a journal holds is cut, made printable and escaped (`safe`); that it takes
+no effect does not depend on this alone, because the page's policy runs only the two scripts whose
+digests it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.config import format_size, printable
+from kvferry.report.gather import (
+    AGE_UNKNOWN,
+    AGES,
+    Branch,
+    RecordedRequests,
+    SpaceSums,
+    TimeSteps,
+    age,
+    causes,
+    over_time,
+)
+from kvferry.store.base import Removal
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+MAX_TEXT = 80
+MAX_ROWS = 50
+_DIGITS = 16
+_LEVELS = 6
+"""Of the tree, at once; a click shows further ones."""
+
+_COLOURS = ("#2a7f62", "#4c78a8", "#c8553d", "#6a4c93", "#e0a458", "#8d99ae", "#577590", "#b56576")
+
+_AGE_COLOURS = dict(
+    zip((*AGES, AGE_UNKNOWN), ("#5fb58b", "#a9d18e", "#e8cf8a", "#c9b6a4", "#c4c9d0"), strict=True)
+)
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem;
+  color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
+table { border-collapse: collapse; } .wide { overflow-x: auto; }
+th, td { text-align: left; padding: .15rem 1.2rem .15rem 0; vertical-align: top; }
+th { border-bottom: 1px solid #999; } td.number, th.number { text-align: right; }
+dl { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; } dd { margin: 0; font-size: 1.3rem; }
+dt, p.note { color: #666; } td.text { overflow-wrap: anywhere; }
+"""
+
+_DRAW = """
+for (const [id, figure] of Object.entries(JSON.parse(document.getElementById("figures").text)))
+  Plotly.newPlot(id, figure.data, figure.layout, {responsive: true, displaylogo: false});
+"""
+
+
+class SpaceText(NamedTuple):
+    """What a namespace says of itself."""
+
+    model: str
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that the page shows.
+
+    Attributes:
+        url: of the store, without a password.
+        at: when it was read, seconds since the epoch.
+        facts: what the store says of itself, such as its quota.
+        spaces: the largest namespace first.
+        titles: of those that are shown.
+        branches: the prefix tree of recorded requests.
+        removals: newest first; None where the store remembers none.
+        requests: of a journal; None without one.
+    """
+
+    url: str
+    at: float
+    facts: Mapping[str, int | bool | None]
+    spaces: Mapping[bytes, SpaceSums]
+    titles: Mapping[bytes, SpaceText]
+    branches: Sequence[Branch]
+    removals: Sequence[Removal] | None
+    requests: RecordedRequests | None
+
+    @property
+    def num_records(self) -> int:
+        return sum(space.num_records for space in self.spaces.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(space.num_bytes for space in self.spaces.values())
+
+    def shown_spaces(self) -> list[tuple[bytes, SpaceSums]]:
+        return list(self.spaces.items())[:MAX_ROWS]
+
+
+def safe(text: str) -> str:
+    """`text` cut and escaped, for elements of the page (not for attributes), and for Plotly, which
+    reads markup in its texts, too."""
+    cut = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return html.escape(printable(cut), quote=False)  # Plotly shows `&quot;` as it is
+
+
+def render(report: Report) -> str:
+    """The page."""
+    # Not at the top: an extra.
+    from plotly.offline import get_plotlyjs
+
+    figures: dict[str, Figure] = {}
+    body = [
+        *_head(report), *_spaces(report), *_tree(report, figures), *_shares(report, figures),
+        *_removed(report, figures), *_quarantine(report),
+    ]  # fmt: skip
+    texts = (f'"{name}":{figure.to_json()}' for name, figure in figures.items())
+    # No text can end the element that holds it.
+    drawn = ("{" + ",".join(texts) + "}").replace("<", "\\u003c")
+    scripts = get_plotlyjs(), _DRAW
+    digests = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
+    )
+    policy = (
+        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:"
+    )
+    return "\n".join(
+        [
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>kvferry: {safe(report.url)}</title><style>{_STYLE}</style></head><body>",
+            *body,
+            f'<script type="application/json" id="figures">{drawn}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        ]
+    )
+
+
+def _head(report: Report) -> list[str]:
+    quota, kept = report.facts.get("max_bytes"), report.facts.get("quarantined")
+    facts = {
+        "records": f"{report.num_records:,}",
+        "size": format_size(report.num_bytes),
+        "quota": "none known" if quota is None else format_size(int(quota)),
+        "namespaces": f"{len(report.spaces):,}",
+        "in quarantine": "none kept" if kept is None else f"{int(kept):,}",
+        "removed, as remembered": (
+            "not remembered" if report.removals is None else f"{len(report.removals):,}"
+        ),
+    }
+    if report.requests is not None:
+        facts["requests in the journal"] = f"{report.requests.count:,}"
+    cells = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    return [
+        f"<h1>{safe(report.url)}</h1>",
+        f'<p class="note">As of {_time(report.at)}. All times are UTC.</p>',
+        f"<dl>{''.join(cells)}</dl>",
+    ]
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> str:
+    """Texts are escaped here; numbers are right-aligned."""
+    body = []
+    for row in rows:
+        cells = (
+            f'<td class="number">{value:,}</td>'
+            if isinstance(value, int)
+            else f'<td class="text">{safe(value or "")}</td>'
+            for value in row
+        )
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    heads = (
+        f'<th class="number">{name}</th>' if name == "records" else f"<th>{name}</th>"
+        for name in columns
+    )
+    return f'<div class="wide"><table><tr>{"".join(heads)}</tr>{"".join(body)}</table></div>'
+
+
+def _time(at: float) -> str:
+    """Empty for a time that is none."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at > 0 else ""
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def _spaces(report: Report) -> list[str]:
+    rows = []
+    for digest, space in report.shown_spaces():
+        text = report.titles.get(digest, SpaceText(""))
+        size, used = format_size(space.num_bytes), _time(space.last_used)
+        name = _space_name(digest)
+        rows.append((name, text.model, text.tenant, space.num_records, size, used))
+    if not rows:
+        return ["<h2>Namespaces</h2>", "<p>Nothing is stored.</p>"]
+    left = len(report.spaces) - len(rows)
+    heads = ("namespace", "model", "tenant", "records", "size", "last use")
+    note = [f'<p class="note">{left} smaller ones are not shown.</p>'] if left else []
+    return ["<h2>Namespaces</h2>", _table(heads, rows), *note]
+
+
+def _space_name(digest: bytes) -> str:
+    if len(digest) != 32:
+        return digest.decode(errors="replace") or "not known yet"
+    return digest.hex()[:_DIGITS]
+
+
+def _removal_rows(removals: Iterable[Removal]) -> str:
+    rows = [
+        (_time(each.at), each.key.hex()[:_DIGITS], each.reason, each.detail,
+         format_size(each.num_bytes), each.by)
+        for each in removals
+    ]  # fmt: skip
+    return _table(("when", "key", "reason", "detail", "size", "by"), rows)
+
+
+def _quarantine(report: Report) -> list[str]:
+    kept, num_bytes = report.facts.get("quarantined"), report.facts.get("quarantined_bytes")
+    shown = ["<h2>Quarantine</h2>"]
+    if kept is None:
+        return [*shown, "<p>This store keeps none of what it takes out.</p>"]
+    shown.append(f"<p>{kept:,} records, {format_size(int(num_bytes or 0))}.</p>")
+    found = [each for each in report.removals or () if each.reason == "quarantined"][:MAX_ROWS]
+    return [*shown, _removal_rows(found)] if found else shown
+
+
+# -- pictures -------------------------------------------------------------------------------------
+
+
+def _picture(name: str) -> str:
+    return f'<div id="{name}"></div>'
+
+
+def _tree(report: Report, figures: dict[str, Figure]) -> list[str]:
+    shown = ["<h2>What is stored, by prefix</h2>"]
+    if not report.num_bytes:
+        return [*shown, "<p>Nothing is stored.</p>"]
+    note = "Width is size. A click shows a part alone."
+    if report.requests is None:
+        note += " Give a journal (--journal) to see prefixes: records alone do not tell them."
+    elif report.branches:
+        note += " Prefixes are those of the last requests of the journal."
+    else:
+        note += " No prompt of the journal's last requests is in this store."
+    figures["tree"] = _draw_tree(report)
+    legend = " ".join(
+        f'<span style="border-left: 1em solid {colour}">&nbsp;{name}&nbsp;</span>'
+        for name, colour in _AGE_COLOURS.items()
+    )
+    return [*shown, f'<p class="note">{note}</p><p>{legend}</p>', _picture("tree")]
+
+
+class _Box(NamedTuple):
+    parent: str
+    label: str
+    num_bytes: int
+    age: str
+    note: str = ""
+
+
+def _boxes(report: Report) -> dict[str, _Box]:
+    """By id. A box is as large as its parts together, or larger."""
+    boxes: dict[str, _Box] = {}
+    sizes: Counter[str] = Counter()
+    tops = {digest: f"n{number}" for number, (digest, _) in enumerate(report.shown_spaces())}
+    for index, run in enumerate(report.branches):
+        top = tops.get(run.namespace)
+        if top is None:
+            continue
+        if run.parent is None:
+            sizes[top] += run.num_bytes
+        parent = top if run.parent is None else f"r{run.parent}"
+        label = f"tokens {run.first_token:,} to {run.end_token:,}"
+        used = age(run.last_used, report.at)
+        boxes[f"r{index}"] = _Box(parent, label, run.num_bytes, used, f"in {run.uses:,} requests")
+    note = "" if report.requests is None else "in no recorded prompt"
+    for digest, space in report.shown_spaces():
+        top = tops[digest]
+        for number, (used, num_bytes) in enumerate(space.ages.items()):
+            sizes[top] += num_bytes
+            boxes[f"{top}a{number}"] = _Box(top, used, num_bytes, used, note)
+        model = report.titles[digest].model if digest in report.titles else "namespace"
+        used = age(space.last_used, report.at)
+        boxes[top] = _Box("all", f"{model} {_space_name(digest)}", sizes[top], used)
+    used = age(max(space.last_used for space in report.spaces.values()), report.at)
+    boxes["all"] = _Box("", report.url, sum(sizes.values()), used)
+    return boxes
+
+
+def _draw_tree(report: Report) -> Figure:
+    from plotly.graph_objects import Figure, Icicle
+
+    boxes = _boxes(report)
+    figure = Figure(
+        Icicle(
+            ids=list(boxes),
+            parents=[box.parent for box in boxes.values()],
+            labels=[safe(box.label) for box in boxes.values()],
+            values=[box.num_bytes for box in boxes.values()],
+            customdata=[(format_size(box.num_bytes), box.note, box.age) for box in boxes.values()],
+            branchvalues="total",
+            maxdepth=_LEVELS,
+            leaf={"opacity": 1},
+            tiling={"orientation": "v"},
+            hovertemplate=(
+                "%{label}<br>%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}"
+                "<extra></extra>"
+            ),
+            marker={"colors": [_AGE_COLOURS[box.age] for box in boxes.values()]},
+        )
+    )
+    return figure.update_layout(margin={"l": 0, "r": 0, "t": 0, "b": 0}, height=460)
+
+
+def _shares(report: Report, figures: dict[str, Figure]) -> list[str]:
+    shown = ["<h2>Tokens of prompts, by where they came from</h2>"]
+    requests = report.requests
+    if requests is None:
+        note = "Give a journal (--journal, the option <code>record</code> of an engine) to see it."
+        return [*shown, f"<p>{note}</p>"]
+    if not (requests.hits.names or requests.misses.names):
+        return [*shown, "<p>The journal holds no answered request.</p>"]
+    figures["shares"] = _draw_shares(requests)
+    figures["misses"] = _bars(requests.misses, "tokens computed")
+    return [*shown, _picture("shares"), "<h2>Tokens computed, by reason</h2>", _picture("misses")]
+
+
+def _draw_shares(requests: RecordedRequests) -> Figure:
+    """Of all tokens of a step of time, those of each tier. Both sums have steps of one width."""
+    from plotly.graph_objects import Bar, Figure
+
+    totals: Counter[float] = Counter()
+    width = max(requests.hits.seconds, requests.misses.seconds)
+    parts: dict[str, Counter[float]] = {name: Counter() for name in requests.hits.names}
+    for steps in (requests.hits, requests.misses):
+        for at, sums in steps.steps():
+            totals[at // width * width] += sum(sums.values())
+    for at, sums in requests.hits.steps():
+        for name, amount in sums.items():
+            parts[name][at // width * width] += amount
+    starts = sorted(at for at, total in totals.items() if total)
+    figure = Figure(
+        [
+            Bar(
+                name=safe(name),
+                x=[_time(at + 0.5 * width) for at in starts],
+                y=[parts[name][at] / totals[at] for at in starts],
+                width=1000 * width,
+                marker_color=_COLOURS[number % len(_COLOURS)],
+            )
+            for number, name in enumerate(parts)
+        ]
+    )
+    layout = {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens that hit"}
+    return _over_time(figure).update_layout(yaxis=layout)
+
+
+def _bars(steps: TimeSteps, title: str) -> Figure:
+    from plotly.graph_objects import Bar, Figure
+
+    rows = list(steps.steps())
+    figure = Figure(
+        [
+            Bar(
+                name=safe(name),
+                x=[_time(at + 0.5 * steps.seconds) for at, _ in rows],
+                y=[sums[name] for _, sums in rows],
+                width=1000 * steps.seconds,
+                marker_color=_COLOURS[number % len(_COLOURS)],
+            )
+            for number, name in enumerate(steps.names)
+        ]
+    )
+    return _over_time(figure).update_layout(yaxis={"title": title})
+
+
+def _over_time(figure: Figure) -> Figure:
+    return figure.update_layout(
+        barmode="stack",
+        height=320,
+        margin={"l": 60, "r": 10, "t": 10, "b": 80},
+        showlegend=True,
+        legend={"orientation": "h", "y": -0.25},
+        plot_bgcolor="#fff",
+        xaxis={"type": "date"},
+        hovermode="x unified",
+    )
+
+
+def _removed(report: Report, figures: dict[str, Figure]) -> list[str]:
+    shown = ["<h2>What was removed, and why</h2>"]
+    if report.removals is None:
+        return [*shown, "<p>This store does not remember what it removed; a directory does.</p>"]
+    if not report.removals:
+        return [*shown, "<p>Nothing, as far as the store remembers.</p>"]
+    figures["removals"] = _bars(over_time(report.removals), "records removed")
+    rows = [
+        (each.reason, each.detail, each.num_records, format_size(each.num_bytes),
+         _time(each.last_at))
+        for each in causes(report.removals)[:MAX_ROWS]
+    ]  # fmt: skip
+    heads = ("reason", "detail", "records", "size", "last")
+    latest = report.removals[:MAX_ROWS]
+    return [
+        *shown, _picture("removals"), _table(heads, rows),
+        f"<h2>The last {len(latest)} of them</h2>", _removal_rows(latest),
+    ]  # fmt: skip

@@ -1,0 +1,150 @@
+"""The page of `kvferry report` in a browser: what it shows, what a click does, and that text out of
+a store or a journal has no effect in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from kvferry.cli.main import main
+from kvferry.journal import KEY_BYTES
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.store.url import open_store
+from kvferry.types import KVGroup
+from tests.browser import browser
+from tests.cli.conftest import CHUNK_TOKENS, put_records
+
+__all__ = ["browser"]
+
+GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
+HOSTILE = [
+    "<script>window.planted = 1</script>",
+    "<img src=x onerror='window.planted = 1'>",
+    "</td></table></script><svg onload=window.planted=1>",
+    "\x1b[31m\u202e&lt;b onclick='window.planted=1'>",
+    '<a href="javascript:window.planted=1">x</a>',
+    "%{y}<br>" + "x" * (1 << 20),
+]
+
+
+def keys_of(space: Namespace, token_ids: list[int]):
+    keys = ChunkKeys(space.digest, CHUNK_TOKENS)
+    keys.extend(token_ids)
+    return list(keys.keys)
+
+
+def line(at: float, keys, **answer: object) -> str:
+    value = {"time": at, "chunk_tokens": CHUNK_TOKENS, "num_tokens": 100}
+    value["keys"] = [key[:KEY_BYTES].hex() for key in keys]
+    return json.dumps({**value, **answer}) + "\n"
+
+
+def make_space(name: str, tenant: str = "") -> Namespace:
+    identity = ModelIdentity(weights=b"w" * 32, config={}, name=name)
+    return Namespace.of(identity, (GROUP,), CHUNK_TOKENS, tenant)
+
+
+def make_report(folder: Path, texts: list[str]) -> Path:
+    """For each text a model and tenant of this name with two prompts that have a common start; the
+    text is also the reason of a record in quarantine, a tier and a reason of misses."""
+    folder.mkdir(exist_ok=True)
+    url, journal, page = (folder / "store").as_uri(), folder / "journal", folder / "report.html"
+    now = time.time()
+    lines = []
+    for text in texts:
+        space = make_space(text, tenant=text)
+        system = list(range(4 * CHUNK_TOKENS))
+        first = keys_of(space, [*system, *range(500, 500 + 3 * CHUNK_TOKENS)])
+        second = keys_of(space, [*system, *range(900, 900 + 2 * CHUNK_TOKENS)])
+        put_records(url, namespace=space.digest, keys=[*first, *second[4:]])
+        with open_store(url) as store:
+            store.describe(space.digest, space.as_text())
+            store.discard(first[-1], text)
+            store.delete(second[-1])
+        lines.append(line(now - 600, first, local=10, misses={"absent": 90}))
+        lines.append(line(now - 60, second, hits={text: 75}, misses={text: 25}))
+    journal.write_text("".join(lines))
+    assert main(["report", url, "--html", str(page), "--journal", str(journal)]) == 0
+    return page
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a report; fails the test if the page asks for anything, or a script of it fails."""
+    faults: list[str] = []
+    page = browser.new_page(viewport={"width": 1100, "height": 800})
+    page.on(
+        "request", lambda asked: faults.append(asked.url) if "report.html" not in asked.url else 0
+    )
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text))
+
+    def open_report(*texts: str):
+        page.goto(make_report(tmp_path, list(texts)).as_uri())
+        return page
+
+    yield open_report
+    page.close()
+    assert faults == []
+
+
+def test_a_page_shows_prefixes_shares_and_removals_and_zooms_by_a_click(opened, tmp_path):
+    page = opened("org/model-7b")
+    page.screenshot(path=tmp_path / "whole.png", full_page=True)
+    shown = page.inner_text("body")
+    for text in ("org/model-7b", "quarantined", "deleted", "1 records"):
+        assert text in shown
+    labels = page.locator("#tree .slicetext")
+    assert {"tokens 0 to 28", "tokens 28 to 42"} <= set(labels.all_text_contents())
+    labels.filter(has_text="tokens 28 to 42").first.click(force=True)  # its box is before it
+    expect(labels.filter(has_text="28 to 35")).to_have_count(0)
+    names = page.locator("#shares .legendtext")
+    assert sorted(names.all_text_contents()) == ["engine", "org/model-7b"]
+    bars = "#shares .trace.bars"
+    assert page.locator(bars).count() == 2
+    page.locator("#shares .legendtoggle").first.click()
+    expect(page.locator(bars)).to_have_count(1)
+
+
+def test_text_of_a_store_has_no_effect(opened):
+    page = opened(*HOSTILE)
+    assert page.evaluate("window.planted") is None
+    assert page.locator("body img, body svg[onload], body b, body td a, svg a").count() == 0
+    legend = page.locator("#shares .legendtext").all_text_contents()
+    for text in HOSTILE:
+        visible = text[:20].encode("unicode_escape").decode()
+        assert page.locator("td", has_text=visible).count() >= 3
+        assert any(name.startswith(visible) for name in legend), legend
+    assert max(map(len, legend)) < 200
+
+
+class Tags(HTMLParser):
+    """What an HTML parser finds in a page that nobody runs."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.sources += [name for name, _ in attrs if name in ("src", "href")]
+
+
+def test_hostile_text_makes_no_element_even_where_no_policy_is_kept(tmp_path):
+    plain = make_report(tmp_path / "plain", ["text" * n for n in range(1, 1 + len(HOSTILE))])
+    page = make_report(tmp_path / "hostile", HOSTILE).read_text()
+    found = Tags(page)
+    assert (found.handlers, found.sources) == ([], [])
+    assert found.tags == Tags(plain.read_text()).tags
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "x" * 200 not in page
