@@ -25,7 +25,14 @@ from kvferry.layout.plan import BlockRun
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.spec import parse
 from kvferry.observe import Counters, Observer
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover, KVGroup
+from kvferry.types import (
+    DEFAULT_OPTIONS,
+    NO_EXTRA_KEYS,
+    ExtraKeys,
+    Handover,
+    KVGroup,
+    RequestOptions,
+)
 
 CHUNK_TOKENS = 128
 
@@ -159,6 +166,7 @@ class HostRequest:
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
     num_external_tokens: int = 0
+    options: RequestOptions = DEFAULT_OPTIONS
 
     @property
     def request(self) -> HostRequest:

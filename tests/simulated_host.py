@@ -17,7 +17,7 @@ from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover
+from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, ExtraKeys, Handover, RequestOptions
 from tests.host_tables import (
     HostBlockPool,
     HostRank,
@@ -70,6 +70,7 @@ class SimulatedHost:
         num_local_tokens: int = 0,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         handover: Handover | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         generate: Sequence[int] = (),
     ) -> HostRequest:
         """Prefill a prompt, check every byte of its KV, generate given tokens, finish.
@@ -79,7 +80,9 @@ class SimulatedHost:
             num_local_tokens: tokens of a simulated local prefix hit.
             generate: tokens "sampled" after the prompt, one per step.
         """
-        request = self.add(request_id, token_ids, extra_keys=extra_keys, handover=handover)
+        request = self.add(
+            request_id, token_ids, extra_keys=extra_keys, handover=handover, options=options
+        )
         self.admit(request, num_local_tokens=num_local_tokens)
         self.prefill(request, budget=budget)
         for token in generate:
@@ -95,8 +98,10 @@ class SimulatedHost:
         *,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         handover: Handover | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> HostRequest:
         request = HostRequest(request_id, list(token_ids), len(token_ids), extra_keys, handover)
+        request.options = options
         self.scheduler.on_new_request(request)
         return request
 

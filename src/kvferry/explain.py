@@ -41,7 +41,7 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.OTHER_PRODUCER: "The engine that prefilled it runs another version or model.",
     LookupMiss.OTHER_TOKENS: "The engine that prefilled it computed other tokens.",
     LookupMiss.NOT_CACHEABLE: "The request must not be cached, as it was asked.",
-    LookupMiss.NOT_LOADING: "This engine or request only stores; nothing is loaded.",
+    LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
 }
 """What each reason of a miss means, as in docs/explain.md."""
 

@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     "records_corrupt": Family("Records found wrong; never served."),
     "store_quarantined": Family("Records taken out of the store because they were wrong."),
     "store_evicted_bytes": Family("Bytes evicted to keep the quota."),
+    "pins_refused": Family("Pins that requests asked for and that the store did not keep."),
     "hook_failed": Family("Faults of kvferry that were kept from the engine."),
     "tier_reads": Family("Reads of a tier: hit, miss, failed, skipped.", ("tier", "result")),
     "tier_read_bytes": Family("Bytes read from a tier.", ("tier",)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol, runtime_checkable
+from typing import Annotated, NewType, Protocol, runtime_checkable
+
+import msgspec
 
 FORMAT_VERSION = 1
 """Version of the record format: part of every record and of every namespace."""
@@ -103,6 +105,35 @@ class Handover:
     source: KVSource | None = None
 
 
+MAX_PIN_SECONDS = 86_400.0
+"""The longest time for which one request can have its chunks kept. Operators pin for longer."""
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0)]
+_PinSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PIN_SECONDS)]
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request asks of the cache.
+
+    Attributes:
+        store: False: nothing is stored of it.
+        load: False: nothing is loaded for it.
+        max_load_tokens: tokens that are loaded for it at most; None: all that are there.
+        pin: seconds from its end for which the chunks of its prompt are kept from eviction, at most
+            `MAX_PIN_SECONDS`; 0: not kept.
+        explain: its answer says what was hit, and why the rest was computed.
+    """
+
+    store: bool = True
+    load: bool = True
+    max_load_tokens: _Tokens | None = None
+    pin: _PinSeconds = 0.0
+    explain: bool = False
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @runtime_checkable
 class RequestView(Protocol):
     """The part of a host's request that the core reads. All members are plain attributes.
@@ -122,6 +153,9 @@ class RequestView(Protocol):
     @property
     def handover(self) -> Handover | None:
         """None for most requests: no other engine takes part."""
+
+    @property
+    def options(self) -> RequestOptions: ...
 
 
 class ScheduledRequest(Protocol):

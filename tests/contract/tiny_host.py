@@ -14,7 +14,7 @@ import torch
 
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import LookupResult, WorkerOutput
-from kvferry.types import NO_EXTRA_KEYS
+from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS
 
 PRIME = 2**31 - 1
 
@@ -47,6 +47,7 @@ class TinyRequest:
         self.num_prompt_tokens = len(self.all_token_ids)
         self.extra_keys = NO_EXTRA_KEYS
         self.handover = None
+        self.options = DEFAULT_OPTIONS
         self.num_new = num_new
         self.block_ids: list[int] = []
         self.num_computed = 0

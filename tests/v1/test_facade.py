@@ -12,7 +12,13 @@ from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
-from kvferry.types import NO_EXTRA_KEYS, Handover, MultimodalItem
+from kvferry.types import (
+    DEFAULT_OPTIONS,
+    NO_EXTRA_KEYS,
+    Handover,
+    MultimodalItem,
+    RequestOptions,
+)
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.host import HostRequests, extra_keys_of
@@ -533,3 +539,28 @@ def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():
     assert facade.get_num_new_matched_tokens(plain, 0) == (4, False)
     assert facade.get_num_new_matched_tokens(with_logits, 0) == (0, False)
     assert asked == ["plain"]
+
+
+def test_the_options_of_a_request_are_read_from_both_places():
+    requests = HostRequests(lambda _lora: None, str)
+    params = {"kvferry": {"explain": True}}
+    sampling = SimpleNamespace(extra_args={"kvferry": {"store": False}})
+    asked = host_request(kv_transfer_params=params, sampling_params=sampling)
+    assert requests.view(asked).options == RequestOptions(explain=True, store=False)
+    assert requests.view(host_request("older host")).options is DEFAULT_OPTIONS
+    assert params == {"kvferry": {"explain": True}}
+    # Another connector answers: a second answer would end the host.
+    beside = HostRequests(lambda _lora: None, str, hands_over=False)
+    assert beside.view(asked).options == RequestOptions(store=False)
+
+
+def test_wrong_options_are_one_line_and_the_request_runs_without_any(caplog):
+    requests = HostRequests(lambda _lora: None, str)
+    params = {"kvferry": {"store": False, "lode": False}}
+    view = requests.view(host_request("r\x1b", kv_transfer_params=params))
+    assert view.options is DEFAULT_OPTIONS
+    assert requests.view(view.request) is view
+    (line,) = caplog.messages
+    assert line == (
+        r"request r\x1b runs without options: kvferry: unknown option 'lode'; did you mean 'load'?"
+    )

@@ -1,8 +1,13 @@
-"""The parameters by which proxies let one engine prefill a prompt and another decode it.
+"""The parameters of a request: those by which proxies let one engine prefill a prompt and another
+decode it, and the options of a client.
 
 Proxies for vLLM send them as `kv_transfer_params` of a request, and copy those of the prefill's
 answer to the decode. This file is the only one that knows their fields (docs/disaggregation.md).
 They come from clients: whatever does not have the form of a field counts as absent.
+
+Under our own field stand, side by side, the stamp of a producer, the explanation that an answer
+brought, and options (docs/request-options.md). Only wrong options are refused: they alone are
+written by hand.
 """
 
 from __future__ import annotations
@@ -11,7 +16,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.types import Handover, KVSource, ProducerStamp
+import msgspec
+
+from kvferry.config import printable, unknown
+from kvferry.errors import ConfigError
+from kvferry.types import DEFAULT_OPTIONS, Handover, KVSource, ProducerStamp, RequestOptions
 
 STAMP = "kvferry"
 """Our only field: proxies copy it unread."""
@@ -25,6 +34,13 @@ _MAX_HOST = 253
 _MAX_TOKENS = 1 << 31
 _MAX_PORT = 65535
 
+_STAMPED = frozenset(("v", "namespace", "chunks", "key"))
+_EXPLAINED = frozenset(
+    ("prompt_tokens", "local_tokens", "hit_tokens", "by_tier", "miss_reason", "miss_tokens", "why")
+)
+_OPTIONS = RequestOptions.__struct_fields__
+_MAX_SHOWN = 40
+
 
 def read_handover(params: object) -> Handover | None:
     """What the parameters of a request ask for; None if nothing that we know. Never raises, and
@@ -37,6 +53,56 @@ def read_handover(params: object) -> Handover | None:
     if not gives and source is None:
         return None
     return Handover(gives=gives, answers=answers, source=source)
+
+
+def read_options(params: object, arguments: object = None) -> RequestOptions:
+    """The options of a request. Changes nothing.
+
+    Args:
+        params: its `kv_transfer_params`.
+        arguments: other extra arguments of it; what stands here goes before.
+
+    Raises:
+        ConfigError: an unknown option, or one of another type or size, by name.
+    """
+    asked: dict[str, Any] = {}
+    for given in (params, arguments):
+        value = given.get(STAMP) if isinstance(given, Mapping) else None
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{STAMP} is a {type(value).__name__}, not an object of options")
+        asked.update(value or {})
+    for name in asked.keys() - _STAMPED - _EXPLAINED - set(_OPTIONS):
+        raise ConfigError(f"{STAMP}: {unknown('option', str(name)[:_MAX_SHOWN], _OPTIONS)}")
+    options = {name: asked[name] for name in _OPTIONS if name in asked}
+    if not options:
+        return DEFAULT_OPTIONS
+    try:
+        return msgspec.convert(options, RequestOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{STAMP}: {printable(str(error))}") from None
+
+
+def write_explanation(
+    *, num_local: int, hits: Mapping[str, int], misses: Mapping[str, int], why: str
+) -> dict[str, Any]:
+    """What an answer says of the tokens of a prompt, under our field.
+
+    Args:
+        num_local: tokens that the engine had itself.
+        hits: tokens by tier.
+        misses: tokens by reason, the one of the first computed token first.
+        why: the numbers behind a reason; empty for most.
+    """
+    num_hit = sum(hits.values())
+    explained = {
+        "prompt_tokens": num_local + num_hit + sum(misses.values()),
+        "local_tokens": num_local,
+        "hit_tokens": num_hit,
+        "by_tier": dict(hits),
+        "miss_reason": str(next(iter(misses), "")) or None,
+        "miss_tokens": {str(reason): tokens for reason, tokens in misses.items()},
+    }
+    return {**explained, "why": why} if why else explained
 
 
 def write_handover(
@@ -92,7 +158,8 @@ def _source(params: Mapping[str, Any], *, answers: bool) -> KVSource | None:
             host, port = _address(named)
             return KVSource(waits=named is prefiller, host=host, port=port)
     # A turn that follows a decode elsewhere is a prefill with the stamp of that decode.
-    if params.get("do_remote_prefill") is not True and not (answers and STAMP in params):
+    is_stamped = _is_stamped(params)
+    if params.get("do_remote_prefill") is not True and not (answers and is_stamped):
         return None
     host, port = _address(params)
     return KVSource(
@@ -101,8 +168,16 @@ def _source(params: Mapping[str, Any], *, answers: bool) -> KVSource | None:
         port=port,
         num_tokens=_number(params.get("remote_num_tokens"), _MAX_TOKENS),
         has_blocks=_has_any(params.get("remote_block_ids")),
-        stamp=_stamp(params[STAMP]) if STAMP in params else None,
+        stamp=_stamp(params[STAMP]) if is_stamped else None,
     )
+
+
+def _is_stamped(params: Mapping[str, Any]) -> bool:
+    """Whether our field is there and holds more than options and an explanation."""
+    value = params.get(STAMP)
+    if not isinstance(value, Mapping) or not value:
+        return STAMP in params
+    return not value.keys() <= _EXPLAINED.union(_OPTIONS)
 
 
 def _address(params: Mapping[str, Any]) -> tuple[str | None, int | None]:

@@ -44,8 +44,8 @@ class LookupMiss(StrEnum):
     NOT_CACHEABLE = "not_cacheable"
     """The request must not be cached."""
     NOT_LOADING = "not_loading"
-    """Nothing is loaded: this engine only stores, its host carries no reports from workers, or the
-    host did not ask for this request."""
+    """Nothing, or nothing more, is loaded: this engine only stores, its host carries no reports
+    from workers, the host did not ask for this request, or the request's options say so."""
 
 
 class LookupResult(NamedTuple):

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.contract.handover import STAMP, read_options
 from kvferry.engine.request import FinishReason, Request
 from kvferry.errors import ConfigError
+from kvferry.types import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class SamplingParams:
         kv_transfer_params: what a proxy says of another engine that prefills or decodes the prompt
             (docs/disaggregation.md); unknown fields are ignored. The answer to it is
             `Completion.params`.
+        kvferry: what the request asks of the cache, by the names of `RequestOptions`, for example
+            `{"store": False, "explain": True}`.
     """
 
     max_tokens: int = 16
@@ -43,8 +47,15 @@ class SamplingParams:
     ignore_eos: bool = False
     return_logits: bool = False
     kv_transfer_params: Mapping[str, Any] | None = None
+    kvferry: Mapping[str, Any] | None = None
+
+    @property
+    def request_options(self) -> RequestOptions:
+        """Those of `kvferry`, and of the same field of `kv_transfer_params`."""
+        return read_options(self.kv_transfer_params, {STAMP: self.kvferry})
 
     def __post_init__(self) -> None:
+        _ = self.request_options  # refuses wrong ones
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
         if not 0.0 <= self.temperature < float("inf"):

@@ -244,6 +244,7 @@ class LLM:
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
         )
         request.handover = read_handover(params.kv_transfer_params)
+        request.options = params.request_options
         return request
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvferry.contract.messages import Plan
-from kvferry.types import NO_EXTRA_KEYS, BlockTable, Handover
+from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, BlockTable, Handover, RequestOptions
 
 
 class FinishReason(StrEnum):
@@ -68,6 +68,7 @@ class Request:
 
     extra_keys = NO_EXTRA_KEYS  # the engine serves text alone
     handover: Handover | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
 
     def __init__(
         self,

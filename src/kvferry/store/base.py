@@ -2,8 +2,8 @@
 
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
-`probe`, `expect`, `awaits`, `note_stored`, `tier_of` and `tiers` use memory only. All others may
-block on I/O, and run on I/O threads, never on a scheduler's. A call with a deadline
+`probe`, `expect`, `awaits`, `note_stored`, `pin_for`, `tier_of` and `tiers` use memory only. All
+others may block on I/O, and run on I/O threads, never on a scheduler's. A call with a deadline
 (`time.monotonic()` seconds) ends at it or shortly after; without one, a medium that can hang sets
 its own.
 """
@@ -222,6 +222,16 @@ class Store(ABC):
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
         """Learn that `key` was stored through another store object of the same URL."""
+
+    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
+        """Keep these from eviction for so long from now, also those that are stored soon: in the
+        background, and beside the pins of commands. Pinned for clients, values take at most a
+        quarter of the quota.
+
+        Returns:
+            Whether the store can pin.
+        """
+        return False
 
     def wait_indexed(self, timeout: float) -> bool:
         """Block up to `timeout` seconds until the first fill of the index is complete."""

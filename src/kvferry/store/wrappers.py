@@ -80,6 +80,9 @@ class WrapperStore(Store):
     def note_stored(self, key: ChunkKey) -> None:
         self.inner.note_stored(key)
 
+    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
+        return self.inner.pin_for(keys, seconds)
+
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)
 

@@ -9,8 +9,20 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
-from kvferry.contract.handover import read_handover
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, Handover, MultimodalItem, StepView
+import msgspec
+
+from kvferry.config import printable
+from kvferry.contract.handover import read_handover, read_options
+from kvferry.errors import ConfigError
+from kvferry.types import (
+    DEFAULT_OPTIONS,
+    NO_EXTRA_KEYS,
+    ExtraKeys,
+    Handover,
+    MultimodalItem,
+    RequestOptions,
+    StepView,
+)
 from kvferry.v1.types import SchedulerOutput, V1Request
 from kvferry.v1.utilities import resumed_flags
 
@@ -28,16 +40,24 @@ UNCACHEABLE = ExtraKeys(cacheable=False)
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = ("extra_keys", "handover", "may_read", "num_prompt_tokens", "request", "request_id")
+    __slots__ = (
+        "extra_keys", "handover", "may_read", "num_prompt_tokens", "options", "request",
+        "request_id",
+    )  # fmt: skip
 
     def __init__(
-        self, request: V1Request, extra_keys: ExtraKeys, handover: Handover | None
+        self,
+        request: V1Request,
+        extra_keys: ExtraKeys,
+        handover: Handover | None,
+        options: RequestOptions,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self.extra_keys = extra_keys
         self.handover = handover
+        self.options = options
         # vLLM ignores hits of requests that want the logits of every prompt token.
         self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
 
@@ -75,7 +95,7 @@ class V1Step(NamedTuple):
 
 class HostRequests:
     """The host's requests and the block table of each. `hands_over` is False where requests are not
-    asked for handovers."""
+    asked for handovers, and no answer holds anything: another connector answers."""
 
     def __init__(
         self,
@@ -95,8 +115,12 @@ class HostRequests:
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
             extra_keys = extra_keys_of(request, self._lora_identity, self._item_identity)
-            params = getattr(request, "kv_transfer_params", None) if self._hands_over else None
-            view = HostRequestView(request, extra_keys, read_handover(params))
+            params = getattr(request, "kv_transfer_params", None)
+            handover = read_handover(params) if self._hands_over else None
+            options = options_of(request, params)
+            if options.explain and not self._hands_over:
+                options = msgspec.structs.replace(options, explain=False)
+            view = HostRequestView(request, extra_keys, handover, options)
             self._views[request.request_id] = view
         return view
 
@@ -180,6 +204,18 @@ def has_answer(request: object) -> bool:
     status = getattr(request, "status", None)
     name = getattr(status, "name", None)
     return status is None or name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+def options_of(request: object, params: object) -> RequestOptions:
+    """The options of a request, in its `kv_transfer_params` or `extra_args`. Never raises: a host
+    would end with its connector, so wrong ones are logged, and the request runs without any."""
+    sampling = getattr(request, "sampling_params", None)
+    try:
+        return read_options(params, getattr(sampling, "extra_args", None))
+    except ConfigError as error:
+        name = getattr(request, "request_id", "")
+        logger.warning("request %s runs without options: %s", printable(str(name)), error)
+        return DEFAULT_OPTIONS
 
 
 def extra_keys_of(

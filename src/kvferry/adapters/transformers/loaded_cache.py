@@ -33,6 +33,8 @@ class LoadedCache(DynamicCache):
         num_loaded: tokens of each row that come from the store, padding included.
         num_certain: tokens of each row that are sure to be those that `generate` returns; all if
             None.
+        explanation: of each row, what was hit and why the rest was not, as an engine says it of a
+            request; None where `load` was not asked.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LoadedCache(DynamicCache):
         )
         self.num_loaded = 0
         self.num_certain: int | None = None
+        self.explanation: list[dict[str, Any]] | None = None
         self._is_new = True
         self._was_dropped = False
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvferry.adapters.transformers.answers import explained_rows
 from kvferry.adapters.transformers.arguments import (
     Prompt,
     StoredKVConfig,
@@ -30,6 +31,8 @@ from kvferry.adapters.transformers.records import (
     record_layout,
 )
 from kvferry.config import build_config
+from kvferry.contract.handover import STAMP, read_options
+from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
@@ -38,6 +41,9 @@ from kvferry.store.recordio import value_check
 from kvferry.store.records import RecordClient
 from kvferry.store.url import open_store, refuse_small_quota
 from kvferry.types import ChunkKey
+
+if TYPE_CHECKING:
+    from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +142,14 @@ class StoredKV:
 
     # ---- loading
 
-    def load(self, input_ids: Any, *, attention_mask: Any = None) -> Any:
+    def load(
+        self,
+        input_ids: Any,
+        *,
+        attention_mask: Any = None,
+        max_load_tokens: int | None = None,
+        explain: bool = False,
+    ) -> Any:
         """A new cache with the longest prefix of `input_ids` that is stored, but never the last
         token, which `generate` needs. Empty if there is none.
 
@@ -149,6 +162,9 @@ class StoredKV:
                 batch: `[rows, num_tokens]`, padded on the left.
             attention_mask: the mask for `generate`, of the same shape. Without one, padding is
                 judged by the ids, and nothing is read behind it.
+            max_load_tokens: read so many of each row at most; None: all that are there.
+            explain: say in `explanation` of the cache, for each row, what was hit and why the rest
+                was not (docs/request-options.md).
 
         Returns:
             A `DynamicCache` to pass to `generate` as `cache` (`past_key_values` before Transformers
@@ -161,20 +177,39 @@ class StoredKV:
         from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
         self._check_open()
+        options = read_options(
+            None, {STAMP: {"max_load_tokens": max_load_tokens, "explain": explain}}
+        )
         rows = read_rows(input_ids, self._model.vocab_size)
         prompts = read_prompts(rows, attention_mask, self._model)
         cache = LoadedCache(rows, prompts, attention_mask)
-        if not self._serves():
-            return cache
-        started = time.perf_counter()
+        limit = len(rows[0]) - 1
+        if options.max_load_tokens is not None:
+            least_padding = min(prompt.num_padding for prompt in prompts)
+            limit = min(limit, least_padding + options.max_load_tokens)
+        off = None if self._serves() else LookupMiss.NOT_LOADING
+        if self._auditor.is_other:
+            off = LookupMiss.OTHER_MODEL
         chains = [self._keys(prompt, len(rows[0])) for prompt in prompts]
-        found = self._read_right(prompts, chains, len(rows[0]) - 1)
+        if off is None:
+            self._load_into(cache, chains, limit)
+        if options.explain:
+            cache.explanation = explained_rows(
+                cache, chains, limit, self._store, self._config.chunk_tokens, off
+            )
+        return cache
+
+    def _load_into(self, cache: LoadedCache, chains: list[list[ChunkKey]], limit: int) -> None:
+        """Fill a new cache with what is stored of its rows, `limit` tokens of each at most."""
+        started = time.perf_counter()
+        prompts, num_rows = cache.prompts, len(cache.prompts)
+        found = self._read_right(prompts, chains, limit)
         if found is None:
-            self._observer.count("requests_missed", len(rows))
-            return cache
+            self._observer.count("requests_missed", num_rows)
+            return
         stored, num_tokens = found
         hits = [number for number, each in enumerate(stored) if each.images]
-        self._observer.count("requests_missed", len(rows) - len(hits))
+        self._observer.count("requests_missed", num_rows - len(hits))
         fill(cache, stored, self._rows, self._model, num_tokens)
         self._provenance.loaded(cache, prompts)
         for number in hits:
@@ -182,7 +217,6 @@ class StoredKV:
             self._observer.count("hits")
             self._observer.count("hit_tokens", num_tokens - prompts[number].num_padding)
         self._observer.observe("load", time.perf_counter() - started)
-        return cache
 
     def _read_right(
         self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
@@ -232,6 +266,7 @@ class StoredKV:
         *,
         attention_mask: Any = None,
         num_tokens: int | None = None,
+        pin: float = 0.0,
     ) -> int:
         """Store the whole chunks of a cache that are not stored yet, of every row.
 
@@ -254,6 +289,8 @@ class StoredKV:
                 there was none, padding is judged by the ids.
             num_tokens: store only so many of each row, padding included, for example those of the
                 prompt and not the answer.
+            pin: seconds from now for which these chunks are kept from eviction, a day at most, by a
+                store that can (docs/request-options.md).
 
         Returns:
             Tokens newly stored.
@@ -269,6 +306,7 @@ class StoredKV:
         )
 
         self._check_open()
+        pin_seconds = read_options(None, {STAMP: {"pin": pin}}).pin
         rows = read_rows(token_ids, self._model.vocab_size)
         prompts = self._prompts_of(cache, rows, attention_mask)
         shape = shape_of(cache, self._model)
@@ -282,13 +320,17 @@ class StoredKV:
             for prompt in prompts
         ]
         wanted = self._not_stored(cache, shape.num_rows, prompts, chains)
-        return self._write(cache, wanted, chains) * self._config.chunk_tokens
+        return self._write(cache, wanted, chains, pin_seconds) * self._config.chunk_tokens
 
     def _write(
-        self, cache: Any, wanted: dict[ChunkKey, CachedChunk], chains: list[list[ChunkKey]]
+        self,
+        cache: Any,
+        wanted: dict[ChunkKey, CachedChunk],
+        chains: list[list[ChunkKey]],
+        pin_seconds: float,
     ) -> int:
         """Store these chunks of a cache; the number of those stored. All of `chains` count as
-        used."""
+        used, and are kept for so long."""
         deadline = time.monotonic() + self._config.save_timeout_seconds
         num_stored = self._records.put_all(self._images(cache, wanted, chains), deadline)
         if num_stored == len(wanted):
@@ -296,6 +338,8 @@ class StoredKV:
         # After the writes, each of which counts as a use: prefixes must not be evicted first.
         for keys in chains:
             self._store.touch(keys)
+            if pin_seconds > 0.0 and not self._store.pin_for(keys, pin_seconds):
+                self._observer.count("pins_refused")
         return num_stored
 
     def _prompts_of(self, cache: Any, rows: list[list[int]], attention_mask: Any) -> list[Prompt]:

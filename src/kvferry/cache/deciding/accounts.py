@@ -15,7 +15,8 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import RequestState, Search
 from kvferry.cache.messages import Save
 from kvferry.config import printable
-from kvferry.contract.messages import ChunksRemoved, ChunkStored, LookupMiss
+from kvferry.contract.handover import STAMP, write_explanation
+from kvferry.contract.messages import ChunksRemoved, ChunkStored, FinishResult, LookupMiss
 from kvferry.journal import Journal, JournalAnswer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
@@ -86,6 +87,8 @@ class Accounts:
         if search.miss is LookupMiss.SLOWER and search.worth is not None:
             _, load, compute = search.worth
             why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
+        elif search.miss is LookupMiss.NOT_LOADING and state.options.max_load_tokens is not None:
+            why = f"the request loads {state.options.max_load_tokens} tokens at most"
         plan = state.handover
         if plan is not None and search.miss is plan.miss:
             why = plan.why
@@ -100,6 +103,8 @@ class Accounts:
                 f"; {why}" if why else "",
             )
         answer = JournalAnswer(local, hits, misses, why)
+        if state.options.explain and state.answer is None:
+            state.answer = answer
         if plan is not None and request.handover is not None and not plan.is_counted:
             plan.is_counted = True
             self._count_handover(request, request.handover, answer, search)
@@ -182,6 +187,26 @@ class Accounts:
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers
+
+
+def explained(
+    result: FinishResult, request: RequestView, answer: JournalAnswer | None
+) -> FinishResult:
+    """The end of a request, with what it got if it asked for that; `answer` is None where it was
+    never admitted, or must not be cached."""
+    if not request.options.explain:
+        return result
+    if answer is None and not request.extra_keys.cacheable:
+        misses = {str(LookupMiss.NOT_CACHEABLE): request.num_prompt_tokens}
+        answer = JournalAnswer(0, {}, misses, "")
+    if answer is None:
+        return result
+    explanation = write_explanation(
+        num_local=answer.local, hits=answer.hits, misses=answer.misses, why=answer.why
+    )
+    params = dict(result.params or {})
+    params[STAMP] = {**params.get(STAMP, {}), **explanation}
+    return result._replace(params=params)
 
 
 class Announcer:

@@ -105,6 +105,7 @@ class Lookup:
             return ASK_AGAIN
         self.probe(state)
         known, search.miss = self._find(state.keys.keys, num_local // self._chunk)
+        known, num_tokens = self._limited(state, search, known, num_tokens)
         if known < len(state.keys.keys) and search.miss in (None, LookupMiss.ABSENT):
             if search.miss is None and self._waits_for_store(state, search):
                 return ASK_AGAIN
@@ -121,6 +122,18 @@ class Lookup:
             self._observer.observe("promise", self._clock() - search.began_at)
         self._learn(search, late)
         return self._answer(state, search)
+
+    def _limited(
+        self, state: RequestState, search: Search, known: int, num_tokens: int
+    ) -> tuple[int, int]:
+        """The known chunks, and the tokens of a prompt, as far as the request wants them loaded."""
+        most = state.options.max_load_tokens
+        if most is None or search.num_local + most >= self.limit(state, num_tokens):
+            return known, num_tokens
+        stop = search.num_local + most
+        if known * self._chunk >= stop:
+            search.miss = LookupMiss.NOT_LOADING
+        return min(known, -(-stop // self._chunk)), stop + 1
 
     def _waits_for_store(self, state: RequestState, search: Search) -> bool:
         """Whether to ask again, since the store still asks its medium what it has."""

@@ -10,8 +10,9 @@ from typing import Literal
 from kvferry.cache.deciding.host_pool import Slot
 from kvferry.cache.messages import Filled, Load
 from kvferry.contract.messages import LookupMiss
+from kvferry.journal import JournalAnswer
 from kvferry.keys import ChunkKeys
-from kvferry.types import ChunkKey, RequestView
+from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, RequestView
 
 UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered again, unless it is stored again. Not for
@@ -133,6 +134,8 @@ class RequestState:
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audit: of the hit that is promised.
         handover: None until that was looked at, and where no other engine takes part.
+        options: what it asks of the cache.
+        answer: what it got when it was admitted first, if it wants that explained.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
             drawn yet.
     """
@@ -146,6 +149,8 @@ class RequestState:
     next_save: int = 0
     audit: Audit | None = None
     handover: HandoverPlan | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
+    answer: JournalAnswer | None = None
     sample: float | None = None
 
     @property
@@ -212,7 +217,8 @@ class Requests:
         state = self.by_id.get(request.request_id)
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = self.by_id[request.request_id] = RequestState(keys, self._wall_clock())
+            state = RequestState(keys, self._wall_clock(), options=request.options)
+            self.by_id[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.accounts import Accounts, Announcer
+from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
@@ -142,7 +142,7 @@ class SharedStorageScheduler(SchedulerRole):
         spec, handover = self.context.spec, request.handover
         is_asked = spec.loads or (handover is not None and handover.source is not None)
         is_able = self._gets_reports and not spec.disabled and not self.audits.has_failed
-        return is_asked and is_able
+        return is_asked and is_able and request.options.load
 
     @property
     def _may_save(self) -> bool:
@@ -206,7 +206,7 @@ class SharedStorageScheduler(SchedulerRole):
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
             self._plan_load(request.request_id, state, search, block_ids, (start, stop))
-        if self.context.spec.saves or state.gives_all:
+        if request.options.store and (self.context.spec.saves or state.gives_all):
             self.saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
         self._accounts.admitted(request, state, search, stop, limit)
@@ -375,11 +375,19 @@ class SharedStorageScheduler(SchedulerRole):
         self._forget_load(request.request_id)
         self._handovers.early.pop(request.request_id, None)
         if state is None:
-            return FREE_NOW
+            return explained(FREE_NOW, request, None)
         result = self._handovers.answer(request, state)
         self._accounts.ended(request, state)
         self._lookup.end(state)
-        return result
+        self._pin(request, state)
+        return explained(result, request, state.answer)
+
+    def _pin(self, request: RequestView, state: RequestState) -> None:
+        """Have the chunks of a prompt kept, if the request wants it."""
+        if request.options.pin > 0.0:
+            keys = state.keys.keys[: request.num_prompt_tokens // state.keys.chunk_tokens]
+            if not self.context.store.pin_for(keys, request.options.pin):
+                self.context.observer.count("pins_refused")
 
     def take_events(self) -> Iterable[Any]:
         return () if self._announcer is None else self._announcer.pop_events()

@@ -23,7 +23,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, PutResult, Removal
@@ -36,6 +35,7 @@ from kvferry.store.file.database import (
     read_keys,
 )
 from kvferry.store.file.directory import Directory
+from kvferry.store.file.pins import Pins
 from kvferry.types import ChunkKey
 
 MAX_REMOVALS = 16384
@@ -53,7 +53,6 @@ _MAX_QUARANTINE_FILES = 64
 _MAX_HIDDEN = 4096
 _ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
 _LAST = f"SELECT {_ENTRY} FROM records WHERE pinned_until {{}} 0 ORDER BY last_used DESC LIMIT :n"
-_SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
@@ -133,6 +132,7 @@ class Index:
     Attributes:
         totals: as of the last look; read without a lock.
         all_known: set once all that is stored is known.
+        pins: which records are not evicted, and until when.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class Index:
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
         self.all_known = threading.Event()
+        self.pins = Pins(self._transaction, known, observer, wall)
 
     @property
     def is_ours(self) -> bool:
@@ -267,49 +268,6 @@ class Index:
         with self._transaction(writes=True) as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, max_bytes: int) -> int:
-        """Pin the records of `keys` until then; how many there are. Raises ConfigError before more
-        than `max_bytes` are pinned."""
-        ends = until <= self.wall()
-        wanted, num_pinned, pinned_bytes = iter(keys), 0, self.pinned_bytes()
-        while batch := list(islice(wanted, _BATCH)):
-            here = f"key IN ({', '.join('?' * len(batch))})"
-            with self._transaction(writes=True) as db:
-                query = f"{_SUM} pinned_until = 0 AND {here}"
-                (added,) = checked(db.execute(query, batch).fetchone(), "n")
-                if not ends and pinned_bytes + added > max_bytes:
-                    raise ConfigError(
-                        f"{num_pinned} records are pinned, and no more: pins may take half of the "
-                        "quota, so that others are still stored; raise max_bytes or pin less"
-                    )
-                changed = db.execute(
-                    f"UPDATE records SET pinned_until = ? WHERE {here}",
-                    (0.0 if ends else until, *batch),
-                )
-                num_pinned += changed.rowcount
-                pinned_bytes += added
-        return num_pinned
-
-    def pinned_bytes(self) -> int:
-        with self._transaction(writes=False) as db:
-            (found,) = checked(db.execute(f"{_SUM} pinned_until > 0").fetchone(), "n")
-        return int(found)
-
-    def end_pins(self) -> None:
-        """End the pins whose time has come."""
-        now = self.wall()
-        query = "SELECT EXISTS (SELECT 1 FROM records WHERE pinned_until > 0 AND pinned_until <= ?)"
-        with self._transaction(writes=False) as db:
-            (is_due,) = checked(db.execute(query, (now,)).fetchone(), "n")
-        while is_due:  # in batches, so that other processes get a turn
-            with self._transaction(writes=True) as db:
-                changed = db.execute(
-                    "UPDATE records SET pinned_until = 0 WHERE id IN (SELECT id FROM records "
-                    f"WHERE pinned_until > 0 AND pinned_until <= ? LIMIT {_BATCH})",
-                    (now,),
-                )
-                is_due = changed.rowcount == _BATCH
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
         """Note that `keys` were used now, the nearest to the root first. Keeps 65,536 at most."""

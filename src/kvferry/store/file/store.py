@@ -315,6 +315,12 @@ class FileStore(Store):
         if not self._closed:
             self._known.add(key)
 
+    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
+        may_pin = self._writes() and self.upkeep.may_pin
+        if may_pin:
+            self.index.pins.add(keys, seconds)
+        return may_pin
+
     def wait_indexed(self, timeout: float) -> bool:
         return self._known.tracks_keys and self.index.all_known.wait(timeout)
 
@@ -359,7 +365,7 @@ class FileStore(Store):
         if self._max_bytes == NO_QUOTA:
             raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
         try:
-            return self.index.pin(keys, until, self._max_bytes // 2)
+            return self.index.pins.pin(keys, until, self._max_bytes // 2)
         except OSError as error:
             raise StoreError(f"{self.url} cannot pin: {error}") from error
 

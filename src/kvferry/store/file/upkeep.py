@@ -40,6 +40,9 @@ _BATCH = 256
 _QUARANTINE_FRACTION = 20
 """At most one twentieth of the quota is quarantine, but the newest file stays."""
 
+_PINNED_FRACTION = 4
+"""Pinned for clients is at most a quarter of the quota, so that commands can pin as much again."""
+
 
 class ShardComparison:
     """Corrects the index by the directory: in the first pass all shards, in each later pass those
@@ -162,7 +165,7 @@ class Upkeep:
                 if directory.drop_abandoned(file, is_old=is_old, first=add):
                     self._faults.observer.count("store_recovered_writes")
         self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
-        self._index.end_pins()
+        self._index.pins.end_due()
 
     def step(self, *, rests: bool = True) -> bool:
         """One bounded piece of all that is due. Whether there is more to do at once."""
@@ -172,6 +175,7 @@ class Upkeep:
             self._answer,
             self._clean,
             self._flush,
+            self._pin,
             partial(self._compare, rests),
             self._keep_below_quota,
             self._index.follow,
@@ -198,6 +202,7 @@ class Upkeep:
                 self._wake.clear()
         if self._changes:
             self._do(self._index.flush, "recency")
+            self._do(self._pin, "pins")
         self._do(self._index.close)
 
     def _is_due(self, job: str, seconds: float) -> bool:
@@ -225,6 +230,15 @@ class Upkeep:
     def _flush(self) -> None:
         if self._changes and self._is_due("flush", FLUSH_SECONDS):
             self._index.flush()
+
+    @property
+    def may_pin(self) -> bool:
+        """Whether pins are kept: machines that share a directory evict by themselves."""
+        return self._changes and not self._machines_share
+
+    def _pin(self) -> None:
+        if self.may_pin:
+            self._index.pins.apply(self._max_bytes // _PINNED_FRACTION)
 
     def _clean(self) -> None:
         if self._is_due("clean", CLEAN_SECONDS):

@@ -231,6 +231,11 @@ class TieredStore(Store):
                 store.note_stored(key)
                 return
 
+    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
+        """In every tier that can."""
+        opened = [tier.store for tier in self._tiers if tier.store is not None]
+        return sum(store.pin_for(keys, seconds) for store in opened) > 0
+
     def wait_indexed(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         answers = [

@@ -1,0 +1,140 @@
+"""Pins: records of a directory that are not evicted until a time."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+from kvferry.store.file.database import checked
+from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 60.0
+"""How long a pin waits for a record that is still to be stored."""
+
+_MAX_WAITING = 1024
+"""Prompts whose pins wait. With more, the oldest is forgotten."""
+
+_BATCH = 1024
+_SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
+
+
+class Transaction(Protocol):
+    """Begins a transaction of the index."""
+
+    def __call__(self, *, writes: bool) -> AbstractContextManager[sqlite3.Connection]: ...
+
+
+class KnowsKeys(Protocol):
+    """The keys that this process knows."""
+
+    def contains(self, key: ChunkKey) -> bool: ...
+
+
+class _Waiting(NamedTuple):
+    """Records to be pinned, some of them perhaps not stored yet."""
+
+    keys: Sequence[ChunkKey]
+    until: float
+    waits_until: float
+
+
+class Pins:
+    """The pins in an index. `add` uses memory only; all else may raise `IndexUnavailable`.
+
+    Args:
+        wall: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        known: KnowsKeys,
+        observer: Observer,
+        wall: Callable[[], float],
+    ) -> None:
+        self._transaction = transaction
+        self._known = known
+        self._observer = observer
+        self._wall = wall
+        self._waiting: deque[_Waiting] = deque(maxlen=_MAX_WAITING)
+
+    def pin(
+        self, keys: Iterable[ChunkKey], until: float, max_bytes: int, *, extends: bool = False
+    ) -> int:
+        """Pin the records of `keys` until then; how many there are. With `extends`, those that are
+        pinned for longer stay so, and are not counted. Raises ConfigError before more than
+        `max_bytes` are pinned."""
+        ends = until <= self._wall()
+        wanted, num_pinned, pinned_bytes = iter(keys), 0, self.num_bytes()
+        while batch := list(islice(wanted, _BATCH)):
+            here = f"key IN ({', '.join('?' * len(batch))})"
+            with self._transaction(writes=True) as db:
+                query = f"{_SUM} pinned_until = 0 AND {here}"
+                (added,) = checked(db.execute(query, batch).fetchone(), "n")
+                if not ends and pinned_bytes + added > max_bytes:
+                    raise ConfigError(
+                        f"{num_pinned} records are pinned, and no more: pins may take half of the "
+                        "quota, so that others are still stored; raise max_bytes or pin less"
+                    )
+                changed = db.execute(
+                    f"UPDATE records SET pinned_until = ? WHERE {here} AND pinned_until < ?",
+                    (0.0 if ends else until, *batch, until if extends else float("inf")),
+                )
+                num_pinned += changed.rowcount
+                pinned_bytes += added
+        return num_pinned
+
+    def num_bytes(self) -> int:
+        """Of all that is pinned."""
+        with self._transaction(writes=False) as db:
+            (found,) = checked(db.execute(f"{_SUM} pinned_until > 0").fetchone(), "n")
+        return int(found)
+
+    def end_due(self) -> None:
+        """End the pins whose time has come."""
+        now = self._wall()
+        query = "SELECT EXISTS (SELECT 1 FROM records WHERE pinned_until > 0 AND pinned_until <= ?)"
+        with self._transaction(writes=False) as db:
+            (is_due,) = checked(db.execute(query, (now,)).fetchone(), "n")
+        while is_due:  # in batches, so that other processes get a turn
+            with self._transaction(writes=True) as db:
+                changed = db.execute(
+                    "UPDATE records SET pinned_until = 0 WHERE id IN (SELECT id FROM records "
+                    f"WHERE pinned_until > 0 AND pinned_until <= ? LIMIT {_BATCH})",
+                    (now,),
+                )
+                is_due = changed.rowcount == _BATCH
+
+    def add(self, keys: Sequence[ChunkKey], seconds: float) -> None:
+        """Pin these for so long from now, by the next `apply`. Never blocks."""
+        now = self._wall()
+        self._waiting.append(_Waiting(keys, now + seconds, now + WAIT_SECONDS))
+
+    def apply(self, max_bytes: int) -> None:
+        """Pin what waits and is stored by now. What would make more than `max_bytes` pinned is
+        counted and forgotten."""
+        for _ in range(len(self._waiting)):
+            waiting = self._waiting.popleft()
+            here = [key for key in waiting.keys if self._known.contains(key)]
+            try:
+                if here:
+                    self.pin(here, waiting.until, max_bytes, extends=True)
+            except ConfigError:
+                self._observer.count("pins_refused")
+                logger.debug("%d records are not pinned: a quarter of the quota is", len(here))
+                continue
+            except OSError:
+                self._waiting.appendleft(waiting)
+                raise
+            left = set(waiting.keys).difference(here)
+            if left and self._wall() < min(waiting.until, waiting.waits_until):
+                self._waiting.append(waiting._replace(keys=[k for k in waiting.keys if k in left]))
