@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "doctor", "explain", "readings", "simulate"},
+    {"bench", "cli", "demo", "doctor", "explain", "prompt_file", "readings", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -48,6 +48,7 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "doctor"),
     ("cli", "explain"),
+    ("cli", "prompt_file"),
     ("cli", "readings"),
     ("readings", "explain"),
     ("cli", "simulate"),
@@ -83,6 +84,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "prompt_file.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [
@@ -103,6 +105,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "prompt_file.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
@@ -130,6 +133,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "prompt_file.py",
     ],
     # `cli` runs the conformance kit on what others bring.
     "testing": ["cli"],
