@@ -12,11 +12,14 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
+# Where SGLang is, for `make proof-wrong-model`: docs/identity.md says how to get it.
+SGLANG ?=
+
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep bench check fmt clean
+.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -25,6 +28,7 @@ help:
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
+	@echo "make proof-wrong-model  which stores hand one model the KV of another, inside real vLLM (SGLANG=dir)"
 	@echo "make bench       list the benchmarks; NAME=lookup runs one, BENCH=--quick in little"
 	@echo "make check       lint and types only"
 
@@ -64,6 +68,9 @@ test-vllm: $(VLLM_STAMP)
 
 test-vllm-sweep: $(VLLM_STAMP)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
+
+proof-wrong-model: $(VLLM_STAMP)
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m tests.real_vllm.wrong_model $(addprefix --sglang ,$(SGLANG))
 
 bench: $(if $(filter vllm,$(NAME)),$(VLLM_STAMP),$(STAMP))
 	$(if $(filter vllm,$(NAME)),$(VLLM_VENV),$(VENV))/bin/python -m benchmarks $(NAME) $(BENCH)

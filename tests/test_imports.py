@@ -28,7 +28,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "doctor", "explain", "readings", "report", "simulate"},
+    {"bench", "cli", "demo", "doctor", "explain", "prompt_file", "readings", "report", "simulate"},
 ]
 
 # Modules that are gone for one release: importing one is an error that names the new place.
@@ -48,6 +48,7 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "doctor"),
     ("cli", "explain"),
+    ("cli", "prompt_file"),
     ("cli", "readings"),
     ("cli", "report"),
     ("readings", "explain"),
@@ -84,6 +85,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "prompt_file.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [
@@ -104,6 +106,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "prompt_file.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
@@ -131,7 +134,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
-        "report",
+        "prompt_file.py",
     ],
     # `cli` runs the conformance kit on what others bring.
     "testing": ["cli"],

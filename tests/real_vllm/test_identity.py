@@ -117,10 +117,10 @@ def test_custom_code_is_part_of_the_model(
 @pytest.fixture
 def adapters(tmp_path: Path) -> dict[str, Path]:
     """Two LoRA adapters for the tiny model."""
-    return {name: _make_adapter(tmp_path / name, seed) for seed, name in enumerate(("a", "b"))}
+    return {name: make_adapter(tmp_path / name, seed) for seed, name in enumerate(("a", "b"))}
 
 
-def _make_adapter(path: Path, seed: int) -> Path:
+def make_adapter(path: Path, seed: int) -> Path:
     path.mkdir()
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -36,6 +36,9 @@ TokensOption = Annotated[
 RawOption = Annotated[bool, typer.Option("--raw", help="Use the prompt without the chat template.")]
 SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
 LoraOption = Annotated[str | None, typer.Option(help="Identity of the prompt's LoRA adapter.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +102,13 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
 
     Raises:
         ConfigError: there is no such namespace, nothing is stored on a server under this URL, or
-            the store does not know when its records were used.
+            the store does not know when its records were used; see `prompt_spaces`, too.
         StoreError: the store cannot list its records.
     """
-    spaces = None if _is_any(choice) else _spaces(store, choice)
-    if choice.token_ids is not None and spaces is not None:
-        yield from _of_prompt(store, choice, spaces)
+    if choice.token_ids is not None:
+        yield from _of_prompt(store, choice)
         return
-    digests = None if spaces is None else set(spaces)
+    digests = None if _is_any(choice) else set(_spaces(store, choice))
     unused_since = None if choice.age is None else time.time() - choice.age
     for entry in stores.entries(store, store.scan()):
         if digests is not None and entry.namespace not in digests:
@@ -121,20 +123,50 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
         yield entry
 
 
+def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
+    """The namespaces that are meant in which the tokens of a prompt lead to keys; at least one.
+
+    Raises:
+        ConfigError: there is none, or the description of one is missing or damaged.
+    """
+    from kvferry.explain import chunk_tokens_of
+
+    found: list[Namespace] = []
+    opaque: list[Namespace] = []
+    for digest, space in _spaces(store, choice).items():
+        if space is not None and space.is_opaque:
+            opaque.append(space)
+        elif space is None or chunk_tokens_of(space) is None:
+            raise ConfigError(
+                f"the description of namespace {digest.hex()[:16]} in {store.url} is missing or "
+                "damaged, so nothing says how many tokens its chunks have"
+            )
+        else:
+            found.append(space)
+    if not found:
+        raise ConfigError(
+            f"namespace {opaque[0].digest.hex()[:16]} holds opaque {opaque[0].title}: their keys "
+            "are hashes of the host, which do not follow from the tokens of a prompt"
+        )
+    return found
+
+
 def _is_any(choice: Choice) -> bool:
     return choice.digits is None and choice.identity is None and choice.tenant is None
 
 
 def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
-    """The namespaces that are meant, with their descriptions."""
-    from kvferry.explain import describe, differences_of_model
+    """The namespaces that are meant, with their descriptions as far as these are readable."""
+    from kvferry.explain import differences_of_model
+    from kvferry.keys import Namespace
 
     known = store.described()
     found: dict[bytes, Namespace | None] = {}
     for digest in dict.fromkeys([*known, *(store.namespaces() if choice.digits else ())]):
         if choice.digits is not None and not digest.hex().startswith(choice.digits):
             continue
-        space = describe(store, digest)
+        text = store.describe(digest) if digest else None
+        space = None if text is None else Namespace.from_text(digest, text)
         if choice.identity is not None and (
             space is None or "weights" in differences_of_model(space, choice.identity)
         ):
@@ -151,22 +183,14 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
     return found
 
 
-def _of_prompt(
-    store: Store, choice: Choice, spaces: dict[bytes, Namespace | None]
-) -> Iterator[Entry]:
+def _of_prompt(store: Store, choice: Choice) -> Iterator[Entry]:
     from kvferry.explain import chunk_tokens_of
     from kvferry.keys import ChunkKeys
 
-    for digest, space in spaces.items():
-        size = None if space is None else chunk_tokens_of(space)
-        if size is None:
-            raise ConfigError(
-                f"the description of namespace {digest.hex()[:16]} in {store.url} is missing or "
-                "damaged, so nothing says how many tokens its chunks have"
-            )
-        keys = ChunkKeys(digest, size, choice.extra)
+    for space in prompt_spaces(store, choice):
+        keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)
         keys.extend(choice.token_ids or ())
         for key in keys.keys:
-            num_bytes = store.of(digest).read(key, ())
+            num_bytes = store.of(space.digest).read(key, ())
             if num_bytes is not None:
-                yield Entry(key, num_bytes, 0.0, digest)
+                yield Entry(key, num_bytes, 0.0, space.digest)

@@ -10,6 +10,7 @@ import typer
 
 from kvferry.cli.choice import (
     Choice,
+    DryRunOption,
     LoraOption,
     ModelOption,
     NamespaceOption,
@@ -28,10 +29,6 @@ from kvferry.errors import ConfigError
 from kvferry.store import maintenance
 from kvferry.store.base import Store
 from kvferry.store.kind import shown_url
-
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
-]
 
 
 def clear(

@@ -22,6 +22,7 @@ from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
+from kvferry.cli.prompt_files import export, import_
 from kvferry.cli.records import gc, ls, show, stat, verify
 from kvferry.cli.report import report
 from kvferry.cli.simulate import simulate
@@ -72,10 +73,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, doctor, explain, top, report,
-        simulate, size, warm, bench,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, export, import_, doctor, explain,
+        top, report, simulate, size, warm, bench,
     ):  # fmt: skip
-        app.command()(command)
+        app.command(command.__name__.rstrip("_"))(command)
     return app
 
 

@@ -1,0 +1,430 @@
+"""The records of a prompt as one file that its owner keeps, moves and ships.
+
+The file is an uncompressed tar: a description of the prompt, then each record as a store keeps it,
+in the order of the prompt. `docs/format.md` is the normative text. Input is hostile: a reader makes
+each header of the tar again from the values that must stand in it, and compares. So it never
+follows a path or a link, and no reader of tar ever parses it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, NamedTuple
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.keys import KEY_VERSION, ChunkKeys, JsonValue, Namespace
+from kvferry.keys.namespace import describe_group
+from kvferry.record.check import MissReason, check_head, check_record
+from kvferry.record.schema import RecordSchema, digest
+from kvferry.store.base import Buffer, PutResult, Store
+from kvferry.types import FORMAT_VERSION, ChunkKey, ExtraKeys, KVGroup
+
+FILE_FORMAT = "kvferry-prompt"
+FILE_VERSION = 1
+
+MAX_PROMPT_BYTES = 16 << 20
+"""A description beyond this is hostile: that of a prompt of a million tokens has less."""
+
+MAX_RECORD_BYTES = 4 << 30
+"""A record beyond this is refused: one is in memory at a time."""
+
+_PROMPT = "the description of its prompt"
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+_END = bytes(2 * _BLOCK_BYTES)
+
+Progress = Callable[[int], None]
+"""Called after each record with the number of records so far."""
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """A prompt in one namespace of tokens.
+
+    Attributes:
+        extra: cache salt and LoRA adapter of the request.
+
+    Raises:
+        ConfigError: when its keys or its schema are asked for: the namespace is none of tokens, is
+            of another version, or describes records that cannot be.
+    """
+
+    namespace: Namespace
+    token_ids: list[int]
+    extra: ExtraKeys
+
+    @cached_property
+    def schema(self) -> RecordSchema:
+        """Of its records."""
+        described = self.namespace.description
+        where = f"namespace {self.namespace.digest.hex()[:16]}"
+        if self.namespace.is_opaque:
+            raise ConfigError(
+                f"{where} holds opaque {self.namespace.title}: their keys are hashes of the host, "
+                "which do not follow from the tokens of a prompt"
+            )
+        versions = described.get("format_version"), described.get("key_version")
+        if versions != (FORMAT_VERSION, KEY_VERSION):
+            raise ConfigError(
+                f"{where} is of versions {str(versions)[:40]} of records and keys, this kvferry "
+                f"has {(FORMAT_VERSION, KEY_VERSION)}; use the release that stored it"
+            )
+        try:
+            return RecordSchema.for_groups(
+                namespace=self.namespace.digest,
+                chunk_tokens=_whole(described["chunk_tokens"]),
+                groups=_groups(described["groups"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{where} describes records that no store can have") from None
+
+    @cached_property
+    def keys(self) -> list[ChunkKey]:
+        """Of its whole chunks."""
+        keys = ChunkKeys(self.namespace.digest, self.schema.chunk_tokens, self.extra)
+        keys.extend(self.token_ids)
+        return keys.keys
+
+    def tokens_in(self, num_records: int) -> int:
+        """Tokens that so many records hold."""
+        return num_records * self.schema.chunk_tokens
+
+    def why_wrong(self, number: int, record: memoryview, size: int) -> MissReason | None:
+        """Whether `record`, the first bytes of a value of `size` bytes, is the whole and right
+        record of chunk `number`."""
+        key = self.keys[number]
+        return check_head(self.schema, key, self.tokens_in(number), size, record) or check_record(
+            self.schema, key, record, size
+        )
+
+    def room(self) -> memoryview:
+        """Memory for one record."""
+        num_bytes = self.schema.record_bytes
+        if num_bytes > MAX_RECORD_BYTES:
+            raise ConfigError(
+                f"a record of {num_bytes} bytes is above the bound of {MAX_RECORD_BYTES}"
+            )
+        return memoryview(mmap.mmap(-1, num_bytes))
+
+    def as_json(self) -> bytes:
+        """The description of the prompt. Raises ConfigError for a prompt that is too long."""
+        value: dict[str, JsonValue] = {
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
+            "namespace": self.namespace.digest.hex(),
+            "model": self.namespace.model,
+            "description": self.namespace.description,
+            "salt": self.extra.cache_salt,
+            "lora": self.extra.lora,
+            "token_ids": self.token_ids,
+        }
+        text = json.dumps(value, separators=(",", ":")).encode()
+        if len(text) > MAX_PROMPT_BYTES:
+            raise ConfigError(f"a prompt of {len(self.token_ids)} tokens is too long for a file")
+        return text
+
+
+def _groups(described: JsonValue) -> tuple[KVGroup, ...]:
+    """Raises TypeError, KeyError or ValueError for what describes no groups."""
+    found = []
+    for each in described if isinstance(described, list) else ():
+        if not isinstance(each, Mapping):
+            raise TypeError
+        group = KVGroup(
+            num_layers=_whole(each["num_layers"]),
+            num_kv_heads=_whole(each["num_kv_heads"]),
+            content_size=_whole(each["content_size"]),
+            dtype=str(each["dtype"]),
+            block_size=1,
+            window=None if each["window"] is None else _whole(each["window"]),
+        )
+        if describe_group(group) != each:
+            raise ValueError
+        found.append(group)
+    return tuple(found)
+
+
+def _whole(value: JsonValue) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+# -- out of a store -------------------------------------------------------------------------------
+
+
+class Exported(NamedTuple):
+    """The records of a prompt, from its start, that were copied."""
+
+    num_records: int
+    num_bytes: int
+    """Of the records."""
+    fault: MissReason | None
+    """Of the next record, which is not right; None: it is not there, or there is none."""
+
+
+def export_prompt(
+    store: Store, prompt: StoredPrompt, path: Path | None, progress: Progress = lambda _: None
+) -> Exported:
+    """Copy the records of a prompt, as far as they follow each other from its start, into a file.
+    Each is verified. The file appears whole, under its name, or not at all; if there is no record,
+    there is none. Only its owner may read it. With no path, nothing is written.
+
+    Raises:
+        ConfigError: the file cannot be written, or see `StoredPrompt`.
+        StoreError: the store cannot be read.
+    """
+    records = _stored(store, prompt)
+    if path is None:
+        return _copy(records, None, progress)
+    text = prompt.as_json()
+    part = None
+    try:
+        with NamedTemporaryFile(dir=path.parent, prefix=".kvferry-export-", delete=False) as file:
+            part = Path(file.name)
+            file.write(_prompt_member(text))
+            _write_padded(file, text)
+            done = _copy(records, file, progress)
+            file.write(_END)
+            file.flush()
+            os.fsync(file.fileno())
+        if done.num_records:
+            part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+    return done
+
+
+def _stored(
+    store: Store, prompt: StoredPrompt
+) -> Iterator[tuple[ChunkKey, memoryview] | MissReason]:
+    """The right records of a prompt up to the first that is missing; the reason instead of one that
+    is wrong, and then no more. Each is overwritten by the next."""
+    values, room = store.of(prompt.namespace.digest), prompt.room()
+    for number, key in enumerate(prompt.keys):
+        size = values.read(key, [(0, room)])
+        if size is None:
+            return
+        reason = prompt.why_wrong(number, room[:size], size)
+        if reason is not None:
+            yield reason
+            return
+        yield key, room
+
+
+def _copy(
+    records: Iterator[tuple[ChunkKey, memoryview] | MissReason],
+    file: IO[bytes] | None,
+    progress: Progress,
+) -> Exported:
+    num_records = num_bytes = 0
+    for found in records:
+        if isinstance(found, MissReason):
+            return Exported(num_records, num_bytes, found)
+        key, record = found
+        if file is not None:
+            file.write(_member(_name(key), len(record)))
+            _write_padded(file, record)
+        num_records += 1
+        num_bytes += len(record)
+        progress(num_records)
+    return Exported(num_records, num_bytes, None)
+
+
+def _name(key: ChunkKey) -> str:
+    return f"{key.hex()}.safetensors"
+
+
+def _prompt_member(text: bytes) -> bytes:
+    return _member(f"prompt-{digest(text).hex()}.json", len(text))
+
+
+def _member(name: str, num_bytes: int) -> bytes:
+    """The header of a regular file in a tar. There is one for each name and size."""
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = num_bytes, 0o600
+    return member.tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
+
+
+def _write_padded(file: IO[bytes], content: Buffer) -> None:
+    file.write(content)
+    file.write(bytes(-len(content) % _BLOCK_BYTES))
+
+
+# -- into a store ---------------------------------------------------------------------------------
+
+
+class Imported(NamedTuple):
+    """What a store took."""
+
+    num_stored: int
+    num_existing: int
+    """Records that it had already."""
+
+
+class PromptFile:
+    """A file of records, opened to be read. A context manager.
+
+    Raises:
+        ConfigError: it cannot be opened, or does not begin as such a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ConfigError(f"cannot read {path}: not a regular file")
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            self.prompt = self._read_prompt()
+            self._first_record = self._file.tell()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> PromptFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def check(self, progress: Progress = lambda _: None) -> int:
+        """The number of its records, all of which are right and of this prompt.
+
+        Raises:
+            ConfigError: the file is anything but what `export_prompt` writes.
+        """
+        num_records = 0
+        for _ in self._records():
+            num_records += 1
+            progress(num_records)
+        return num_records
+
+    def copy_to(self, store: Store, progress: Progress = lambda _: None) -> Imported:
+        """Store its records, each verified again, in the order of the prompt. What is stored stays
+        if a later one cannot be.
+
+        Raises:
+            ConfigError: as for `check`.
+            StoreError: the store does not take a record.
+        """
+        counts = dict.fromkeys(PutResult, 0)
+        store.describe(self.prompt.namespace.digest, self.prompt.namespace.as_text())
+        for done, (key, record) in enumerate(self._records()):
+            result = store.put(key, [record])
+            if result in (PutResult.NO_SPACE, PutResult.FAILED):
+                why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
+                because = f": {store.refusal}" if store.refusal else ""
+                raise StoreError(f"{store.url} {why}{because}; {done} records were imported")
+            counts[result] += 1
+            progress(done + 1)
+        # The start of a prompt is evicted last.
+        store.touch(self.prompt.keys[: sum(counts.values())])
+        return Imported(counts[PutResult.STORED], counts[PutResult.EXISTS])
+
+    def _read_prompt(self) -> StoredPrompt:
+        header = self._take(_BLOCK_BYTES)
+        size = _octal(header[124:135])
+        if not header.startswith(b"prompt-") or size is None or size > MAX_PROMPT_BYTES:
+            raise ConfigError(f"{self._path} is no file of `kvferry export`")
+        text = self._take(size)
+        if header != _prompt_member(text):
+            raise self._damaged(_PROMPT)
+        self._skip_padding(size)
+        return self._parse(text)
+
+    def _parse(self, text: bytes) -> StoredPrompt:
+        try:
+            value = json.loads(text)
+            is_ours = value["format"] == FILE_FORMAT
+            version = value["version"] if is_ours else None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self._damaged(_PROMPT) from None
+        if version != FILE_VERSION:
+            raise ConfigError(
+                f"{self._path} is of version {str(version)[:20]!r} of such files, this kvferry "
+                f"reads {FILE_VERSION}"
+            )
+        try:
+            described = {name: value[name] for name in ("model", "description")}
+            namespace = Namespace.from_text(
+                bytes.fromhex(value["namespace"]), json.dumps(described)
+            )
+            salt, lora, token_ids = value["salt"], value["lora"], value["token_ids"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self._damaged(_PROMPT) from None
+        if namespace is None:
+            raise ConfigError(f"{self._path}: the namespace is not the digest of its description")
+        if (
+            not (isinstance(salt, str | None) and isinstance(lora, str | None))
+            or not isinstance(token_ids, list)
+            or not all(type(each) is int and 0 <= each < 1 << 32 for each in token_ids)
+        ):
+            raise self._damaged(_PROMPT)
+        prompt = StoredPrompt(namespace, token_ids, ExtraKeys(cache_salt=salt, lora=lora))
+        if prompt.as_json() != text:
+            raise self._damaged(_PROMPT)
+        return prompt
+
+    def _records(self) -> Iterator[tuple[ChunkKey, memoryview]]:
+        """Each record, in memory that the next one overwrites."""
+        self._file.seek(self._first_record)
+        room = self.prompt.room()
+        number = 0
+        while (header := self._take(_BLOCK_BYTES)) != bytes(_BLOCK_BYTES):
+            if number == len(self.prompt.keys):
+                raise ConfigError(f"{self._path} holds more than the prompt has")
+            key = self.prompt.keys[number]
+            if header != _member(_name(key), len(room)):
+                raise ConfigError(
+                    f"{self._path}: what stands at record {number + 1} is not the record that the "
+                    "tokens of the prompt lead to"
+                )
+            if self._file.readinto(room) != len(room):
+                raise self._truncated()
+            self._skip_padding(len(room))
+            reason = self.prompt.why_wrong(number, room, len(room))
+            if reason is not None:
+                raise ConfigError(f"{self._path}: record {number + 1} is damaged ({reason})")
+            yield key, room
+            number += 1
+        if not number:
+            raise ConfigError(f"{self._path} holds no record")
+        if self._take(_BLOCK_BYTES) != bytes(_BLOCK_BYTES) or self._file.read(1):
+            raise self._damaged("its end")
+
+    def _take(self, num_bytes: int) -> bytes:
+        taken = self._file.read(num_bytes)
+        if len(taken) != num_bytes:
+            raise self._truncated()
+        return taken
+
+    def _skip_padding(self, num_bytes: int) -> None:
+        if any(self._take(-num_bytes % _BLOCK_BYTES)):
+            raise self._damaged("what fills a block")
+
+    def _truncated(self) -> ConfigError:
+        return ConfigError(f"{self._path} is truncated")
+
+    def _damaged(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._path} is damaged: {what}")
+
+
+def _octal(field: bytes) -> int | None:
+    try:
+        return int(field, 8)
+    except ValueError:
+        return None
