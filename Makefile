@@ -12,14 +12,20 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
+# Whose engines `make demo-disaggregated` starts: `embedded` or `vllm`; with the latter, PROXY may
+# name toy_proxy_server.py of vLLM's source.
+ENGINE ?= embedded
+PROXY ?=
+
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep bench check fmt clean
+.PHONY: help demo demo-disaggregated test test-sweep test-mount test-vllm test-vllm-sweep bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
+	@echo "make demo-disaggregated  prefill in one engine, decode in another (ENGINE=vllm: two vLLM servers)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
@@ -37,6 +43,10 @@ $(STAMP): pyproject.toml constraints/test.txt
 
 demo: $(STAMP)
 	$(BIN)/kvferry demo
+
+demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP),$(STAMP))
+	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/kvferry demo-disaggregated \
+	  --engine $(ENGINE) $(if $(PROXY),--proxy $(PROXY))
 
 check: $(STAMP)
 	scripts/check
