@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# vLLM's example connector, which tests run in the embedded engine.
+# Files of vLLM that tests run: its example connector, and its proxy.
 CONNECTORS := .vllm-connectors/0.32.0/example_connector.py
 
 # Release of vLLM that `make test-vllm` runs; each has an environment of its own.
@@ -12,10 +12,10 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-# Whose engines `make demo-disaggregated` starts: `embedded` or `vllm`; with the latter, PROXY may
-# name toy_proxy_server.py of vLLM's source.
+# Whose engines `make demo-disaggregated` starts: `embedded` or `vllm`; the latter behind vLLM's own
+# proxy, or with `PROXY=` behind none.
 ENGINE ?= embedded
-PROXY ?=
+PROXY ?= $(if $(filter vllm,$(ENGINE)),.vllm-connectors/0.32.0/toy_proxy_server.py)
 
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints/test.txt
 demo: $(STAMP)
 	$(BIN)/kvferry demo
 
-demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP),$(STAMP))
+demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP) $(CONNECTORS),$(STAMP))
 	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/kvferry demo-disaggregated \
 	  --engine $(ENGINE) $(if $(PROXY),--proxy $(PROXY))
 
@@ -69,7 +69,7 @@ $(VLLM_STAMP): pyproject.toml scripts/vllm-venv $(wildcard constraints/vllm-$(VL
 	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)
 	touch $(VLLM_STAMP)
 
-test-vllm: $(VLLM_STAMP)
+test-vllm: $(VLLM_STAMP) $(CONNECTORS)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m "not sweep"
 
 test-vllm-sweep: $(VLLM_STAMP)

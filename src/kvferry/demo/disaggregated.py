@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -44,6 +45,7 @@ LOAD_SECONDS = 60.0
 _START_SECONDS = 600
 _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
+_SUMS = ("hit_tokens/peer", "tier_read_bytes/peer", "promise_seconds", "first_token_seconds")
 _QUESTION = "What is this text about?"
 _WARM_UP_CHUNKS = 3
 
@@ -64,16 +66,24 @@ class Said(NamedTuple):
     params: Mapping[str, Any] | None = None
 
 
-class Moved(NamedTuple):
-    """What an engine got from peers since its start.
+class Sums(NamedTuple):
+    """What an engine did since its start.
 
     Attributes:
-        seconds: from first look-ups until all was verified in memory.
+        moved_tokens: that came from peers.
+        moved_bytes: likewise.
+        moved_seconds: from first look-ups until all was verified in memory.
+        first_token_seconds: from requests to their first tokens.
     """
 
-    num_tokens: float
-    num_bytes: float
-    seconds: float
+    moved_tokens: float
+    moved_bytes: float
+    moved_seconds: float
+    first_token_seconds: float = 0.0
+
+    def since(self, before: Sums) -> Sums:
+        """What was done after an earlier reading."""
+        return Sums(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Side(Protocol):
@@ -84,7 +94,7 @@ class Side(Protocol):
     ) -> Said:
         """Have a prompt answered. Raises StoreError for an engine that does not."""
 
-    def moved(self) -> Moved: ...
+    def sums(self) -> Sums: ...
 
 
 class Pair(NamedTuple):
@@ -138,11 +148,11 @@ class Round:
     """One prompt, handed over.
 
     Attributes:
-        prefill_seconds: until the prefiller's answer; None behind a proxy.
-        moved: tokens, bytes and seconds of the transfer.
+        prefill_seconds: to the prefiller's token.
+        done: by the decoder, the transfer above all.
         expected_tokens: that could be moved.
-        seconds: to the decoder's first token; behind a proxy to that of the client, prefill and
-            all.
+        seconds: to the decoder's first token.
+        proxied_seconds: to the first token that a proxy passes on, prefill and all.
         local_seconds: the same for a hit in the decoder's own prefix cache.
         computed_seconds: the same where the decoder computes.
         same_answer: as that of the prefiller alone.
@@ -150,10 +160,11 @@ class Round:
     """
 
     num_tokens: int
-    prefill_seconds: float | None
-    moved: Moved
+    prefill_seconds: float
+    done: Sums
     expected_tokens: int
     seconds: float
+    proxied_seconds: float | None
     local_seconds: float
     computed_seconds: float
     same_answer: bool
@@ -189,19 +200,19 @@ def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> Result
         model=options.model_dir.resolve().name,
         engines=pair.shapes,
         peer=pair.peer,
-        is_proxied=pair.proxy is not None,
         rounds=rounds[1:],
     )
 
 
 def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: list[int]) -> Round:
-    before, prefilled = pair.decoder.moved(), None
+    before = pair.prefiller.sums(), pair.decoder.sums()
     if pair.proxy is not None:
         decoded = pair.proxy.ask(prompt, options.max_tokens)
     else:
         prefilled = pair.prefiller.ask(prompt, 1, PREFILL)
         decoded = pair.decoder.ask(prompt, options.max_tokens, prefilled.params)
-    after = pair.decoder.moved()
+    after = pair.prefiller.sums(), pair.decoder.sums()
+    first, second = (now.since(then) for now, then in zip(after, before, strict=True))
     local = pair.decoder.ask(prompt, options.max_tokens)
     computed = pair.decoder.ask(other, options.max_tokens)
     alone = pair.prefiller.ask(prompt, options.max_tokens)
@@ -210,10 +221,11 @@ def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: lis
     differences = [abs(a - b) for a, b in zip(decoded.logprobs, alone.logprobs, strict=False)]
     return Round(
         num_tokens=size,
-        prefill_seconds=None if prefilled is None else prefilled.seconds,
-        moved=Moved(*(now - then for now, then in zip(after, before, strict=True))),
+        prefill_seconds=first.first_token_seconds,
+        done=second,
         expected_tokens=whole // pair.block_size * pair.block_size,
-        seconds=decoded.seconds,
+        seconds=second.first_token_seconds,
+        proxied_seconds=None if pair.proxy is None else decoded.seconds,
         local_seconds=local.seconds,
         computed_seconds=computed.seconds,
         same_answer=decoded.text == local.text == alone.text,
@@ -286,9 +298,9 @@ class _EngineProcess:
         self._ours.send((list(prompt), max_tokens, params))
         return Said(*self._receive(_ANSWER_SECONDS))
 
-    def moved(self) -> Moved:
+    def sums(self) -> Sums:
         self._ours.send(())
-        return Moved(*self._receive(_ANSWER_SECONDS))
+        return Sums(*self._receive(_ANSWER_SECONDS))
 
     def _receive(self, seconds: float) -> Any:  # noqa: ANN401 - what `_serve_engine` sent
         try:
@@ -346,13 +358,13 @@ def _serve_engine(
 def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> tuple[Any, ...]:
     if not question:
         sums = counters.snapshot()
-        names = "hit_tokens/peer", "tier_read_bytes/peer", "promise_seconds"
-        return tuple(sums.get(name, 0.0) for name in names)
+        return tuple(sums.get(name, 0.0) for name in _SUMS)
     prompt, max_tokens, params = question
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=1, kv_transfer_params=params)
     [found] = llm.generate([prompt], sampling)
     if found.ttft_seconds is None or found.logprobs is None:
         raise StoreError("the engine ended a request before its first token")
+    counters.observe("first_token", found.ttft_seconds)
     chosen = tuple(each.chosen for each in found.logprobs)
     given = None if found.params is None else dict(found.params)
     return found.ttft_seconds, found.text or "", chosen, given
@@ -368,77 +380,85 @@ class Result:
     model: str
     engines: tuple[str, str]
     peer: str
-    is_proxied: bool
     rounds: Sequence[Round]
 
-    def median_of(self, read: Callable[[Round], float]) -> float:
-        return median(map(read, self.rounds))
+    @property
+    def worst_diff(self) -> float:
+        """Largest difference of a log-probability; NaN if there is one."""
+        return float(np.max([each.logprob_diff for each in self.rounds]))
 
     def faults(self) -> list[str]:
         """What was wrong; empty if every answer was that of a single engine, and all came over."""
         faults = []
         if not all(each.same_answer for each in self.rounds):
             faults.append("an answer changed")
-        worst = max(each.logprob_diff for each in self.rounds)
-        if not worst <= MAX_LOGPROB_DIFF:
-            faults.append(f"log-probabilities differ by {worst:.1e}")
+        if not self.worst_diff <= MAX_LOGPROB_DIFF:
+            faults.append(f"log-probabilities differ by {self.worst_diff:.1e}")
         faults += [
-            f"{each.moved.num_tokens:.0f} tokens came over instead of {each.expected_tokens}"
+            f"{each.done.moved_tokens:.0f} tokens came over instead of {each.expected_tokens}"
             for each in self.rounds
-            if each.moved.num_tokens != each.expected_tokens
+            if each.done.moved_tokens != each.expected_tokens
         ]
         return faults
 
 
+def medians(result: Result) -> dict[str, float]:
+    """Over the rounds, by name; `proxied_ttft_s` behind a proxy only."""
+    rounds = result.rounds
+    found = {
+        "prompt_tokens": median(each.num_tokens for each in rounds),
+        "prefill_s": median(each.prefill_seconds for each in rounds),
+        "moved_tokens": median(each.done.moved_tokens for each in rounds),
+        "moved_bytes": median(each.done.moved_bytes for each in rounds),
+        "moved_s": median(each.done.moved_seconds for each in rounds),
+        "ttft_s": median(each.seconds for each in rounds),
+        "local_ttft_s": median(each.local_seconds for each in rounds),
+        "computed_ttft_s": median(each.computed_seconds for each in rounds),
+    }
+    proxied = [each.proxied_seconds for each in rounds if each.proxied_seconds is not None]
+    if proxied:
+        found["proxied_ttft_s"] = median(proxied)
+    seconds = found["moved_s"]
+    found["gb_per_s"] = found["moved_bytes"] / seconds / 1e9 if seconds else 0.0
+    return found
+
+
 def as_json(result: Result) -> dict[str, JsonValue]:
-    """Medians over the rounds, seconds and bytes."""
-    of = result.median_of
-    num_bytes, seconds = of(lambda each: each.moved.num_bytes), of(lambda each: each.moved.seconds)
-    prefill = None
-    if not result.is_proxied:
-        prefill = of(lambda each: each.prefill_seconds or 0.0)
+    """Medians over the rounds, and what was wrong."""
     return {
         "model": result.model,
         "engines": list(result.engines),
         "peer": result.peer,
-        "is_proxied": result.is_proxied,
         "rounds": len(result.rounds),
-        "prompt_tokens": of(lambda each: each.num_tokens),
-        "prefill_s": prefill,
-        "moved_tokens": of(lambda each: each.moved.num_tokens),
-        "moved_bytes": num_bytes,
-        "moved_s": seconds,
-        "gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
-        "ttft_s": of(lambda each: each.seconds),
-        "local_ttft_s": of(lambda each: each.local_seconds),
-        "computed_ttft_s": of(lambda each: each.computed_seconds),
-        "max_abs_logprob_diff": max(each.logprob_diff for each in result.rounds),
+        **medians(result),
+        "max_abs_logprob_diff": float(np.nan_to_num(result.worst_diff, posinf=1e9, nan=1e9)),
         "faults": list(result.faults()),
     }
 
 
 def table(result: Result) -> Table:
     """One line for each stage, and for each way to the first token."""
-    found = as_json(result)
+    found = medians(result)
     title = f"{result.model}, float32: medians of {len(result.rounds)} prompts"
-    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title=Text(printable(title)), title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column("")
     for column in ("tokens", "time"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
-
-    def add(what: str, tokens: str, seconds: str, remark: str = "") -> None:
-        table.add_row(what, f"{found[tokens]:.0f}", f"{found[seconds]:.3f} s", printable(remark))
-
     prefiller, decoder = result.engines
-    if not result.is_proxied:
-        add("prefill", "prompt_tokens", "prefill_s", prefiller)
-    size = f"{found['moved_bytes']:,.0f} bytes, {found['gb_per_s']:.2f} GB/s"
-    add("transfer", "moved_tokens", "moved_s", f"{size} from peer {result.peer}")
-    over = "first token, proxy and all" if result.is_proxied else "first token, handed over"
-    add(over, "prompt_tokens", "ttft_s", decoder)
-    add("first token, own prefix hit", "prompt_tokens", "local_ttft_s", decoder)
-    add("first token, computed", "prompt_tokens", "computed_ttft_s", decoder)
+    size = f"{found['moved_bytes'] / 1e6:.1f} MB, {found['gb_per_s']:.2f} GB/s"
+    for what, tokens, seconds, remark in (
+        ("prefill", "prompt_tokens", "prefill_s", f"at P: {prefiller}"),
+        ("transfer", "moved_tokens", "moved_s", f"{size} from {result.peer}"),
+        ("first token, handed over", "prompt_tokens", "ttft_s", f"at D: {decoder}"),
+        ("first token, own prefix hit", "prompt_tokens", "local_ttft_s", "at D"),
+        ("first token, computed", "prompt_tokens", "computed_ttft_s", "at D"),
+        ("first token, from the proxy", "prompt_tokens", "proxied_ttft_s", "P and D"),
+    ):
+        if seconds in found:
+            table.add_row(what, f"{found[tokens]:.0f}", f"{found[seconds]:.3f} s", remark)
     return table
 
 
@@ -446,5 +466,7 @@ def verdict(result: Result) -> str:
     """One line: right, or what was wrong."""
     if faults := result.faults():
         return f"[bold red]Wrong:[/] {'; '.join(faults)}."
-    worst = max(each.logprob_diff for each in result.rounds)
-    return f"Right: every answer as of a single engine (log-probabilities within {worst:.0e})."
+    return (
+        "Right: every answer as of a single engine "
+        f"(log-probabilities within {result.worst_diff:.0e})."
+    )

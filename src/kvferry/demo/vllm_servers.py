@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvferry.demo.disaggregated import HOST, HandoverOptions, Moved, Pair, Said, free_ports
+from kvferry.demo.disaggregated import HOST, HandoverOptions, Pair, Said, Sums, free_ports
 from kvferry.errors import ConfigError, StoreError
 
 _START_SECONDS = 900
@@ -179,15 +178,16 @@ class _Server:
         ]
         return Said(seconds, *_said(parts))
 
-    def moved(self) -> Moved:
+    def sums(self) -> Sums:
         with self._open("/metrics") as answer:
             lines = answer.read().decode().splitlines()
         wanted = (
             ("vllm:kvferry_hit_tokens_total{", 'tier="peer"'),
             ("vllm:kvferry_tier_read_bytes_total{", 'tier="peer"'),
             ("vllm:kvferry_promise_seconds_sum", ""),
+            ("vllm:time_to_first_token_seconds_sum", ""),
         )
-        return Moved(
+        return Sums(
             *(
                 sum(
                     float(line.rsplit(" ", 1)[1])
