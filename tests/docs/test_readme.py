@@ -151,8 +151,9 @@ def test_links_lead_to_files(page):
 
 
 def test_the_command_table_lists_every_command():
-    named = re.findall(r"^\| `kvferry (\w+)", STORES, re.MULTILINE)
-    commands = [command.callback.__name__ for command in build_app().registered_commands]
+    named = re.findall(r"^\| `kvferry ([\w-]+)", STORES, re.MULTILINE)
+    callbacks = [command.callback for command in build_app().registered_commands]
+    commands = [callback.__name__.replace("_", "-") for callback in callbacks]
     assert named == commands
 
 
