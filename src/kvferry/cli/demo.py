@@ -15,7 +15,9 @@ from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
+    from kvferry.demo.disaggregated import HandoverOptions, Pair
     from kvferry.demo.run import DemoOptions
 
 _MODEL_EXTRA = ("transformers", "accelerate", "gguf")
@@ -182,18 +184,27 @@ def demo_disaggregated(
         chunk_tokens=chunk_tokens,
     )
 
-    def advance(what: str) -> None:
-        console.print(plain(f"demo: {what} done"))
+    if engine == "vllm":
+        opening = vllm_servers.vllm_pair(options, proxy)
+    else:
+        opening = disaggregated.embedded_pair(options)
+    _run_handovers(options, opening, console, json)
 
-    is_embedded = engine == "embedded"
-    opened = (
-        disaggregated.embedded_pair(options)
-        if is_embedded
-        else vllm_servers.vllm_pair(options, proxy)
-    )
-    console.print("demo: starting two engines")
-    with opened as pair:
-        result = disaggregated.run_rounds(options, pair, advance)
+
+def _run_handovers(
+    options: HandoverOptions,
+    opening: AbstractContextManager[Pair],
+    console: Console,
+    json: str | None,
+) -> None:
+    """Start both engines, hand prompts over, print the result; exit code 1 if that is wrong."""
+    from kvferry.demo import disaggregated
+
+    with opening as pair:
+        console.print("demo: both engines run")
+        result = disaggregated.run_rounds(
+            options, pair, lambda what: console.print(plain(f"demo: {what} done"))
+        )
     emit(
         disaggregated.as_json(result),
         json,
