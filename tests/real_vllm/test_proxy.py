@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.real_vllm.host import RELEASE
 from tests.tokenizers import save_tiny_tokenizer
 
 PROXY = Path(__file__).parents[2] / ".vllm-connectors" / "0.32.0" / "toy_proxy_server.py"
+DEMO_SECONDS = 600
 
 
 @pytest.mark.skipif(RELEASE < (0, 32), reason="the proxy is that of 0.32")
@@ -30,13 +33,19 @@ def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
         *("--proxy", str(PROXY), "--model-dir", str(model), "--dir", str(tmp_path)),
         *("--rounds", "2", "--document-tokens", "700", "--max-tokens", "5", "--json", "-"),
     ]
-    ran = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True,
-        timeout=600, check=False,
+    demo = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "2"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+    try:
+        said, errors = demo.communicate(timeout=DEMO_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)
+        demo.wait(timeout=20)
     logs = {path.name: path.read_text(errors="replace") for path in tmp_path.glob("*.log")}
-    assert ran.returncode == 0, (ran.stdout, ran.stderr, logs)
-    result = json.loads(ran.stdout)
+    assert demo.returncode == 0, (said, errors, logs)
+    result = json.loads(said)
     assert result["faults"] == []
     assert result["moved_tokens"] == 768
     assert result["proxied_ttft_s"] >= result["ttft_s"] > 0
