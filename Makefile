@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# vLLM's example connector, which tests run in the embedded engine.
+# Files of vLLM that tests run: its example connector, and its proxy.
 CONNECTORS := .vllm-connectors/0.32.0/example_connector.py
 
 # Release of vLLM that `make test-vllm` runs; each has an environment of its own.
@@ -15,14 +15,20 @@ VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 # Where SGLang is, for `make proof-wrong-model`: docs/identity.md says how to get it.
 SGLANG ?=
 
+# Whose engines `make demo-disaggregated` starts: `embedded` or `vllm`; the latter behind vLLM's own
+# proxy, or with `PROXY=` behind none.
+ENGINE ?= embedded
+PROXY ?= $(if $(filter vllm,$(ENGINE)),.vllm-connectors/0.32.0/toy_proxy_server.py)
+
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep proof-wrong-model bench check fmt clean
+.PHONY: help demo demo-disaggregated test test-sweep test-mount test-vllm test-vllm-sweep proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
+	@echo "make demo-disaggregated  prefill in one engine, decode in another (ENGINE=vllm: two vLLM servers)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
@@ -41,6 +47,10 @@ $(STAMP): pyproject.toml constraints/test.txt
 
 demo: $(STAMP)
 	$(BIN)/kvferry demo
+
+demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP) $(CONNECTORS),$(STAMP))
+	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/kvferry demo-disaggregated \
+	  --engine $(ENGINE) $(if $(PROXY),--proxy $(PROXY))
 
 check: $(STAMP)
 	scripts/check
@@ -63,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml scripts/vllm-venv $(wildcard constraints/vllm-$(VL
 	$(PYTHON) scripts/vllm-venv $(VLLM) $(VLLM_VENV)
 	touch $(VLLM_STAMP)
 
-test-vllm: $(VLLM_STAMP)
+test-vllm: $(VLLM_STAMP) $(CONNECTORS)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m "not sweep"
 
 test-vllm-sweep: $(VLLM_STAMP)

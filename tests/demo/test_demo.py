@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.demo.disaggregated import Result, Round, Sums
 from kvferry.demo.model import prepare_model
 from kvferry.demo.report import verdict
 from kvferry.demo.run import (
@@ -203,3 +205,41 @@ def test_a_phase_that_fails_says_why(tmp_path):
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"the cold phase failed: .*config\.json"):
         run_demo(options, lambda phase: None)
+
+
+@pytest.mark.slow
+def test_the_handover_demo_moves_every_whole_chunk_and_changes_no_answer(
+    model_dir, tmp_path, capsys
+):
+    code = main(
+        ["demo-disaggregated", "--model-dir", str(model_dir), "--document-tokens", "300",
+         "--chunk-tokens", "32", "--rounds", "1", "--max-tokens", "5", "--dir", str(tmp_path),
+         "--json", str(tmp_path / "out.json")]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0, out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["faults"] == []
+    assert result["engines"] == ["2 ranks, blocks of 16", "1 rank, blocks of 64"]
+    # Whole chunks, cut to the decoder's blocks.
+    assert result["moved_tokens"] == result["prompt_tokens"] // 32 * 32 // 64 * 64 > 256
+    assert result["moved_bytes"] > 0
+    assert "Right: every answer as of a single engine" in out
+
+
+def test_a_handover_that_moves_too_little_or_changes_an_answer_is_a_fault():
+    right = Round(
+        num_tokens=100, prefill_seconds=1.0, done=Sums(64, 4096, 0.1, 0.2), expected_tokens=64,
+        seconds=0.2, proxied_seconds=None, local_seconds=0.1, computed_seconds=1.0,
+        same_answer=True, logprob_diff=1e-6,
+    )  # fmt: skip
+
+    def faults(**changed):
+        rounds = [right, replace(right, **changed)]
+        engines = ("one", "other")
+        return Result(model="m", engines=engines, peer="p", rounds=rounds).faults()
+
+    assert faults() == []
+    assert faults(done=Sums(32, 2048, 0.1, 0.2)) == ["32 tokens came over instead of 64"]
+    assert faults(same_answer=False) == ["an answer changed"]
+    assert faults(logprob_diff=float("nan")) == ["log-probabilities differ by nan"]

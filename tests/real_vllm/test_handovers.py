@@ -1,5 +1,5 @@
-"""One engine prefills, another decodes, over a directory that both share; the parameters are those
-of vLLM's toy_proxy_server.py."""
+"""One engine prefills, another decodes, over a directory that both share or from memory to memory;
+the parameters are those of vLLM's toy_proxy_server.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.real_vllm.harness import (
     records,
     wait_for_records,
 )
+from tests.servers.process import LOCALHOST, free_ports
 
 TOY_PROXY = {
     "do_remote_decode": True,
@@ -90,3 +91,43 @@ def test_a_prompt_prefilled_in_one_engine_is_decoded_in_another_as_by_one(
     log = second.log.read_text(errors="replace")
     assert "prefilled by another engine" in log
     assert "not_produced" in log
+
+
+def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
+    models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    """No store but the other one's memory."""
+    prompts, back, late = [make_prompt(n) for n in (50, 300, 777)], make_prompt(400), make_prompt()
+    own, [own_back, own_late] = oracle(prompts), oracle([back, late])
+    here, there = free_ports(2)
+    both = [
+        kvferry(f"peer://{LOCALHOST}:{other}", serve=f"{LOCALHOST}:{port}", load_timeout_seconds=30)
+        for port, other in ((here, there), (there, here))
+    ]
+    first.start(models["plain"], both[0])
+    prefiller = Engine(first)
+    with second.engine(models["plain"], both[1], block_size=32) as decoder:
+        given = prefill(prefiller, prompts)
+        assert [params["kvferry"]["chunks"] for params in given] == [0, 2, 6]
+        assert {(params["remote_host"], params["remote_port"]) for params in given} == {
+            (LOCALHOST, here)
+        }
+        warm = decoder.generate([ask(*pair) for pair in zip(prompts, given, strict=True)])
+        assert_same(own, warm)
+        assert warm.external == sum(expected_hit(len(prompt), block=32) for prompt in prompts)
+        assert warm.counted("remote_prefills_total") == len(prompts)
+        assert warm.counted("remote_prefills_computed") == 0
+        assert decoder.generate([back]).external == 0
+        said = prefiller.generate([back])
+        assert_same([own_back], said)
+        assert said.external == expected_hit(len(back))
+        [lost] = prefill(prefiller, [late])
+        first.kill()
+        alone = decoder.generate([ask(late, lost), prompts[2]], deadline=60)
+        assert_same([own_late, own[2]], alone)
+        assert alone.counted("remote_prefills_computed") == 1
+        for answers in warm, alone:
+            assert answers.counted("hook_failed", "contract_violation") == 0
+    log = second.log.read_text(errors="replace")
+    assert f"another engine at {LOCALHOST}:{here}: of 777 tokens 768 from peer" in log

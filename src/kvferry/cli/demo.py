@@ -1,10 +1,10 @@
-"""`kvferry demo`: reuse, shown on a real model and a real document."""
+"""`kvferry demo`: reuse, shown on a real model and document; `demo-disaggregated`: handovers."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,9 +14,20 @@ from kvferry.cli.output import JsonOption, emit, plain, progress, read_text
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from kvferry.demo.disaggregated import HandoverOptions, Pair
     from kvferry.demo.run import DemoOptions
 
-_EXTRA = ("transformers", "accelerate", "gguf", "matplotlib")
+_MODEL_EXTRA = ("transformers", "accelerate", "gguf")
+
+ModelDirOption = Annotated[
+    Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
+]
+WheelOption = Annotated[
+    Path | None, typer.Option(help="The wheel with SmolLM2, where pip cannot fetch it.")
+]
 
 
 def demo(
@@ -33,12 +44,8 @@ def demo(
     ] = 3050,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 24,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
-    model_dir: Annotated[
-        Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
-    ] = None,
-    wheel: Annotated[
-        Path | None, typer.Option(help="The wheel with SmolLM2, where pip cannot fetch it.")
-    ] = None,
+    model_dir: ModelDirOption = None,
+    wheel: WheelOption = None,
     directory: Annotated[
         Path, typer.Option("--dir", help="Where the model, the store and the plot are kept.")
     ] = Path(".demo"),
@@ -50,19 +57,12 @@ def demo(
 
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
-    # Not at the top: the demo brings in half a gigabyte of an optional extra.
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
-    from kvferry.demo.model import prepare_model
+    _require((*_MODEL_EXTRA, "matplotlib"))
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
     asked = _questions(questions, prompts, has_own_document=document is not None)
-    if model_dir is None:
-        model_dir = prepare_model(
-            directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
-        )
+    model_dir = model_dir or _prepare(directory, wheel, console)
     options = DemoOptions(
         model_dir=model_dir,
         prompts=_prompts(model_dir, document, document_tokens, asked),
@@ -72,6 +72,21 @@ def demo(
         chunk_tokens=chunk_tokens,
     )
     _run(options, console, json)
+
+
+def _require(modules: Sequence[str]) -> None:
+    # Not at the top: the demo brings in half a gigabyte of an optional extra.
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
+
+
+def _prepare(directory: Path, wheel: Path | None, console: Console) -> Path:
+    from kvferry.demo.model import prepare_model
+
+    return prepare_model(
+        directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
+    )
 
 
 def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:
@@ -120,6 +135,81 @@ def _run(options: DemoOptions, console: Console, json: str | None) -> None:
         report.table(result),
         Text.from_markup(report.verdict(result)),
         f"Plot: {plot}   Store: kvferry ls {result.store}",
+    )
+    if result.faults():
+        raise typer.Exit(1)
+
+
+def demo_disaggregated(
+    engine: Annotated[
+        Literal["embedded", "vllm"],
+        typer.Option(help="Two embedded engines, or two servers of the vLLM installed here."),
+    ] = "embedded",
+    proxy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --engine vllm: ask through vLLM's toy_proxy_server.py, from its source.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts to hand over.")] = 3,
+    document_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts.")] = 3050,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of an answer.")] = 16,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per record.")] = 128,
+    model_dir: ModelDirOption = None,
+    wheel: WheelOption = None,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where the model and the logs of servers are kept.")
+    ] = Path(".demo"),
+    json: JsonOption = None,
+) -> None:
+    """Prefill in one engine, decode in another that reads its memory: times, and the same answers.
+
+    Exit code 1 if anything was wrong.
+
+    Example: kvferry demo-disaggregated --engine vllm --proxy toy_proxy_server.py
+    """
+    if proxy is not None and engine != "vllm":
+        raise ConfigError("--proxy stands before vLLM's servers; add --engine vllm")
+    _require(_MODEL_EXTRA)
+    from kvferry.demo import disaggregated, vllm_servers
+
+    console = Console(stderr=True, highlight=False)
+    options = disaggregated.HandoverOptions(
+        model_dir=model_dir or _prepare(directory, wheel, console),
+        rounds=rounds,
+        document_tokens=document_tokens,
+        work_dir=directory,
+        max_tokens=max_tokens,
+        chunk_tokens=chunk_tokens,
+    )
+
+    if engine == "vllm":
+        opening = vllm_servers.vllm_pair(options, proxy)
+    else:
+        opening = disaggregated.embedded_pair(options)
+    _run_handovers(options, opening, console, json)
+
+
+def _run_handovers(
+    options: HandoverOptions,
+    opening: AbstractContextManager[Pair],
+    console: Console,
+    json: str | None,
+) -> None:
+    """Start both engines, hand prompts over, print the result; exit code 1 if that is wrong."""
+    from kvferry.demo import disaggregated
+
+    with opening as pair:
+        console.print("demo: both engines run")
+        result = disaggregated.run_rounds(
+            options, pair, lambda what: console.print(plain(f"demo: {what} done"))
+        )
+    emit(
+        disaggregated.as_json(result),
+        json,
+        disaggregated.table(result),
+        Text.from_markup(disaggregated.verdict(result)),
     )
     if result.faults():
         raise typer.Exit(1)

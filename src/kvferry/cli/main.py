@@ -18,7 +18,7 @@ import typer
 import kvferry
 from kvferry.cli.bench import bench
 from kvferry.cli.clear import clear, pin
-from kvferry.cli.demo import demo
+from kvferry.cli.demo import demo, demo_disaggregated
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
@@ -73,10 +73,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, export, import_, doctor, explain,
-        top, report, simulate, size, warm, bench,
+        demo, demo_disaggregated, generate, ls, show, stat, verify, gc, clear, pin, export, import_,
+        doctor, explain, top, report, simulate, size, warm, bench,
     ):  # fmt: skip
-        app.command(command.__name__.rstrip("_"))(command)
+        app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
     return app
 
 

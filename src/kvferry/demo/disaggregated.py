@@ -1,0 +1,472 @@
+"""Prefill in one engine, decode in another: what the way over costs, beside what it saves.
+
+The engines list each other as peers and have no other store. Each round has two long prompts that
+begin differently: one is handed over, and asked again of the decoder, which then has it in its own
+prefix cache; the decoder computes the other one. The prefiller, asked for the whole answer, is the
+single engine that the decoder is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.config import printable
+from kvferry.demo.run import default_document, load_tokenizer, make_prompts
+from kvferry.engine import LLM, SamplingParams
+from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.keys import JsonValue
+from kvferry.observe import Counters
+
+HOST = "127.0.0.1"
+MAX_LOGPROB_DIFF = 1e-3
+"""Bound in float32; see `kvferry.demo.run.MAX_LOGIT_DIFF`."""
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a proxy says to the engine that prefills."""
+
+LOAD_SECONDS = 60.0
+"""Longer than by default: a busy machine shall show its time, not a recomputed prompt."""
+
+_START_SECONDS = 600
+_ANSWER_SECONDS = 1800
+_END_SECONDS = 60
+_SUMS = ("hit_tokens/peer", "tier_read_bytes/peer", "promise_seconds", "first_token_seconds")
+_QUESTION = "What is this text about?"
+_WARM_UP_CHUNKS = 3
+
+
+class Said(NamedTuple):
+    """The answer to one prompt.
+
+    Attributes:
+        seconds: to the first token.
+        text: generated.
+        logprobs: of the chosen tokens.
+        params: for the engine that goes on.
+    """
+
+    seconds: float
+    text: str
+    logprobs: tuple[float, ...]
+    params: Mapping[str, Any] | None = None
+
+
+class Sums(NamedTuple):
+    """What an engine did since its start.
+
+    Attributes:
+        moved_tokens: that came from peers.
+        moved_bytes: likewise.
+        moved_seconds: from first look-ups until all was verified in memory.
+        first_token_seconds: from requests to their first tokens.
+    """
+
+    moved_tokens: float
+    moved_bytes: float
+    moved_seconds: float
+    first_token_seconds: float = 0.0
+
+    def since(self, before: Sums) -> Sums:
+        """What was done after an earlier reading."""
+        return Sums(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class Side(Protocol):
+    """One engine, or a proxy before both."""
+
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
+    ) -> Said:
+        """Have a prompt answered. Raises StoreError for an engine that does not."""
+
+    def sums(self) -> Sums: ...
+
+
+class Pair(NamedTuple):
+    """Two engines, and maybe a proxy before them.
+
+    Attributes:
+        shapes: of prefiller and decoder, in words.
+        peer: address at which the decoder reads.
+        block_size: of the decoder, in tokens.
+    """
+
+    prefiller: Side
+    decoder: Side
+    proxy: Side | None
+    shapes: tuple[str, str]
+    peer: str
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverOptions:
+    """Attributes:
+    model_dir: with a tokenizer.
+    rounds: prompts that are handed over.
+    document_tokens: length of the prompts, without question and template.
+    work_dir: where servers write their logs.
+    max_tokens: answer length.
+    chunk_tokens: tokens per record.
+    """
+
+    model_dir: Path
+    rounds: int
+    document_tokens: int
+    work_dir: Path
+    max_tokens: int
+    chunk_tokens: int
+
+    def connector_options(self, port: int) -> dict[str, Any]:
+        """Of an engine that serves peers at `port`. No hit is computed again for an audit, for
+        every answer is compared."""
+        return {
+            "chunk_tokens": self.chunk_tokens,
+            "audit": "off",
+            "load_timeout_seconds": LOAD_SECONDS,
+            "serve": f"{HOST}:{port}",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One prompt, handed over.
+
+    Attributes:
+        prefill_seconds: to the prefiller's token.
+        done: by the decoder, the transfer above all.
+        expected_tokens: that could be moved.
+        seconds: to the decoder's first token.
+        proxied_seconds: to the first token that a proxy passes on, prefill and all.
+        local_seconds: the same for a hit in the decoder's own prefix cache.
+        computed_seconds: the same where the decoder computes.
+        same_answer: as that of the prefiller alone.
+        logprob_diff: largest difference from it.
+    """
+
+    num_tokens: int
+    prefill_seconds: float
+    done: Sums
+    expected_tokens: int
+    seconds: float
+    proxied_seconds: float | None
+    local_seconds: float
+    computed_seconds: float
+    same_answer: bool
+    logprob_diff: float
+
+
+Advance = Callable[[str], None]
+
+
+def prompt_of(options: HandoverOptions, name: str, num_tokens: int) -> list[int]:
+    """A long prompt that begins with `name`."""
+    tokenizer = load_tokenizer(options.model_dir)
+    text = f"Edition {name}. {default_document()}"
+    [prompt] = make_prompts(tokenizer, text, num_tokens, [_QUESTION])
+    return prompt
+
+
+def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> Result:
+    """Measure; `advance` is called after each round. A short round before the others keeps the
+    cost of first forwards and of the connection out of the figures.
+
+    Raises:
+        ConfigError: the model or its tokenizer cannot be used.
+        StoreError: an engine that failed.
+    """
+    lengths = [_WARM_UP_CHUNKS * options.chunk_tokens] + [options.document_tokens] * options.rounds
+    rounds = []
+    for number, length in enumerate(lengths):
+        handed, computed = (prompt_of(options, f"{number} {of}", length) for of in ("one", "two"))
+        rounds.append(_measure(options, pair, handed, computed))
+        advance(f"round {number}" if number else "warm-up")
+    return Result(
+        model=options.model_dir.resolve().name,
+        engines=pair.shapes,
+        peer=pair.peer,
+        rounds=rounds[1:],
+    )
+
+
+def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: list[int]) -> Round:
+    before = pair.prefiller.sums(), pair.decoder.sums()
+    if pair.proxy is not None:
+        decoded = pair.proxy.ask(prompt, options.max_tokens)
+    else:
+        prefilled = pair.prefiller.ask(prompt, 1, PREFILL)
+        decoded = pair.decoder.ask(prompt, options.max_tokens, prefilled.params)
+    after = pair.prefiller.sums(), pair.decoder.sums()
+    first, second = (now.since(then) for now, then in zip(after, before, strict=True))
+    local = pair.decoder.ask(prompt, options.max_tokens)
+    computed = pair.decoder.ask(other, options.max_tokens)
+    alone = pair.prefiller.ask(prompt, options.max_tokens)
+    size, chunk = len(prompt), options.chunk_tokens
+    whole = min(size // chunk * chunk, size - 1)
+    differences = [abs(a - b) for a, b in zip(decoded.logprobs, alone.logprobs, strict=False)]
+    return Round(
+        num_tokens=size,
+        prefill_seconds=first.first_token_seconds,
+        done=second,
+        expected_tokens=whole // pair.block_size * pair.block_size,
+        seconds=second.first_token_seconds,
+        proxied_seconds=None if pair.proxy is None else decoded.seconds,
+        local_seconds=local.seconds,
+        computed_seconds=computed.seconds,
+        same_answer=decoded.text == local.text == alone.text,
+        logprob_diff=max(differences, default=float("inf")),
+    )
+
+
+# -- two engines of ours ---------------------------------------------------------------------------
+
+
+@contextmanager
+def embedded_pair(options: HandoverOptions) -> Iterator[Pair]:
+    """Two embedded engines in processes of their own, with other ranks and other blocks.
+
+    Raises:
+        ConfigError, StoreError: an engine that does not start.
+    """
+    ranks = _ranks_of(options.model_dir)
+    ports = free_ports()
+    shapes = ({"tensor_parallel_size": ranks, "block_size": 16}, {"block_size": 64})
+    with ExitStack() as closing_all:
+        engines = [
+            closing_all.enter_context(_EngineProcess(options, here, there, shape))
+            for here, there, shape in zip(ports, reversed(ports), shapes, strict=True)
+        ]
+        for engine in engines:
+            engine.wait_ready()
+        words = f"{ranks} ranks, blocks of 16", "1 rank, blocks of 64"
+        prefiller, decoder = engines
+        yield Pair(prefiller, decoder, None, words, f"{HOST}:{ports[0]}", 64)
+
+
+def _ranks_of(model_dir: Path) -> int:
+    """The smallest number above 1 that divides the heads of a model."""
+    try:
+        heads = json.loads((model_dir / "config.json").read_text())["num_attention_heads"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{model_dir} is not a model directory: {error}") from error
+    return next((ranks for ranks in (2, 3, 5, 7) if heads % ranks == 0), 1)
+
+
+def free_ports() -> tuple[int, int]:
+    """Two that nothing listens on. The engines must know each other's before they start."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind((HOST, 0))
+        other.bind((HOST, 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+class _EngineProcess:
+    """An embedded engine in a process of its own. A context manager."""
+
+    def __init__(
+        self, options: HandoverOptions, here: int, there: int, shape: Mapping[str, Any]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve_engine, args=(options, here, there, shape, theirs)
+        )
+        self._process.start()
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        self._receive(_START_SECONDS)
+
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
+    ) -> Said:
+        self._ours.send((list(prompt), max_tokens, params))
+        return Said(*self._receive(_ANSWER_SECONDS))
+
+    def sums(self) -> Sums:
+        self._ours.send(())
+        return Sums(*self._receive(_ANSWER_SECONDS))
+
+    def _receive(self, seconds: float) -> Any:  # noqa: ANN401 - what `_serve_engine` sent
+        try:
+            if not self._ours.poll(seconds):
+                raise StoreError(f"an engine gave no answer in {seconds:.0f} s")
+            answer = self._ours.recv()
+        except EOFError:
+            raise StoreError("an engine died") from None
+        if isinstance(answer, KVError):
+            raise type(answer)(f"an engine failed: {answer}")
+        return answer
+
+    def __enter__(self) -> _EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ours.close()
+        self._process.join(_END_SECONDS)
+        self._process.kill()  # does nothing if it ended
+        self._process.join()
+
+
+def _serve_engine(
+    options: HandoverOptions, here: int, there: int, shape: Mapping[str, Any], asked: Connection
+) -> None:
+    """Answer prompts in float32 until the other end closes. Between them the engine steps on while
+    its connector has work: the last chunks of a prefill are sealed behind its answer.
+
+    Runs in: the process of an engine.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    logging.getLogger().addHandler(logging.NullHandler())
+    counters = Counters()
+    with closing(asked):
+        try:
+            with LLM(
+                options.model_dir,
+                store=f"peer://{HOST}:{there}",
+                connector_options=options.connector_options(here),
+                dtype="float32",
+                observer=counters,
+                **shape,
+            ) as llm:
+                asked.send(None)
+                while True:
+                    while not asked.poll(0 if llm.scheduler.has_work() else None):
+                        llm.step()
+                    asked.send(_answer(llm, counters, asked.recv()))
+        except KVError as error:
+            asked.send(error)
+        except (EOFError, ConnectionError):
+            pass
+
+
+def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not question:
+        sums = counters.snapshot()
+        return tuple(sums.get(name, 0.0) for name in _SUMS)
+    prompt, max_tokens, params = question
+    sampling = SamplingParams(max_tokens=max_tokens, logprobs=1, kv_transfer_params=params)
+    [found] = llm.generate([prompt], sampling)
+    if found.ttft_seconds is None or found.logprobs is None:
+        raise StoreError("the engine ended a request before its first token")
+    counters.observe("first_token", found.ttft_seconds)
+    chosen = tuple(each.chosen for each in found.logprobs)
+    given = None if found.params is None else dict(found.params)
+    return found.ttft_seconds, found.text or "", chosen, given
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What all rounds showed."""
+
+    model: str
+    engines: tuple[str, str]
+    peer: str
+    rounds: Sequence[Round]
+
+    @property
+    def worst_diff(self) -> float:
+        """Largest difference of a log-probability; NaN if there is one."""
+        return float(np.max([each.logprob_diff for each in self.rounds]))
+
+    def faults(self) -> list[str]:
+        """What was wrong; empty if every answer was that of a single engine, and all came over."""
+        faults = []
+        if not all(each.same_answer for each in self.rounds):
+            faults.append("an answer changed")
+        if not self.worst_diff <= MAX_LOGPROB_DIFF:
+            faults.append(f"log-probabilities differ by {self.worst_diff:.1e}")
+        faults += [
+            f"{each.done.moved_tokens:.0f} tokens came over instead of {each.expected_tokens}"
+            for each in self.rounds
+            if each.done.moved_tokens != each.expected_tokens
+        ]
+        return faults
+
+
+def medians(result: Result) -> dict[str, float]:
+    """Over the rounds, by name; `proxied_ttft_s` behind a proxy only."""
+    rounds = result.rounds
+    found = {
+        "prompt_tokens": median(each.num_tokens for each in rounds),
+        "prefill_s": median(each.prefill_seconds for each in rounds),
+        "moved_tokens": median(each.done.moved_tokens for each in rounds),
+        "moved_bytes": median(each.done.moved_bytes for each in rounds),
+        "moved_s": median(each.done.moved_seconds for each in rounds),
+        "ttft_s": median(each.seconds for each in rounds),
+        "local_ttft_s": median(each.local_seconds for each in rounds),
+        "computed_ttft_s": median(each.computed_seconds for each in rounds),
+    }
+    proxied = [each.proxied_seconds for each in rounds if each.proxied_seconds is not None]
+    if proxied:
+        found["proxied_ttft_s"] = median(proxied)
+    seconds = found["moved_s"]
+    found["gb_per_s"] = found["moved_bytes"] / seconds / 1e9 if seconds else 0.0
+    return found
+
+
+def as_json(result: Result) -> dict[str, JsonValue]:
+    """Medians over the rounds, and what was wrong."""
+    return {
+        "model": result.model,
+        "engines": list(result.engines),
+        "peer": result.peer,
+        "rounds": len(result.rounds),
+        **medians(result),
+        "max_abs_logprob_diff": float(np.nan_to_num(result.worst_diff, posinf=1e9, nan=1e9)),
+        "faults": list(result.faults()),
+    }
+
+
+def table(result: Result) -> Table:
+    """One line for each stage, and for each way to the first token."""
+    found = medians(result)
+    title = f"{result.model}, float32: medians of {len(result.rounds)} prompts"
+    table = Table(
+        title=Text(printable(title)), title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column("")
+    for column in ("tokens", "time"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    prefiller, decoder = result.engines
+    size = f"{found['moved_bytes'] / 1e6:.1f} MB, {found['gb_per_s']:.2f} GB/s"
+    for what, tokens, seconds, remark in (
+        ("prefill", "prompt_tokens", "prefill_s", f"at P: {prefiller}"),
+        ("transfer", "moved_tokens", "moved_s", f"{size} from {result.peer}"),
+        ("first token, handed over", "prompt_tokens", "ttft_s", f"at D: {decoder}"),
+        ("first token, own prefix hit", "prompt_tokens", "local_ttft_s", "at D"),
+        ("first token, computed", "prompt_tokens", "computed_ttft_s", "at D"),
+        ("first token, from the proxy", "prompt_tokens", "proxied_ttft_s", "P and D"),
+    ):
+        if seconds in found:
+            table.add_row(what, f"{found[tokens]:.0f}", f"{found[seconds]:.3f} s", remark)
+    return table
+
+
+def verdict(result: Result) -> str:
+    """One line: right, or what was wrong."""
+    if faults := result.faults():
+        return f"[bold red]Wrong:[/] {'; '.join(faults)}."
+    return (
+        "Right: every answer as of a single engine "
+        f"(log-probabilities within {result.worst_diff:.0e})."
+    )
