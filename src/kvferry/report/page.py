@@ -123,8 +123,8 @@ def render(report: Report) -> str:
         *_removed(report, figures), *_quarantine(report),
     ]  # fmt: skip
     texts = (f'"{name}":{figure.to_json()}' for name, figure in figures.items())
-    # No text can end the element that holds it.
-    drawn = ("{" + ",".join(texts) + "}").replace("<", "\\u003c")
+    # Plotly writes `<` and `/` as escapes, so that no text ends the element that holds it.
+    drawn = "{" + ",".join(texts) + "}"
     scripts = get_plotlyjs(), _DRAW
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
