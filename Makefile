@@ -12,11 +12,16 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
+# Release of SGLang that `make test-sglang` runs, beside the packages of the tests.
+SGLANG := 0.5.23
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG)
+
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep bench check fmt clean
+.PHONY: help demo test test-sweep test-mount test-vllm test-vllm-sweep test-sglang bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -25,6 +30,7 @@ help:
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
+	@echo "make test-sglang  SGLang's own cache controller and host pools over the back end, on a CPU"
 	@echo "make bench       list the benchmarks; NAME=lookup runs one, BENCH=--quick in little"
 	@echo "make check       lint and types only"
 
@@ -65,6 +71,13 @@ test-vllm: $(VLLM_STAMP)
 test-vllm-sweep: $(VLLM_STAMP)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
 
+$(SGLANG_STAMP): $(STAMP) scripts/sglang-venv
+	$(PYTHON) scripts/sglang-venv $(SGLANG) $(SGLANG_VENV)
+	touch $@
+
+test-sglang: $(SGLANG_STAMP)
+	scripts/test-sglang $(SGLANG_VENV) $(SGLANG)
+
 bench: $(if $(filter vllm,$(NAME)),$(VLLM_STAMP),$(STAMP))
 	$(if $(filter vllm,$(NAME)),$(VLLM_VENV),$(VENV))/bin/python -m benchmarks $(NAME) $(BENCH)
 
@@ -73,4 +86,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format --quiet src benchmarks tests scripts examples
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .vllm-connectors .demo
+	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) .vllm-connectors .demo

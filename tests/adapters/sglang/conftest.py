@@ -13,9 +13,8 @@ from tests.adapters.sglang import host
 from tests.adapters.vllm import fakes
 from tests.servers.valkey import valkey_server
 
-host.install()
-
-from kvferry.adapters.sglang import KVFerryStorage  # noqa: E402 - after its host
+with host.installed():
+    from kvferry.adapters.sglang import KVFerryStorage
 
 __all__ = ["valkey_server"]
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -104,8 +106,10 @@ class Updater:
         return success, message
 
 
-def install() -> None:
-    """Put the modules where `kvferry.adapters.sglang` imports them from."""
+@contextmanager
+def installed() -> Iterator[None]:
+    """Has the modules where `kvferry.adapters.sglang` imports them from, for as long as that
+    takes: no other test finds them."""
     names = {
         "sglang.version": {"__version__": RELEASE},
         "sglang.srt.runtime_context": {
@@ -130,6 +134,11 @@ def install() -> None:
             if end > 1:
                 setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[name])
         vars(sys.modules[path]).update(contents)
+    try:
+        yield
+    finally:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
 
 
 def storage_config(extra: dict[str, Any], **changes: Any) -> Any:

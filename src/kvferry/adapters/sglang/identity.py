@@ -80,10 +80,10 @@ class ServedModel:
         try:
             arguments = runtime_context.get_context().resolved_server_args_dict()
             model = runtime_context.process_model_config()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(
-                f"SGLang's arguments are not known in this process, so its model cannot be "
-                f"identified: {error}"
+                "SGLang's arguments or its model's configuration cannot be read in this process, "
+                f"so the model cannot be identified: {str(error).partition(chr(10))[0]}"
             ) from error
         self._arguments: Mapping[str, Any] = arguments
         self._model = RowsModel(_as_vllm(arguments, model), _read_config, options, logger)
@@ -170,7 +170,8 @@ def watch_weights(changed: Callable[[], None]) -> None:
         if not hasattr(found, "kvferry_watchers"):
             found = _telling(found)
             setattr(Updater, name, found)
-        found.kvferry_watchers.append(weakref.WeakMethod(changed))
+        alive = [watcher for watcher in found.kvferry_watchers if watcher() is not None]
+        found.kvferry_watchers[:] = [*alive, weakref.WeakMethod(changed)]
 
 
 def _telling(method: Callable[..., Any]) -> Any:
@@ -181,7 +182,7 @@ def _telling(method: Callable[..., Any]) -> Any:
         try:
             return method(*args, **options)
         finally:
-            for watcher in watchers:
+            for watcher in tuple(watchers):
                 if (changed := watcher()) is not None:
                     changed()
 
