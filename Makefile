@@ -20,11 +20,16 @@ SGLANG ?=
 ENGINE ?= embedded
 PROXY ?= $(if $(filter vllm,$(ENGINE)),.vllm-connectors/0.32.0/toy_proxy_server.py)
 
+# Release of SGLang that `make test-sglang` runs, beside the packages of the tests.
+SGLANG_VERSION := 0.5.23
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
+
 # What `make bench` runs: a name, and options as `BENCH="--rounds 3 --json out.json"`.
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo demo-disaggregated test test-sweep test-mount test-vllm test-vllm-sweep proof-wrong-model bench check fmt clean
+.PHONY: help demo demo-disaggregated test test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -34,6 +39,7 @@ help:
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server and every pair of ranks"
+	@echo "make test-sglang  SGLang's own cache controller and host pools over the back end, on a CPU"
 	@echo "make proof-wrong-model  which stores hand one model the KV of another, inside real vLLM (SGLANG=dir)"
 	@echo "make bench       list the benchmarks; NAME=lookup runs one, BENCH=--quick in little"
 	@echo "make check       lint and types only"
@@ -79,6 +85,13 @@ test-vllm: $(VLLM_STAMP) $(CONNECTORS)
 test-vllm-sweep: $(VLLM_STAMP)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
 
+$(SGLANG_STAMP): $(STAMP) scripts/sglang-venv
+	$(PYTHON) scripts/sglang-venv $(SGLANG_VERSION) $(SGLANG_VENV)
+	touch $@
+
+test-sglang: $(SGLANG_STAMP)
+	scripts/test-sglang $(SGLANG_VENV) $(SGLANG_VERSION)
+
 proof-wrong-model: $(VLLM_STAMP)
 	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m tests.real_vllm.wrong_model $(addprefix --sglang ,$(SGLANG))
 
@@ -90,4 +103,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format --quiet src benchmarks tests scripts examples
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .vllm-connectors .demo
+	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) .vllm-connectors .demo

@@ -78,8 +78,9 @@ ONLY_FROM = {
         # Transformers has no step and no blocks for a connector's roles to work on.
         "adapters/transformers",
         # Storage behind another host's cache keeps its rows without our roles.
-        "adapters/vllm/tier.py",
+        "adapters/rows.py",
         "adapters/vllm/tier_rows.py",
+        "adapters/sglang",
         "bench.py",
         "cli",
         "demo",
@@ -178,7 +179,12 @@ THIRD_PARTIES = {
     "tests": [],
     "pytest": ["testing"],
     "hypothesis": ["testing"],
-    "prometheus_client": ["exporters.py", "readings.py", "adapters/vllm/metrics.py"],
+    "prometheus_client": [
+        "exporters.py",
+        "readings.py",
+        "adapters/vllm/metrics.py",
+        "adapters/sglang/metrics.py",
+    ],
     "typer": ["cli"],
     "rich": ["cli", "bench.py", "demo"],
     "matplotlib": ["demo", "simulate"],

@@ -162,6 +162,9 @@ def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monk
         load_config__download_dir=str(cache),
     )
     assert local_model(config) is not None
+    with monkeypatch.context() as of_sglang:
+        of_sglang.setenv("SGLANG_USE_MODELSCOPE", "true")
+        assert local_model(config) is None
     variables = SimpleNamespace(VLLM_USE_MODELSCOPE=True)
     monkeypatch.setitem(sys.modules, "vllm.envs", variables)
     assert local_model(config) is None

@@ -402,8 +402,9 @@ def _config_reader() -> ConfigReader | None:
 
 
 def uses_modelscope() -> bool:
-    """Whether this vLLM takes models by name from ModelScope, not from Hugging Face."""
-    return bool(getattr(_variables(), "VLLM_USE_MODELSCOPE", False))
+    """Whether this host takes models by name from ModelScope, not from Hugging Face."""
+    by_sglang = os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
+    return by_sglang or bool(getattr(_variables(), "VLLM_USE_MODELSCOPE", False))
 
 
 def numeric_variables() -> dict[str, str]:

@@ -18,8 +18,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -36,62 +35,21 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.version import __version__
 
+from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
 from kvferry.adapters.vllm.host import constructing_config, load_host
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
-from kvferry.config import build_config, check_cache_options, format_size
+from kvferry.config import build_config, format_size
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
-from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store
-from kvferry.store.recordio import value_check
-from kvferry.store.url import open_one, open_tiers, refuse_small_quota
 
 logger = logging.getLogger("vllm.kvferry")
-
-INDEX_SECONDS = 5.0
-"""How long start-up waits for the store to list its records; look-ups before that may miss."""
-
-CLOSE_SECONDS = 5.0
-"""How long shutdown waits for threads; vLLM's memory is left alone from its beginning on."""
 
 EVENTS = f"{PREFIX}_tier_events"
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierOptions:
-    """The options of a tier, beside those of vLLM.
-
-    Attributes:
-        store: URL of the store, or those of several tiers of it, nearest first.
-        load_timeout_seconds: chunks that have not arrived after this time are recomputed.
-        start_timeout_seconds: how long an engine's start waits for the store to open.
-        io_threads: threads for loads, and as many for stores.
-        tenant: keeps its records apart from those of every other tenant.
-        weights_version: name of the weights, for engines whose weights change in place.
-        identity: "name" lets the model's name stand for weights that are not on disk.
-    """
-
-    store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
-    load_timeout_seconds: float = 5.0
-    start_timeout_seconds: float = 10.0
-    io_threads: int = 4
-    tenant: str = ""
-    weights_version: str | None = None
-    identity: Literal["content", "name"] = "content"
-
-    def __post_init__(self) -> None:
-        check_cache_options(
-            1,
-            self.io_threads,
-            "off",
-            load_timeout_seconds=self.load_timeout_seconds,
-            start_timeout_seconds=self.start_timeout_seconds,
-        )
 
 
 def guarded(answer: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -135,19 +93,12 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """Raises ConfigError for an option, a store or a model that cannot be used."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        config = build_config(TierOptions, options, where=f"secondary tier {tier_type}")
+        config = build_config(RowsOptions, options, where=f"secondary tier {tier_type}")
         self.counters = Counters()
         flat = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         rows = flat.reshape(-1, self._block_size_bytes)
         namespace = self._namespace(config)
-        schema = RecordSchema.for_rows(
-            namespace=namespace.digest,
-            chunk_tokens=_chunk_tokens(namespace),
-            row_bytes=self._block_size_bytes,
-        )
-        refuse_small_quota(config.store, schema.record_bytes)
-        store = _open_store(config, namespace, schema, self.counters)
-        store.wait_indexed(INDEX_SECONDS)
+        store, schema = open_rows(config, namespace, self.counters)
         self._rows = TierRows(
             store,
             schema,
@@ -166,7 +117,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             format_size(self._block_size_bytes),
         )
 
-    def _namespace(self, config: TierOptions) -> Namespace:
+    def _namespace(self, options: RowsOptions) -> Namespace:
         vllm_config = constructing_config()
         if vllm_config is None:
             raise ConfigError(
@@ -178,10 +129,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             self._offloading_spec.config,
             load_host(),
             str(__version__),
+            options,
             row_bytes=self._block_size_bytes,
-            tenant=config.tenant,
-            weights_version=config.weights_version,
-            by_name=config.identity == "name",
         )
 
     # ---- look-ups
@@ -292,35 +241,4 @@ def _result(ended: Finished) -> JobResult:
         successful_keys=tuple(ended.right) or None,
         transfer_time=ended.seconds,
         transfer_bytes=ended.num_bytes,
-    )
-
-
-def _chunk_tokens(namespace: Namespace) -> int:
-    size = namespace.description["chunk_tokens"]
-    assert isinstance(size, int), "a namespace of rows has one"
-    return size
-
-
-def _open_store(
-    config: TierOptions, namespace: Namespace, schema: RecordSchema, counters: Counters
-) -> Store:
-    """The store, which may open later. Raises ConfigError where it cannot be used."""
-
-    def opened(url: str, *, may_create: bool = True) -> Store:
-        store = open_one(
-            url,
-            may_create=may_create,
-            observer=counters,
-            namespace=namespace.digest,
-            value_bytes=schema.record_bytes,
-        )
-        store.describe(namespace.digest, namespace.as_text())
-        return store
-
-    return open_tiers(
-        config.store,
-        counters,
-        opened,
-        check=value_check(schema),
-        start_seconds=config.start_timeout_seconds,
     )

@@ -9,13 +9,11 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from typing import Any
 
+from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
 from kvferry.adapters.vllm.host import Host, cpu_kernels
-from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, ModelIdentity, Namespace, opaque_namespace
-from kvferry.v1.running_model import local_model, model_identity
+from kvferry.keys import JsonValue, Namespace
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -28,11 +26,9 @@ def rows_namespace(
     config: Any,
     host: Host,
     release: str,
+    options: RowsOptions,
     *,
     row_bytes: int,
-    tenant: str,
-    weights_version: str | None,
-    by_name: bool,
 ) -> Namespace:
     """The namespace of the rows that a vLLM hands to its tiers.
 
@@ -40,62 +36,23 @@ def rows_namespace(
         vllm_config: the whole configuration of the engine.
         config: its `OffloadingConfig`.
         release: of vLLM.
-        by_name: where weights are not found, the model's name stands for them.
 
     Raises:
         ConfigError: KV that cannot be identified.
     """
-    found_no_weights = weights_version is None and local_model(vllm_config) is None
-    is_weak = by_name and found_no_weights
-    name = str(vllm_config.model_config.model)
-    if is_weak:
-        logger.warning(
-            "kvferry: the weights of %s are not on this machine's disk: its name stands for them, "
-            "so every model of this name shares these records",
-            name,
-        )
-    try:
-        identity = model_identity(
-            vllm_config, f"by name: {name}" if is_weak else weights_version, host.load_config
-        )
-    except ConfigError as error:
-        if not found_no_weights or is_weak:
-            raise
-        raise ConfigError(f'{error}; or set "identity": "name" to trust the name') from error
-    return _namespace(
-        identity,
+    model = RowsModel(vllm_config, host.load_config, options, logger)
+    first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
+    return model.namespace(
         {
             "name": "vllm",
             "release": ".".join(release.split(".")[:2]),
             **_hashing(vllm_config),
             **_chunking(config),
             **_layout(vllm_config, config),
-            **_more(vllm_config, weights_version),
+            **_more(vllm_config, options),
         },
-        config,
-        row_bytes=row_bytes,
-        tenant=tenant,
-        by_name=is_weak,
-    )
-
-
-def _namespace(
-    identity: ModelIdentity,
-    host: Mapping[str, JsonValue],
-    config: Any,
-    *,
-    row_bytes: int,
-    tenant: str,
-    by_name: bool,
-) -> Namespace:
-    first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
-    return opaque_namespace(
-        identity,
-        host,
         row_bytes=row_bytes,
         chunk_tokens=first * config.cache.blocks_per_chunk,
-        tenant=tenant,
-        by_name=by_name,
     )
 
 
@@ -155,20 +112,13 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
     }
 
 
-def _more(vllm_config: Any, weights_version: str | None) -> dict[str, JsonValue]:
+def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
     """What a hash names without its content, or leaves out."""
     drafts = getattr(vllm_config, "speculative_config", None)
-    lora: str | None = None
-    if getattr(vllm_config, "lora_config", None) is not None and weights_version is None:
-        lora = secrets.token_hex(16)
-        logger.warning(
-            "kvferry: vLLM's block hashes name LoRA adapters without their content, so nothing is "
-            'shared with another start; set "weights_version" to a name that changes whenever an '
-            "adapter does"
-        )
+    has_adapters = getattr(vllm_config, "lora_config", None) is not None
     items = getattr(vllm_config.model_config, "multimodal_config", None)
     return {
         "drafts": None if drafts is None else [str(drafts.method), str(drafts.model)],
-        "adapters": lora,
+        "adapters": adapters_name(options, logger) if has_adapters else None,
         "items": None if items is None else repr(items),
     }

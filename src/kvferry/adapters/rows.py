@@ -1,0 +1,162 @@
+"""What every host needs whose own cache keeps its rows in a store of ours: options, the identity of
+the model, the store."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvferry.config import check_cache_options
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue, Namespace, opaque_namespace
+from kvferry.observe import Observer
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Store
+from kvferry.store.recordio import value_check
+from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+from kvferry.v1.running_model import ConfigReader, local_model, model_identity
+
+INDEX_SECONDS = 5.0
+"""How long start-up waits for the store to list its records; look-ups before that may miss."""
+
+CLOSE_SECONDS = 5.0
+"""How long shutdown waits for threads; the host's memory is left alone from its beginning on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOptions:
+    """The options of storage behind a host's own cache.
+
+    Attributes:
+        store: URL of the store, or those of several tiers of it, nearest first.
+        load_timeout_seconds: what has not arrived after this time is recomputed.
+        start_timeout_seconds: how long an engine's start waits for the store to open.
+        io_threads: threads for loads, and as many for stores.
+        tenant: keeps its records apart from those of every other tenant.
+        weights_version: name of the weights, for engines whose weights change in place.
+        identity: "name" lets the model's name stand for weights that are not on disk.
+    """
+
+    store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
+    load_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 10.0
+    io_threads: int = 4
+    tenant: str = ""
+    weights_version: str | None = None
+    identity: Literal["content", "name"] = "content"
+
+    def __post_init__(self) -> None:
+        check_cache_options(
+            1,
+            self.io_threads,
+            "off",
+            load_timeout_seconds=self.load_timeout_seconds,
+            start_timeout_seconds=self.start_timeout_seconds,
+        )
+
+
+class RowsModel:
+    """The model whose rows are kept, identified once.
+
+    Args:
+        host_config: the host's configuration, with the names of a vLLM.
+        load_config: the host's reader of a model's configuration as it is written.
+        logger: where the host's log is.
+
+    Raises:
+        ConfigError: KV that cannot be identified.
+    """
+
+    def __init__(
+        self,
+        host_config: Any,  # noqa: ANN401 - the host's
+        load_config: ConfigReader | None,
+        options: RowsOptions,
+        logger: logging.Logger,
+    ) -> None:
+        version = options.weights_version
+        found_no_weights = version is None and local_model(host_config) is None
+        self._options = options
+        self._by_name = options.identity == "name" and found_no_weights
+        name = str(host_config.model_config.model)
+        if self._by_name:
+            version = f"by name: {name}"
+            logger.warning(
+                "kvferry: the weights of %s are not on this machine's disk: its name stands for "
+                "them, so every model of this name shares these records",
+                name,
+            )
+        try:
+            self._identity = model_identity(host_config, version, load_config)
+        except ConfigError as error:
+            if not found_no_weights or self._by_name:
+                raise
+            raise ConfigError(f'{error}; or set "identity": "name" to trust the name') from error
+
+    def namespace(
+        self, host: Mapping[str, JsonValue], *, row_bytes: int, chunk_tokens: int
+    ) -> Namespace:
+        """The namespace of its rows; see `opaque_namespace`."""
+        return opaque_namespace(
+            self._identity,
+            host,
+            row_bytes=row_bytes,
+            chunk_tokens=chunk_tokens,
+            tenant=self._options.tenant,
+            by_name=self._by_name,
+        )
+
+
+def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
+    """What stands for LoRA adapters in the namespace of a host whose hashes name them without their
+    content: something of this process alone, unless the operator names the weights."""
+    if options.weights_version is not None:
+        return None
+    logger.warning(
+        "kvferry: the host's hashes name LoRA adapters without their content, so nothing is "
+        'shared with another start; set "weights_version" to a name that changes whenever an '
+        "adapter does"
+    )
+    return secrets.token_hex(16)
+
+
+def open_rows(
+    options: RowsOptions, namespace: Namespace, observer: Observer
+) -> tuple[Store, RecordSchema]:
+    """The store of a namespace of rows, which may open later, and the schema of its records.
+
+    Raises:
+        ConfigError: the store cannot be used.
+    """
+    row_bytes = namespace.description["row_bytes"]
+    chunk_tokens = namespace.description["chunk_tokens"]
+    assert isinstance(row_bytes, int), "a namespace of rows has both"
+    assert isinstance(chunk_tokens, int), "a namespace of rows has both"
+    schema = RecordSchema.for_rows(
+        namespace=namespace.digest, chunk_tokens=chunk_tokens, row_bytes=row_bytes
+    )
+    refuse_small_quota(options.store, schema.record_bytes)
+
+    def opened(url: str, *, may_create: bool = True) -> Store:
+        store = open_one(
+            url,
+            may_create=may_create,
+            observer=observer,
+            namespace=namespace.digest,
+            value_bytes=schema.record_bytes,
+        )
+        store.describe(namespace.digest, namespace.as_text())
+        return store
+
+    store = open_tiers(
+        options.store,
+        observer,
+        opened,
+        check=value_check(schema),
+        start_seconds=options.start_timeout_seconds,
+    )
+    store.wait_indexed(INDEX_SECONDS)
+    return store, schema

@@ -1,0 +1,285 @@
+"""Pages of SGLang's host pools: as bytes, and as records of a store. Knows no type of SGLang's."""
+
+# ruff: noqa: ANN401 - pools are the host's
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.keys import opaque_key
+from kvferry.observe import Observer
+from kvferry.record.check import MissReason
+from kvferry.record.schema import RecordSchema
+from kvferry.store.base import ASK_SECONDS, PutResult, Store
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.maintenance import clear
+from kvferry.store.records import Batch, RecordClient
+from kvferry.types import ChunkKey
+
+STORE_SECONDS = 30.0
+"""After this, a page that is not stored yet is given up, and SGLang may use its memory again."""
+
+CLEAR_SECONDS = 30.0
+"""How long `clear` waits; the rest is deleted behind it."""
+
+_POLL_SECONDS = 0.001
+
+R = TypeVar("R", bound=str)
+
+Copy = Callable[[int, memoryview], None]
+"""Gets a place in a batch and the payload of its record, to copy from or to. Must not block."""
+
+
+class Pages(Protocol):
+    """The pages of one host pool.
+
+    Attributes:
+        order: in which order a page's bytes stand in a record.
+        num_bytes: of a page; 0 for a pool that only counts places.
+        tokens: of a page.
+    """
+
+    order: ClassVar[str]
+    num_bytes: int
+    tokens: int
+
+    def read(self, index: int, payload: memoryview) -> None:
+        """Copy the page that begins at `index` of the pool to `payload`."""
+
+    def write(self, index: int, payload: memoryview) -> None:
+        """Copy `payload` to the page that begins at `index`."""
+
+
+def pages_of(pool: Any) -> Pages:
+    """Raises ConfigError for a layout whose pages SGLang gives to no storage back end."""
+    try:
+        # First as one tensor, which also the calls that carry tensors read and write.
+        return FlatPages(pool)
+    except (NotImplementedError, ValueError):
+        pass
+    try:
+        return PiecePages(pool)
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"{type(pool).__name__} in layout {pool.layout!r} has no pages that storage can keep "
+            f"({error}); set --hicache-mem-layout page_first"
+        ) from error
+
+
+def tokens_of(pool: Any) -> int:
+    """Tokens of a page, as SGLang counts indices."""
+    return int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
+
+
+class FlatPages:
+    """Pages that the pool shows as one tensor."""
+
+    order: ClassVar[str] = "flat"
+
+    def __init__(self, pool: Any) -> None:
+        """Raises NotImplementedError or ValueError, of the pool, if it does not."""
+        self._pool = pool
+        self.tokens = tokens_of(pool)
+        value = pool.get_dummy_flat_data_page()
+        self._dtype = value.dtype
+        self.num_bytes = value.nbytes
+        found = pool.get_data_page(0, flat=False).nbytes
+        if found != self.num_bytes:
+            raise ValueError(f"a page of {found} bytes is read as one of {self.num_bytes}")
+
+    def read(self, index: int, payload: memoryview) -> None:
+        if self.num_bytes:
+            copy_to(payload, self._pool.get_data_page(index, flat=False))
+
+    def write(self, index: int, payload: memoryview) -> None:
+        if self.num_bytes:
+            self._pool.set_from_flat_data_page(index, torch.frombuffer(payload, dtype=self._dtype))
+
+
+class PiecePages:
+    """Pages of which the pool shows only where their pieces lie."""
+
+    order: ClassVar[str] = "pieces"
+
+    def __init__(self, pool: Any) -> None:
+        """Raises NotImplementedError or ValueError, of the pool, if it does not."""
+        self._pool = pool
+        self.tokens = tokens_of(pool)
+        self.num_bytes = sum(map(len, self._pieces(0)))
+
+    def read(self, index: int, payload: memoryview) -> None:
+        at = 0
+        for piece in self._pieces(index):
+            np.copyto(np.frombuffer(payload, np.uint8)[at : at + len(piece)], piece)
+            at += len(piece)
+
+    def write(self, index: int, payload: memoryview) -> None:
+        at = 0
+        for piece in self._pieces(index):
+            np.copyto(piece, np.frombuffer(payload, np.uint8)[at : at + len(piece)])
+            at += len(piece)
+
+    def _pieces(self, index: int) -> list[np.ndarray]:
+        pointers, sizes = self._pool.get_page_buffer_meta(torch.arange(index, index + self.tokens))
+        return [
+            np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
+            for pointer, size in zip(pointers, sizes, strict=True)
+        ]
+
+
+def copy_to(payload: memoryview, value: torch.Tensor) -> None:
+    """Copy a tensor of any strides to `payload`, in C order."""
+    target = torch.frombuffer(payload, dtype=torch.uint8)
+    target.view(value.dtype).view(value.shape).copy_(value)
+
+
+def copy_from(payload: memoryview, target: torch.Tensor) -> None:
+    """The reverse of `copy_to`."""
+    source = torch.frombuffer(payload, dtype=torch.uint8)
+    target.copy_(source.view(target.dtype).view(target.shape))
+
+
+class PageRecords:
+    """Records of the pages of one pool, by SGLang's keys. Thread-safe; every call blocks, and is
+    bounded.
+
+    Args:
+        store: closed with this.
+        schema: from `RecordSchema.for_rows`.
+        load_seconds: after this, pages that have not arrived are misses.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        schema: RecordSchema,
+        observer: Observer,
+        *,
+        io_threads: int,
+        load_seconds: float,
+    ) -> None:
+        self._store = store
+        self._schema = schema
+        self._observer = observer
+        self._load_seconds = load_seconds
+        self._client = RecordClient(store, schema, observer, io_threads, "kvferry-pages")
+        self._clearing = IOPool(1, "kvferry-clear")
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which pages are there. What a server does not say within `ASK_SECONDS` is not."""
+        if self._client.is_stalled:
+            return [False] * len(keys)
+        records = self._records(keys)
+        until = time.monotonic() + ASK_SECONDS
+        found = self._client.exists(records)
+        # Only leading pages are of use: no answer behind the first that is absent is waited for.
+        while None in takewhile(lambda each: each is not False, found):
+            if time.monotonic() >= until:
+                self._observer.count("lookup_deadline")
+                break
+            time.sleep(_POLL_SECONDS)
+            found = [self._store.contains(record) for record in records]
+        return [each is True for each in found]
+
+    def load(self, keys: Sequence[str], land: Copy) -> list[bool]:
+        """Read pages, and give those that are right, verified, to `land`: which they were."""
+        if self._client.is_stalled:
+            self._observer.count("loads_skipped")
+            return [False] * len(keys)
+        head = self._schema.head_bytes
+
+        def landed(place: int, image: memoryview) -> bool:
+            land(place, image[head:])
+            return False
+
+        records = self._records(keys)
+        deadline = time.monotonic() + self._load_seconds
+        batch = self._client.get(records, [0] * len(records), landed, deadline)
+        if not batch.wait(max(0.0, deadline - time.monotonic())):
+            brought = any(batch.has_ended(place) for place in range(len(records)))
+            _end(batch, MissReason.DEADLINE)
+            self._observer.count("loads_late")
+            if not brought:
+                self._client.note_stall()
+        right = [reason is None for reason in batch.results]
+        if not all(right):
+            self._observer.count("loads_failed", right.count(False))
+        self._store.touch([each for each, is_right in zip(records, right, strict=True) if is_right])
+        return right
+
+    def store(self, keys: Sequence[str], fill: Copy) -> list[bool]:
+        """Store pages that `fill` copies, unless they are there: which are there now."""
+        records = self._records(keys)
+        done = [self._store.contains(record) is True for record in records]
+        wanted = [place for place, is_there in enumerate(done) if not is_there]
+        self._store.touch(
+            [record for record, is_there in zip(records, done, strict=True) if is_there]
+        )
+        if not wanted:
+            return done
+        if not self._client.takes_values:
+            self._observer.count("stores_dropped", len(wanted))
+            return done
+        head = self._schema.head_bytes
+
+        def filled(number: int, image: memoryview) -> None:
+            fill(wanted[number], image[head:])
+
+        deadline = time.monotonic() + STORE_SECONDS
+        batch = self._client.put(
+            [records[place] for place in wanted], [0] * len(wanted), filled, deadline
+        )
+        if not batch.wait(max(0.0, deadline - time.monotonic())):
+            _end(batch, PutResult.FAILED)
+            self._observer.count("stores_late")
+        for place, result in zip(wanted, batch.results, strict=True):
+            done[place] = result in (PutResult.STORED, PutResult.EXISTS)
+        return done
+
+    def _records(self, keys: Sequence[str]) -> list[ChunkKey]:
+        namespace = self._schema.namespace
+        return [opaque_key(namespace, key.encode()) for key in keys]
+
+    def begin_epoch(self) -> None:
+        """Nothing that was stored before is read from now on, and nothing that follows by another
+        process."""
+        self._schema = self._schema.with_namespace(secrets.token_bytes(32))
+        self._client.switch_namespace(self._schema)
+
+    def clear(self) -> None:
+        """Delete all pages of this namespace; what is left after `CLEAR_SECONDS`, behind it.
+
+        Raises:
+            StoreError: the store cannot list its values, or failed.
+        """
+        namespace = self._schema.namespace
+
+        def run(_job: Job[None]) -> None:
+            clear(self._store, (e for e in self._store.scan() if e.namespace == namespace))
+
+        job = self._clearing.submit(run)
+        if job.wait(CLEAR_SECONDS) and isinstance(job.error, StoreError):
+            raise job.error
+
+    def close(self, seconds: float) -> None:
+        """Wait up to `seconds` for threads, and close the store."""
+        self._clearing.close(0.0)
+        try:
+            self._client.close(seconds)
+        finally:
+            self._store.close()
+
+
+def _end(batch: Batch[R], result: R) -> None:
+    """Give a batch up: from now on no thread touches the host's memory."""
+    batch.give_up(result)
+    batch.wait(STORE_SECONDS)  # a copy under way; memory only

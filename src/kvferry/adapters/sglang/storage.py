@@ -1,0 +1,361 @@
+"""The class that SGLang constructs; see the package."""
+
+# ruff: noqa: ANN401 - pools, indices and configurations are the host's
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
+from kvferry.adapters.sglang.identity import ServedModel, watch_weights
+from kvferry.adapters.sglang.metrics import StorageCounts, taken
+from kvferry.adapters.sglang.pages import (
+    FlatPages,
+    PageRecords,
+    Pages,
+    copy_from,
+    copy_to,
+    pages_of,
+)
+from kvferry.config import build_config, format_size
+from kvferry.contract.rules import HookFaults
+from kvferry.errors import StoreError
+from kvferry.observe import Counters
+
+logger = logging.getLogger("sglang.kvferry")
+
+KV = "kv"
+
+OF_SGLANG = frozenset(
+    {
+        "backend_name",
+        "module_path",
+        "class_name",
+        "interface_v1",
+        "file_storage_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    }
+)
+"""Keys of the extra configuration that SGLang reads or adds, and does not always take out."""
+
+_RANKS = ("tp_rank", "pp_rank", "dp_rank")
+
+
+class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not installed for mypy
+    """A `HiCacheStorage` on a store of kvferry. SGLang constructs one in each rank's scheduler,
+    registers its host pools, and calls it from several threads at a time. No call raises once it is
+    attached, and each is bounded.
+
+    Attributes:
+        counters: what happened, since the last `get_stats` where SGLang's metrics are on.
+    """
+
+    def __init__(self, storage_config: Any, _options: dict[str, Any] | None = None) -> None:
+        """Raises ConfigError for an option or a model that cannot be used."""
+        given = dict(storage_config.extra_config or {})
+        self._options = build_config(
+            RowsOptions,
+            {name: value for name, value in given.items() if name not in OF_SGLANG},
+            where="--hicache-storage-backend-extra-config",
+        )
+        self.counters = Counters()
+        self._storage_config = storage_config
+        self._faults = HookFaults("KVFerryStorage", self.counters)
+        self._model = ServedModel(self._options)
+        self._pools: dict[str, tuple[Pages, PageRecords]] = {}
+        self._counts: StorageCounts | None = None
+        if storage_config.enable_storage_metrics:
+            ranks = {each: str(getattr(storage_config, each)) for each in _RANKS}
+            self._counts = StorageCounts(self.counters, ranks)
+        watch_weights(self.begin_epoch)
+
+    # ---- attaching
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the store for KV. Raises ConfigError where it, or the pool, cannot be used."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._open(mem_pool_host, KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """As `register_mem_pool_host`, for a pool beside KV, or for KV once more."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = _text(host_pool_name)
+        if name != KV or KV not in self._pools:
+            self._open(host_pool, name)
+
+    def _open(self, pool: Any, name: str) -> None:
+        pages = pages_of(pool)
+        namespace = self._model.namespace(self._storage_config, pool, name, pages)
+        store, schema = open_rows(self._options, namespace, self.counters)
+        records = PageRecords(
+            store,
+            schema,
+            self.counters,
+            io_threads=self._options.io_threads,
+            load_seconds=self._options.load_timeout_seconds,
+        )
+        before = self._pools.pop(name, None)
+        if before is not None:  # attached anew
+            before[1].close(CLOSE_SECONDS)
+        self._pools[name] = pages, records
+        logger.info(
+            "kvferry: pages of pool %s in store %s; namespace %s of %s; %s per page",
+            name,
+            store.url,
+            namespace.digest.hex()[:16],
+            namespace.title,
+            format_size(pages.num_bytes),
+        )
+
+    def begin_epoch(self) -> None:
+        """The weights changed in place: what was stored is not read any more."""
+        logger.info("kvferry: the weights changed; what was stored before is not read any more")
+        for _, records in list(self._pools.values()):
+            records.begin_epoch()
+
+    # ---- what is there
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of the leading pages are there."""
+        return self._faults.call(
+            self._num_leading, keys, otherwise=0, then="its pages are computed"
+        )
+
+    def _num_leading(self, keys: Sequence[str]) -> int:
+        return _leading(self._exist(KV, keys))
+
+    def _exist(self, name: str, keys: Sequence[str]) -> list[bool]:
+        if name not in self._pools:
+            return [False] * len(keys)
+        return self._pools[name][1].exists(keys)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Which leading pages can be restored with what other pools keep for them."""
+        return self._faults.call(
+            self._restorable,
+            keys,
+            pool_transfers or (),
+            otherwise=PoolTransferResult.empty(),
+            then="its pages are computed",
+        )
+
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> PoolTransferResult:
+        num_pages = self._num_leading(keys)
+        hits: dict[Any, int] = {KV: num_pages} if num_pages else {}
+        restorable = set(range(1, num_pages + 1))
+        for transfer in transfers:
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # never decides; a pool that is not reported has no verdict
+            found = self._exist(_text(transfer.name), keys[:num_pages])
+            window = len(transfer.keys or ()) or 1
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                window = num_pages
+            ends = {end for end in restorable if all(found[max(0, end - window) : end])}
+            if ends:
+                hits[transfer.name] = max(ends)
+            restorable &= ends
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    # ---- pages between the store and host pools
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Fill pages of the KV pool: which are right now. The others were not written."""
+        return self._faults.call(
+            self._load, KV, keys, host_indices,
+            otherwise=[False] * len(keys), then="its pages are computed",
+        )  # fmt: skip
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages of the KV pool: which are stored now."""
+        return self._faults.call(
+            self._save, KV, keys, host_indices,
+            otherwise=[False] * len(keys), then="its pages are not stored",
+        )  # fmt: skip
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """As `batch_get_v1`, for several pools."""
+        return self._each_pool(self._load, transfers, "its pages are computed")
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """As `batch_set_v1`, for several pools."""
+        return self._each_pool(self._save, transfers, "its pages are not stored")
+
+    def _each_pool(
+        self, move: Callable[[str, Sequence[str], Any], list[bool]], transfers: Any, then: str
+    ) -> dict[str, list[bool]]:
+        found = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            found[transfer.name] = self._faults.call(
+                move, _text(transfer.name), keys, transfer.host_indices,
+                otherwise=[False] * len(keys), then=then,
+            )  # fmt: skip
+        return found
+
+    def _load(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        pages, records = self._pools[name]
+        starts = _starts(keys, host_indices, pages)
+
+        def land(place: int, payload: memoryview) -> None:
+            pages.write(starts[place], payload)
+
+        return self._timed("loads", records.load, keys, land)
+
+    def _save(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        pages, records = self._pools[name]
+        starts = _starts(keys, host_indices, pages)
+
+        def fill(place: int, payload: memoryview) -> None:
+            pages.read(starts[place], payload)
+
+        return self._timed("stores", records.store, keys, fill)
+
+    def _timed(
+        self,
+        name: str,
+        move: Callable[[Sequence[str], Any], list[bool]],
+        keys: Sequence[str],
+        copy: Any,
+    ) -> list[bool]:
+        start = time.monotonic()
+        found = move(keys, copy)
+        if self._counts is not None:
+            calls: deque[tuple[int, float]] = getattr(self._counts, name)
+            calls.append((found.count(True), time.monotonic() - start))
+        return found
+
+    # ---- pages as tensors: the calls of SGLang without `interface_v1`
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Fill tensors of a page each, or new ones of bytes: those that are right, else None."""
+        return self._faults.call(
+            self._load_values, keys, target_locations or [None] * len(keys),
+            otherwise=[None] * len(keys), then="its pages are computed",
+        )  # fmt: skip
+
+    def _load_values(self, keys: Sequence[str], given: Sequence[Any]) -> list[torch.Tensor | None]:
+        pages, records = self._pools[KV]
+        values = [
+            torch.empty(pages.num_bytes, dtype=torch.uint8) if each is None else each
+            for each in given
+        ]
+        if not self._are_pages(values):
+            return [None] * len(keys)
+
+        def land(place: int, payload: memoryview) -> None:
+            copy_from(payload, values[place])
+
+        right = self._timed("loads", records.load, keys, land)
+        return [value if is_right else None for value, is_right in zip(values, right, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [target_location if value is None else value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store tensors of a page each; True if all are stored."""
+        return self._faults.call(
+            self._save_values, keys, target_locations if values is None else values,
+            otherwise=False, then="its pages are not stored",
+        )  # fmt: skip
+
+    def _save_values(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
+        if not self._are_pages(values):
+            return False
+
+        def fill(place: int, payload: memoryview) -> None:
+            copy_to(payload, values[place])
+
+        return all(self._timed("stores", self._pools[KV][1].store, keys, fill))
+
+    def _are_pages(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors are pages in the order of this pool's records."""
+        pages = self._pools[KV][0]
+        is_flat = isinstance(pages, FlatPages) and pages.num_bytes > 0
+        return is_flat and all(value.nbytes == pages.num_bytes for value in values)
+
+    # ---- administration
+
+    def clear(self) -> None:
+        """Delete what this rank stored for this model; others' records stay."""
+        for name, (_, records) in self._pools.items():
+            try:
+                records.clear()
+            except StoreError as error:
+                logger.warning("kvferry: pages of pool %s are not deleted: %s", name, error)
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Calls since the last time, for SGLang's histograms; None where its metrics are off."""
+        if self._counts is None or KV not in self._pools:
+            return None
+        self._counts.publish()
+        page_bytes = self._pools[KV][0].num_bytes
+        stats = StorageMetrics()
+        stats.prefetch_pgs, stats.prefetch_bandwidth = taken(self._counts.loads, page_bytes)
+        stats.backup_pgs, stats.backup_bandwidth = taken(self._counts.stores, page_bytes)
+        return stats
+
+    def close(self) -> None:
+        """Wait a few seconds for threads, and close the stores."""
+        pools, self._pools = self._pools, {}
+        for _, records in pools.values():
+            records.close(CLOSE_SECONDS)
+
+
+def _text(name: Any) -> str:
+    """A pool's name, which may be an enumeration."""
+    return str(getattr(name, "value", name))
+
+
+def _leading(found: Sequence[bool]) -> int:
+    return len(list(takewhile(bool, found)))
+
+
+def _starts(keys: Sequence[str], host_indices: Any, pages: Pages) -> list[int]:
+    """Where each page begins in its pool."""
+    if host_indices is None or len(host_indices) != len(keys) * pages.tokens:
+        raise ValueError(
+            f"{len(keys)} pages of {pages.tokens} tokens have "
+            f"{0 if host_indices is None else len(host_indices)} indices"
+        )
+    return [int(each) for each in host_indices[:: pages.tokens]]

@@ -1,0 +1,282 @@
+"""What SGLang 0.5.23 shows a storage back end, for tests that need no SGLang: its modules by name,
+host pools in all layouts, and a driver that calls as its controller does."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.adapters.vllm import fakes
+
+LAYERS, HEADS, DIM, PAGE, NUM_PAGES = 2, 3, 4, 8, 6
+RELEASE = "0.5.23"
+BATCH = 128
+"""Pages of one call."""
+
+
+class Running:
+    """What this process of SGLang runs, as `runtime_context` tells it."""
+
+    arguments: dict[str, Any] | None = None
+
+    def resolved_server_args_dict(self) -> dict[str, Any]:
+        if self.arguments is None:
+            raise ValueError("Global server args is not set yet!")
+        return self.arguments
+
+    def model_config(self) -> Any:
+        path = Path(self.resolved_server_args_dict()["model_path"])
+        written = fakes.load_config(path).to_dict() if path.exists() else dict(fakes.CONFIG)
+        written.update(self.arguments["overrides"])
+        return SimpleNamespace(
+            model_path=str(path),
+            revision=None,
+            dtype=torch.bfloat16,
+            hf_config=fakes.HFConfig(written),
+            context_len=1024,
+        )
+
+
+RUNNING = Running()
+
+
+class HiCacheStorage:
+    def register_mem_pool_host(self, mem_pool_host):
+        self.mem_pool_host = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
+        self.registered_pools = {**getattr(self, "registered_pools", {}), host_pool_name: host_pool}
+
+
+class PoolName(enum.StrEnum):
+    KV = "kv"
+    MAMBA = "mamba"
+    INDEXER = "indexer"
+
+
+class PoolHitPolicy(enum.StrEnum):
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+    BLOCK_GROUPS = "block_groups"
+
+
+@dataclass
+class PoolTransfer:
+    name: PoolName
+    host_indices: torch.Tensor | None = None
+    keys: list[str] | None = None
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+
+@dataclass
+class PoolTransferResult:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
+
+    @classmethod
+    def empty(cls):
+        return cls(0, {})
+
+
+@dataclass
+class StorageMetrics:
+    prefetch_pgs: list[int] = field(default_factory=list)
+    backup_pgs: list[int] = field(default_factory=list)
+    prefetch_bandwidth: list[float] = field(default_factory=list)
+    backup_bandwidth: list[float] = field(default_factory=list)
+
+
+class Updater:
+    """The part of SGLang's weight updater that every update ends with."""
+
+    def record_weight_version_after_update(self, weight_version):
+        pass
+
+    def flush_cache_after_weight_update(self, request, success, message):
+        return success, message
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Has the modules where `kvferry.adapters.sglang` imports them from, for as long as that
+    takes: no other test finds them."""
+    names = {
+        "sglang.version": {"__version__": RELEASE},
+        "sglang.srt.runtime_context": {
+            "get_context": lambda: RUNNING,
+            "process_model_config": RUNNING.model_config,
+        },
+        "sglang.srt.utils.hf_transformers_utils": {"get_config": fakes.load_config},
+        "sglang.srt.mem_cache.hicache_storage": {
+            each.__name__: each
+            for each in (HiCacheStorage, PoolHitPolicy, PoolTransfer, PoolTransferResult)
+        },
+        "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
+        "sglang.srt.managers.scheduler_components.weight_updater": {
+            "SchedulerWeightUpdaterManager": Updater
+        },
+    }
+    for path, contents in names.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            sys.modules.setdefault(name, ModuleType(name))
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[name])
+        vars(sys.modules[path]).update(contents)
+    try:
+        yield
+    finally:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
+
+
+def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
+    return SimpleNamespace(
+        **{
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_cp_size": 1,
+            "dp_rank": 0,
+            "dcp_rank": 0,
+            "dcp_size": 1,
+            "is_mla_model": False,
+            "enable_storage_metrics": False,
+            "model_name": "served",
+            "extra_config": {
+                "backend_name": "kvferry",
+                "module_path": "kvferry.adapters.sglang",
+                "class_name": "KVFerryStorage",
+                "interface_v1": 1,
+                **extra,
+            },
+            **changes,
+        }
+    )
+
+
+SHAPES = {
+    # Of K and V: their axes, and the one along which pages lie.
+    "layer_first": ((LAYERS, NUM_PAGES * PAGE, HEADS, DIM), 1, PAGE),
+    "page_first": ((NUM_PAGES * PAGE, LAYERS, HEADS, DIM), 0, PAGE),
+    "page_first_direct": ((NUM_PAGES, LAYERS, PAGE, HEADS, DIM), 0, 1),
+    "page_head": ((NUM_PAGES, HEADS, PAGE, LAYERS, DIM), 0, 1),
+}
+
+
+class HostPool:
+    """A host pool of K and V, or of latents."""
+
+    page_size = PAGE
+    dtype = torch.bfloat16
+
+    def __init__(self, layout: str = "page_first", *, latent: bool = False) -> None:
+        self.layout = layout
+        shape, self._axis, self._step = SHAPES[layout]
+        parts = () if latent else (2,)
+        self._axis += len(parts)
+        self.kv_buffer = torch.zeros((*parts, *shape), dtype=self.dtype)
+
+    def _page(self, index: int) -> torch.Tensor:
+        at = index if self._step == PAGE else index // PAGE
+        return self.kv_buffer.narrow(self._axis, at, self._step)
+
+    def get_data_page(self, index, flat=True):
+        page = self._page(int(index))
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros(self._page(0).numel(), dtype=self.dtype)
+
+    def set_from_flat_data_page(self, index, data_page):
+        page = self._page(int(index))
+        page.copy_(data_page.reshape(page.shape))
+
+    def fill(self, page: int, seed: int) -> torch.Tensor:
+        made = torch.Generator().manual_seed(seed)
+        target = self._page(page * PAGE)
+        target.copy_(torch.randn(target.shape, generator=made))
+        return target.clone()
+
+    def page(self, page: int) -> torch.Tensor:
+        return self._page(page * PAGE).clone()
+
+
+class UnequalPool:
+    """A host pool whose K and V have other sizes, so that it shows pieces alone."""
+
+    page_size = PAGE
+    dtype = torch.bfloat16
+    layout = "page_first"
+
+    def __init__(self) -> None:
+        self.k = torch.zeros((NUM_PAGES * PAGE, 5), dtype=self.dtype)
+        self.v = torch.zeros((NUM_PAGES * PAGE, 3), dtype=self.dtype)
+
+    def get_dummy_flat_data_page(self):
+        raise NotImplementedError("unequal")
+
+    get_data_page = set_from_flat_data_page = get_dummy_flat_data_page
+
+    def get_page_buffer_meta(self, indices):
+        pages = [self.each(int(at) // PAGE) for at in indices[::PAGE]]
+        pieces = [piece for page in pages for piece in page]
+        return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
+
+    def each(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(part[page * PAGE : (page + 1) * PAGE] for part in (self.k, self.v))
+
+    def fill(self, page: int, seed: int) -> torch.Tensor:
+        made = torch.Generator().manual_seed(seed)
+        for part in self.each(page):
+            part.copy_(torch.randn(part.shape, generator=made))
+        return self.page(page)
+
+    def page(self, page: int) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in self.each(page)])
+
+
+def chain(num_pages: int, prompt: int = 0) -> list[str]:
+    """Keys of a prompt's pages, as SGLang makes them: each hash takes the one before it in."""
+    keys, parent = [], prompt.to_bytes(32, "big")
+    for page in range(num_pages):
+        parent = hashlib.sha256(parent + page.to_bytes(4, "little")).digest()
+        keys.append(parent.hex())
+    return keys
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+class Controller:
+    """Calls a back end as SGLang's controller does: what is there, then its pages in batches."""
+
+    def __init__(self, backend: Any, pool: Any) -> None:
+        self.backend, self.pool = backend, pool
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, PoolName.KV)
+
+    def backup(self, keys: list[str], pages: list[int]) -> bool:
+        return all(self.backend.batch_set_v1(keys, indices(pages), None))
+
+    def prefetch(self, keys: list[str], pages: list[int]) -> int:
+        """How many leading pages came."""
+        hits = self.backend.batch_exists(keys, None)
+        if not hits:
+            return 0
+        found = self.backend.batch_get_v1(keys[:hits], indices(pages[:hits]), None)
+        return found.index(False) if False in found else len(found)

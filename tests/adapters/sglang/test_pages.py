@@ -1,0 +1,107 @@
+"""Pages and stores that hang: every call ends, and no late byte reaches the host's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.adapters.sglang.pages import PageRecords
+from kvferry.observe import Counters
+from kvferry.record.schema import RecordSchema
+from kvferry.store.memory import MemoryStore
+from kvferry.testing.faults import Gate, StallingStore
+
+ROW_BYTES = 100
+SCHEMA = RecordSchema.for_rows(namespace=bytes(32), chunk_tokens=16, row_bytes=ROW_BYTES)
+KEYS = ["a", "b", "c"]
+
+
+class Host:
+    def __init__(self, store, load_seconds: float) -> None:
+        self.rows = [bytearray(ROW_BYTES) for _ in KEYS]
+        self.counts = Counters()
+        self.records = PageRecords(
+            store, SCHEMA, self.counts, io_threads=2, load_seconds=load_seconds
+        )
+
+    def load(self) -> list[bool]:
+        def land(place: int, payload: memoryview) -> None:
+            self.rows[place][:] = payload
+
+        return self.records.load(KEYS, land)
+
+    def store(self) -> list[bool]:
+        def fill(place: int, payload: memoryview) -> None:
+            payload[:] = bytes([place + 1]) * ROW_BYTES
+
+        return self.records.store(KEYS, fill)
+
+
+@pytest.fixture
+def gate():
+    made = Gate()
+    yield made
+    made.release()
+
+
+def test_a_read_that_hangs_ends_with_its_deadline_and_reaches_no_memory(gate):
+    inner = MemoryStore()
+    sound = Host(inner, load_seconds=60.0)
+    assert sound.store() == [True] * 3
+    host = Host(StallingStore(inner, gate=gate, operations=("read",)), load_seconds=0.05)
+    assert host.load() == [False] * 3
+    assert host.counts["loads_late"] == 1
+    gate.release()
+    host.records.close(30.0)
+    assert host.rows == [bytearray(ROW_BYTES)] * 3
+
+
+def test_a_store_that_brought_nothing_is_not_asked_again_at_once(gate):
+    inner = MemoryStore()
+    assert Host(inner, load_seconds=60.0).store() == [True] * 3
+    host = Host(StallingStore(inner, gate=gate, operations=("read",)), load_seconds=0.05)
+    assert host.records.exists(KEYS) == [True] * 3
+    assert host.load() == [False] * 3
+    assert host.records.exists(KEYS) == [False] * 3
+    host.load()
+    assert host.counts["loads_skipped"] == 1
+
+
+class Unanswered(MemoryStore):
+    """Asks its medium, which does not answer."""
+
+    def contains(self, key):
+        return None
+
+
+def test_a_question_without_an_answer_is_a_miss():
+    host = Host(Unanswered(), load_seconds=60.0)
+    assert host.records.exists(KEYS) == [False] * 3
+    assert host.counts["lookup_deadline"] == 1
+
+
+class Late(MemoryStore):
+    """Answers the second question."""
+
+    asked = 0
+
+    def contains(self, key):
+        self.asked += 1
+        return None if self.asked <= len(KEYS) else super().contains(key)
+
+
+def test_an_answer_that_comes_later_is_waited_for():
+    store = Late()
+    host = Host(store, load_seconds=60.0)
+    Host(store, load_seconds=60.0).store()
+    store.asked = 0
+    assert host.records.exists(KEYS) == [True] * 3
+
+
+class Full(MemoryStore):
+    takes_values = False
+
+
+def test_a_store_that_takes_nothing_is_given_nothing():
+    host = Host(Full(), load_seconds=60.0)
+    assert host.store() == [False] * 3
+    assert host.counts["stores_dropped"] == 3

@@ -1,0 +1,334 @@
+"""The storage back end as SGLang's controller calls it: what it gives back is right, or a miss."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.adapters.sglang.identity import watch_weights
+from kvferry.errors import ConfigError
+from tests.adapters.sglang import host
+from tests.adapters.sglang.conftest import Attach
+from tests.adapters.sglang.host import HostPool, PoolHitPolicy, PoolName, PoolTransfer, chain
+
+KEYS = chain(3)
+PAGES = [4, 0, 2]
+
+
+def fill(controller: host.Controller, keys: list[str] = KEYS) -> list[torch.Tensor]:
+    """Pages in the host pool and behind it."""
+    written = [controller.pool.fill(page, seed) for seed, page in enumerate(PAGES)]
+    assert controller.backup(keys, PAGES)
+    return written
+
+
+def assert_comes_back(controller: host.Controller, written: list[torch.Tensor]) -> None:
+    """Into other places than it lay in, and nowhere else."""
+    places = [1, 3, 5]
+    others = {page: controller.pool.page(page) for page in (0, 2, 4)}
+    assert controller.prefetch([*KEYS, "absent"], [*places, 0]) == 3
+    for place, page in zip(places, written, strict=True):
+        assert torch.equal(controller.pool.page(place), page)
+    for page, before in others.items():
+        assert torch.equal(controller.pool.page(page), before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "latent"),
+    [*((layout, False) for layout in host.SHAPES), ("layer_first", True), ("page_first", True)],
+)
+def test_pages_come_back_byte_for_byte_after_a_restart(
+    attach: Attach, layout: str, latent: bool
+) -> None:
+    config = {"is_mla_model": latent}
+    first = attach(HostPool(layout, latent=latent), config=config)
+    assert first.prefetch(KEYS, [0, 1, 2]) == 0
+    written = fill(first)
+    first.backend.close()
+    second = attach(HostPool(layout, latent=latent), config=config)
+    assert_comes_back(second, written)
+
+
+def test_pages_come_back_from_a_server(attach: Attach, valkey_server) -> None:
+    store = f"valkey://127.0.0.1:{valkey_server.port}/kv"
+    written = fill(attach(store=store))
+    assert_comes_back(attach(store=store), written)
+
+
+def test_pages_of_which_a_pool_shows_pieces_alone(attach: Attach) -> None:
+    written = fill(attach(host.UnequalPool()))
+    restarted = attach(host.UnequalPool())
+    assert_comes_back(restarted, written)
+    page = torch.zeros(written[0].numel(), dtype=torch.bfloat16)
+    assert restarted.backend.get(KEYS[0], page) is None  # pieces have an order of their own
+
+
+def test_the_older_calls_move_the_same_pages(attach: Attach) -> None:
+    first = attach(HostPool("layer_first"), interface_v1=0)
+    pages = [first.pool.fill(page, page).flatten() for page in range(3)]
+    assert first.backend.batch_set(KEYS[:2], pages[:2])
+    assert first.backend.set(KEYS[2], pages[2])
+    assert first.backend.exists(KEYS[2])
+    assert not first.backend.exists("absent")
+    second = attach(HostPool("layer_first"))
+    assert second.prefetch(KEYS, [3, 4, 5]) == 3
+    assert torch.equal(second.pool.page(4).flatten(), pages[1])
+    given = [second.pool.get_dummy_flat_data_page() for _ in range(3)]
+    found = second.backend.batch_get([KEYS[0], "absent", KEYS[1]], given)
+    assert [each is None for each in found] == [False, True, False]
+    assert torch.equal(found[2], pages[1])
+    assert second.backend.get(KEYS[0]).nbytes == pages[0].nbytes
+    assert second.backend.get(KEYS[0], torch.zeros(1)) is None
+    assert not second.backend.set("short", torch.zeros(1))
+
+
+def test_pages_of_another_meaning_are_never_found(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = fill(attach())
+    narrow = HostPool()
+    narrow.page_size = host.PAGE // 2
+    other_dtype = HostPool()
+    other_dtype.dtype = torch.float16
+    for options in (
+        {"model": "other"},
+        {"arguments": {"overrides": {"rope_parameters": {"rope_theta": 5e5}}}},
+        {"arguments": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"arguments": {"quantization": "fp8"}},
+        {"arguments": {"rl_quant_profile": "a"}},
+        {"arguments": {"speculative_draft_model_path": "a"}},
+        {"config": {"tp_rank": 1, "tp_size": 2}},
+        {"config": {"pp_rank": 1, "pp_size": 2}},
+        {"tenant": "t"},
+        {"weights_version": "v2"},
+        {"pool": other_dtype},
+        {"pool": HostPool("page_first_direct")},
+    ):
+        assert attach(**options).backend.batch_exists(KEYS, None) == 0, options
+    assert attach(narrow).backend.batch_exists(KEYS, None) == 0
+    monkeypatch.setenv("SGLANG_FP8_OF_SOME_KIND", "1")
+    assert attach().backend.batch_exists(KEYS, None) == 0
+    monkeypatch.delenv("SGLANG_FP8_OF_SOME_KIND")
+    assert_comes_back(attach(config={"model_name": "another name"}), written)
+
+
+def test_ranks_that_hold_the_same_latents_share_them(attach: Attach) -> None:
+    def of_rank(rank: int) -> host.Controller:
+        config = {"is_mla_model": True, "tp_rank": rank, "tp_size": 2}
+        return attach(HostPool(latent=True), config=config)
+
+    written = fill(of_rank(0))
+    assert_comes_back(of_rank(1), written)
+
+
+def test_adapters_are_not_shared_unless_the_weights_have_a_name(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = {"enable_lora": True}
+    fill(attach(arguments=adapters))
+    assert attach(arguments=adapters).backend.batch_exists(KEYS, None) == 0
+    assert "name LoRA adapters without their content" in caplog.text
+    fill(attach(arguments=adapters, weights_version="v"))
+    assert attach(arguments=adapters, weights_version="v").backend.batch_exists(KEYS, None) == 3
+
+
+def test_a_damaged_page_is_a_miss_and_is_replaced(attach: Attach, tmp_path: Path) -> None:
+    written = fill(attach())
+    second = attach()
+    for path in (tmp_path / "store" / "records").glob("*/*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    before = second.pool.page(1)
+    assert second.prefetch(KEYS, [1, 3, 5]) == 0
+    assert torch.equal(second.pool.page(1), before)
+    assert second.backend.counters["records_corrupt"] == 3
+    fill(second)
+    assert_comes_back(second, written)
+
+
+def test_a_server_that_is_away_costs_misses_alone(attach: Attach, valkey_server) -> None:
+    controller = attach(store=f"valkey://127.0.0.1:{valkey_server.port}/kv", load_timeout_seconds=1)
+    fill(controller)
+    valkey_server.process.kill()
+    assert controller.prefetch(KEYS, [1, 3, 5]) == 0
+    assert controller.backend.batch_set_v1(chain(2, prompt=1), host.indices([0, 1])) == [False] * 2
+    assert controller.backend.counters["hook_failed"] == 0
+
+
+def test_a_quota_is_kept(attach: Attach, tmp_path: Path) -> None:
+    controller = attach(store=f"{(tmp_path / 'store').as_uri()}?max_bytes=24KiB")
+    for prompt in range(4):
+        fill(controller, chain(3, prompt))
+    stored = (tmp_path / "store" / "records").glob("*/*.safetensors")
+    assert 0 < sum(path.stat().st_size for path in stored) <= 24 << 10
+    assert controller.backend.batch_exists(chain(3, 0), None) == 0
+    assert controller.backend.batch_exists(chain(3, 3), None) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"io_thread": 4}, "did you mean 'io_threads'"),
+        ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is smaller"),
+        ({"load_timeout_seconds": 0}, "must be more than 0"),
+        ({"model": "nobody/nothing"}, 'or set "identity": "name" to trust the name'),
+    ],
+)
+def test_bad_input_is_one_line_at_start(attach: Attach, options: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        attach(**options)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_arguments_of_sglang_there_is_no_identity(attach: Attach) -> None:
+    backend = type(attach().backend)
+    host.RUNNING.arguments = None
+    with pytest.raises(ConfigError, match="cannot be identified"):
+        backend(host.storage_config({"store": "memory://x"}))
+
+
+def test_a_name_stands_for_weights_by_option_alone(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = {"model": "nobody/nothing", "identity": "name"}
+    written = fill(attach(**away))
+    assert "its name stands for them" in caplog.text
+    (text,) = [path.read_text() for path in (tmp_path / "store/namespaces").glob("*.json")]
+    assert json.loads(text)["description"]["weights_by_name"] is True
+    assert_comes_back(attach(**away), written)
+    # A model whose weights are there is never known by its name alone.
+    assert attach(identity="name").backend.batch_exists(KEYS, None) == 0
+
+
+def test_nothing_stored_before_weights_change_in_place_is_read_after(attach: Attach) -> None:
+    first = attach()
+    written = fill(first)
+    updater = host.Updater()
+    updater.record_weight_version_after_update(None)
+    assert first.backend.batch_exists(KEYS, None) == 0
+    fill(first)
+    assert first.prefetch(KEYS, [1, 3, 5]) == 3
+    assert updater.flush_cache_after_weight_update(None, True, "said") == (True, "said")
+    assert first.backend.batch_exists(KEYS, None) == 0
+    assert_comes_back(attach(), written)
+
+
+def test_weights_are_watched_without_keeping_anything_alive() -> None:
+    class Watcher:
+        seen = 0
+
+        def changed(self) -> None:
+            Watcher.seen += 1
+
+    watcher = Watcher()
+    watch_weights(watcher.changed)
+    host.Updater().record_weight_version_after_update("v")
+    assert Watcher.seen == 1
+    del watcher
+    host.Updater().record_weight_version_after_update("v")
+    assert Watcher.seen == 1
+
+
+class TestOtherPools:
+    """What hybrid models keep beside KV."""
+
+    @staticmethod
+    def attached(attach: Attach) -> tuple[host.Controller, HostPool]:
+        controller, states = attach(), HostPool("layer_first")
+        controller.backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        return controller, states
+
+    def test_each_pool_has_its_own_pages(self, attach: Attach) -> None:
+        controller, states = self.attached(attach)
+        fill(controller)
+        kept = states.fill(1, seed=9)
+        transfer = PoolTransfer(PoolName.MAMBA, host.indices([1]), [KEYS[1]])
+        assert controller.backend.batch_set_v2([transfer]) == {PoolName.MAMBA: [True]}
+        restarted, states = self.attached(attach)
+        transfer = PoolTransfer(PoolName.MAMBA, host.indices([3, 4]), [KEYS[1], KEYS[2]])
+        kv = PoolTransfer(PoolName.KV, host.indices([0]), [KEYS[0]])
+        found = restarted.backend.batch_get_v2([transfer, kv])
+        assert found == {PoolName.MAMBA: [True, False], PoolName.KV: [True]}
+        assert torch.equal(states.page(3), kept)
+
+    def test_a_prefix_ends_where_every_pool_has_what_it_needs(self, attach: Attach) -> None:
+        controller, _ = self.attached(attach)
+        fill(controller)
+        for key in (KEYS[0], KEYS[2]):
+            transfer = PoolTransfer(PoolName.MAMBA, host.indices([1]), [key])
+            controller.backend.batch_set_v2([transfer])
+
+        def asked(*transfers: PoolTransfer) -> tuple:
+            found = controller.backend.batch_exists_v2([*KEYS, "absent"], list(transfers))
+            return found.kv_hit_pages, found.restorable_prefix_pages
+
+        trailing = PoolHitPolicy.TRAILING_PAGES
+        assert asked() == (3, [1, 2, 3])
+        assert asked(PoolTransfer(PoolName.MAMBA)) == (1, [1])
+        assert asked(PoolTransfer(PoolName.MAMBA, None, ["x"], trailing)) == (3, [1, 3])
+        assert asked(PoolTransfer(PoolName.MAMBA, None, ["x"] * 2, trailing)) == (1, [1])
+        assert asked(PoolTransfer(PoolName.INDEXER)) == (0, [])
+        groups = PoolTransfer(PoolName.INDEXER, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+        assert asked(groups) == (3, [1, 2, 3])
+
+
+def test_clearing_deletes_what_this_rank_stored_and_no_more(attach: Attach) -> None:
+    other = attach(tenant="other")
+    written = fill(other)
+    controller = attach()
+    fill(controller)
+    controller.backend.clear()
+    assert controller.backend.batch_exists(KEYS, None) == 0
+    assert_comes_back(other, written)
+
+
+def test_statistics_are_as_sglang_asks_for_them(attach: Attach) -> None:
+    assert attach(tenant="quiet").backend.get_stats() is None
+    controller = attach(config={"enable_storage_metrics": True})
+    fill(controller)
+    assert controller.prefetch(KEYS, [1, 3, 5]) == 3
+    stats = controller.backend.get_stats()
+    assert (stats.prefetch_pgs, stats.backup_pgs) == ([3], [3])
+    assert stats.prefetch_bandwidth[0] > 0
+    assert stats.backup_bandwidth[0] > 0
+    assert controller.backend.get_stats().prefetch_pgs == []
+
+
+def test_loads_and_stores_of_several_threads_do_not_meet(attach: Attach) -> None:
+    controller = attach(HostPool("layer_first"))
+    wrong = []
+
+    def run(number: int) -> None:
+        for turn in range(10):
+            [key] = chain(1, prompt=100 * number + turn)
+            page = controller.pool.fill(number, seed=100 * number + turn)
+            if not controller.backup([key], [number]):
+                wrong.append("not stored")
+            controller.pool.fill(number, seed=-1)
+            if controller.prefetch([key], [number]) != 1:
+                wrong.append("not found")
+            elif not torch.equal(controller.pool.page(number), page):
+                wrong.append("other bytes")
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_fault_stays_here(attach: Attach) -> None:
+    controller = attach()
+    fill(controller)
+    assert controller.backend.batch_get_v1(KEYS, host.indices([0])) == [False] * 3
+    assert controller.backend.batch_set_v1(KEYS, None) == [False] * 3
+    assert controller.backend.counters["hook_failed"] == 2
+    controller.backend.close()
+    controller.backend.close()
+    assert controller.prefetch(KEYS, [0, 1, 2]) == 0

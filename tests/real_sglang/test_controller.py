@@ -1,0 +1,173 @@
+"""SGLang's own controller, host pools, factory and fault injector over the back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from sglang.srt.runtime_context import get_context
+
+from kvferry.errors import ConfigError
+from tests.real_sglang.engine import PAGE, Engine
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_rank")]
+
+Serve = Callable[..., object]
+LAYOUTS = [
+    *(
+        (layout, False)
+        for layout in ("layer_first", "page_first", "page_first_direct", "page_head")
+    ),
+    *((layout, True) for layout in ("layer_first", "page_first", "page_first_direct")),
+]
+TOKENS = list(range(100, 100 + 3 * PAGE))
+
+
+@contextmanager
+def serving(model: Path, **arguments: object) -> Iterator[None]:
+    """A process of SGLang that runs a model."""
+    with get_context().override_server_args(model_path=str(model), device="cpu", **arguments):
+        yield
+
+
+@contextmanager
+def engine(store: Path, layout: str = "page_first", *, latent: bool = False, **extra: object):
+    made = Engine(layout, latent=latent)
+    made.attach(store, **extra)
+    try:
+        yield made
+    finally:
+        made.detach()
+
+
+@pytest.mark.parametrize(("layout", "latent"), LAYOUTS)
+@pytest.mark.parametrize("interface", [1, 0])
+def test_kv_comes_back_to_the_device_after_a_restart(
+    tmp_path: Path, models: dict[str, Path], layout: str, latent: bool, interface: int
+) -> None:
+    with serving(models["plain"]):
+        with engine(tmp_path, layout, latent=latent, interface_v1=interface) as first:
+            indices = first.compute(TOKENS)
+            computed = first.kv(indices)
+            assert first.write(TOKENS, indices) == len(TOKENS)
+        with engine(tmp_path, layout, latent=latent, interface_v1=interface) as second:
+            restored = second.restore(TOKENS + [7] * PAGE)
+            assert len(restored) == len(TOKENS)
+            for was, now in zip(computed, second.kv(restored), strict=True):
+                assert torch.equal(was, now)
+            assert second.controller.storage_backend.counters["hook_failed"] == 0
+
+
+def test_other_weights_a_changed_rope_and_another_layout_find_nothing(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    with serving(models["plain"]), engine(tmp_path) as first:
+        first.write(TOKENS, first.compute(TOKENS))
+    rope = {"json_model_override_args": '{"rope_theta": 5e5}'}
+    for model, layout, arguments in (
+        ("other", "page_first", {}),
+        ("plain", "page_first", rope),
+        ("plain", "page_first_direct", {}),
+    ):
+        with serving(models[model], **arguments), engine(tmp_path, layout) as second:
+            assert len(second.restore(TOKENS)) == 0
+    with serving(models["plain"], served_model_name="x"), engine(tmp_path) as second:
+        assert len(second.restore(TOKENS)) == len(TOKENS)
+
+
+def test_damaged_pages_end_a_prefix(tmp_path: Path, models: dict[str, Path]) -> None:
+    with serving(models["plain"]):
+        with engine(tmp_path) as first:
+            first.write(TOKENS, first.compute(TOKENS))
+        paths = sorted((tmp_path / "records").glob("*/*.safetensors"))
+        content = bytearray(paths[0].read_bytes())
+        content[-1] ^= 1
+        paths[0].write_bytes(content)
+        with engine(tmp_path) as second:
+            assert len(second.restore(TOKENS)) < len(TOKENS)
+            assert second.controller.storage_backend.counters["records_corrupt"] == 1
+
+
+def test_the_fault_injector_of_sglang_costs_hits_alone(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")
+    hits = misses = 0
+    with serving(models["plain"]), engine(tmp_path) as one:
+        for number in range(40):
+            tokens = [1000 * number + each for each in TOKENS]
+            indices = one.compute(tokens)
+            computed = one.kv(indices)
+            one.write(tokens, indices)
+            one.allocator.free(indices)
+            restored = one.restore(tokens)
+            hits, misses = hits + bool(len(restored)), misses + (not len(restored))
+            for was, now in zip(computed, one.kv(restored), strict=True):
+                assert torch.equal(was[: len(now)], now)
+            one.allocator.clear()
+            one.host.clear()
+    assert hits
+    assert misses
+
+
+def test_a_refused_back_end_leaves_the_controller_as_it_was(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    with serving(models["plain"]):
+        one = Engine("page_first", latent=False)
+        with pytest.raises(ConfigError, match="did you mean 'io_threads'"):
+            one.attach(tmp_path, io_thread=4)
+        assert not one.controller.enable_storage
+        one.attach(tmp_path)
+        one.controller.clear_storage_backend()
+        one.detach()
+
+
+def test_a_model_that_cannot_be_identified_is_refused_in_one_line(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((models["plain"] / "config.json").read_bytes())
+    for model, says in ((bare, "holds no weights"), ("nobody/nothing", "cannot be identified")):
+        with serving(model), pytest.raises(ConfigError, match=says) as raised:
+            Engine("page_first", latent=False).attach(tmp_path / "store")
+        assert "\n" not in str(raised.value)
+
+
+def test_weights_that_change_in_place_begin_an_epoch(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Updater,
+    )
+
+    class Scheduler:
+        def record_weight_version_change(self, new_version):
+            pass
+
+    with serving(models["plain"]), engine(tmp_path) as one:
+        one.write(TOKENS, one.compute(TOKENS))
+        updater = object.__new__(Updater)
+        updater.scheduler = Scheduler()
+        updater.record_weight_version_after_update("new")
+        assert len(one.restore(TOKENS)) == 0
+
+
+def test_statistics_pass_sglangs_own_collector(tmp_path: Path, models: dict[str, Path]) -> None:
+    from sglang.srt.observability.metrics_collector import StorageMetricsCollector
+
+    with serving(models["plain"]):
+        one = Engine("page_first", latent=False)
+        one.controller.enable_storage_metrics = True
+        backend = one.attach(tmp_path)
+        one.write(TOKENS, one.compute(TOKENS))
+        one.restore(TOKENS)
+        stats = backend.get_stats()
+        assert (stats.prefetch_pgs, stats.backup_pgs) == ([3], [3])
+        StorageMetricsCollector({"storage_backend": "dynamic"}).log_storage_metrics(stats)
+        one.detach()
