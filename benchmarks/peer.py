@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 from benchmarks import Options
@@ -69,22 +70,24 @@ def record_of(schema: RecordSchema, number: int, seed: int) -> bytes:
 def serve(key_file: str, payload_bytes: int, seed: int) -> None:
     """The other process: prints the ports of the peer, and of the two plain sockets."""
     schema, memory = schema_of(payload_bytes), MemoryStore()
-    for number in range(NUM_RECORDS):
-        memory.put(key_of(number), [record_of(schema, number, seed)])
-    record = memoryview(record_of(schema, 0, seed))
+    records = [record_of(schema, number, seed) for number in range(NUM_RECORDS)]
+    for number, record in enumerate(records):
+        memory.put(key_of(number), [record])
     flood, asked = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
 
     def answer() -> None:
         stream, _ = asked.accept()
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while stream.recv(len(_ASK), socket.MSG_WAITALL):
+        for record in cycle(records):  # each in its turn, as peers read them
+            if not stream.recv(len(_ASK), socket.MSG_WAITALL):
+                return
             stream.sendall(record)
 
     def flow() -> None:
         while True:  # a connection is one run
             stream, _ = flood.accept()
             with stream, suppress(OSError):
-                while True:
+                for record in cycle(records):
                     stream.sendall(record)
 
     for work in (answer, flow):

@@ -9,9 +9,11 @@ import threading
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult
 from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ExtraKeys, KVGroup
@@ -445,6 +447,34 @@ def test_requests_in_the_queue_leave_half_of_the_slots(make_engine, server):
     for _ in range(5):
         host.step([])
     assert host.pool.num_taken < 8 + 5
+
+
+def test_a_step_looks_up_a_few_of_a_long_queue_and_each_in_its_turn(make_host):
+    class Asked(WrapperStore):
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.keys = []
+
+        def contains(self, key):
+            self.keys.append(key)
+            return self.inner.contains(key)
+
+    client, clock = SlowClient(), FakeClock()
+    store = Asked(RemoteStore("memory://server", client, clock=clock))
+    host = make_host(store=store, clock=clock)
+    for number in range(50):
+        waiting = read_handover({"do_remote_prefill": True})
+        host.add(f"{number}", [number] * 41, handover=waiting)
+    states = host.scheduler.requests.by_id.values()
+    expected = [state.keys.keys[0] for state in states]
+    wait_until(lambda: client.asked and not store.inner._keys._asked, "the store was asked")
+    asked = []
+    for _ in range(26):
+        store.keys.clear()
+        host.step([])
+        assert 0 < len(store.keys) <= EARLY_PER_STEP
+        asked += store.keys
+    assert asked[:50] == asked[50:100] == expected
 
 
 # -- turns ----------------------------------------------------------------------------------------

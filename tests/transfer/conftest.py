@@ -10,7 +10,7 @@ import pytest
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.server import Listen, PeerServer
-from tests.transfer.lending import KEY, SPACE, DictLender, Raw
+from tests.transfer.lending import KEY, SPACE, DictLender, Raw, Relay
 
 
 @pytest.fixture
@@ -67,3 +67,10 @@ def raw(serve):
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def relay():
+    """Factory of relays to a port."""
+    with ExitStack() as stack:
+        yield lambda port: stack.enter_context(Relay(port))

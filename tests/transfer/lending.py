@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvferry.transfer.auth import SharedKey
@@ -96,3 +98,80 @@ class Raw:
 
     def close(self):
         self.socket.close()
+
+
+class Relay:
+    """What is between two peers: passes bytes on, and does something to a connection once.
+
+    Attributes:
+        port: that leads to the server.
+        fault: for the connections that begin: after how many bytes, both ways together, it is
+            "cut", becomes "silent", has a bit "flipped", or is "held" until `resume`; None: not.
+        reached: connections that had their fault.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.fault: tuple[int, str] | None = None
+        self.reached = 0
+        self.resume = threading.Event()
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._ends = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            if self._ends.is_set():
+                near.close()
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                near.close()
+                continue
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            self._open += [near, far]
+            self._threads.append(threading.Thread(target=self._pass_on, args=(near, far)))
+            self._threads[-1].start()
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> None:
+        other, fault = {near: far, far: near}, self.fault
+        with near, far, suppress(OSError):
+            passed = 0
+            while True:
+                for source in select.select([near, far], [], [], PATIENCE_SECONDS)[0]:
+                    left = fault[0] - passed if fault and fault[0] > passed else 1 << 16
+                    content = bytearray(source.recv(min(left, 1 << 16)))
+                    if not content:
+                        return
+                    passed += len(content)
+                    if fault and passed == fault[0]:
+                        self.reached += 1
+                        if fault[1] == "cut":
+                            return
+                        if fault[1] == "silent":
+                            self._ends.wait(PATIENCE_SECONDS)
+                        if fault[1] == "held":
+                            self.resume.wait(PATIENCE_SECONDS)
+                        if fault[1] == "flipped":
+                            content[-1] ^= 4
+                    other[source].sendall(content)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ends.set()
+        self.resume.set()
+        socket.create_connection(("127.0.0.1", self.port)).close()
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+        self._listener.close()

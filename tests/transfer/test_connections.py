@@ -6,9 +6,12 @@ import random
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.observe import Counters
@@ -37,7 +40,7 @@ from kvferry.transfer.messages import (
 )
 from kvferry.transfer.server import Listen, PeerServer
 from kvferry.transfer.stream import Stream
-from tests.transfer.lending import KEY, SPACE, DictLender, soon
+from tests.transfer.lending import KEY, SPACE, DictLender, Raw, soon
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 RECORD_BYTES = 300_007
@@ -133,7 +136,7 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     for client in (connect(server, namespace=b"o" * 32) for _ in range(2)):
         with pytest.raises(PeerFault, match="another model, configuration or tenant"):
             read(client)
-    assert raw(server).hello(version=VERSION + 1) == Refused("version 1 is spoken here, not 2")
+    assert raw(server).hello(version=VERSION + 1) == Refused("no version but 1 is spoken here")
     wait_until(lambda: counters["peer_refused"] == 5, "all are counted")
     assert len(caplog.messages) == 3
     assert read(connect(server))[2] == RECORD
@@ -197,6 +200,50 @@ def test_what_is_no_question_ends_the_connection_alone(serve, connect, raw, lend
     assert connection.is_ended()
     assert read(client)[2] == RECORD
     wait_until(lambda: server.num_connections == 1, "its thread ends")
+
+
+BODIES = st.one_of(
+    st.binary(max_size=90),
+    st.builds(
+        lambda *items: msgspec.msgpack.encode(items),
+        st.integers(0, 12),
+        st.integers(-1, 2**63),
+        st.one_of(st.just(A), st.binary(max_size=33), st.lists(st.just(A), max_size=3)),
+        st.lists(st.tuples(st.integers(-1, 2**63), st.integers(-1, 2**63)), max_size=3),
+        st.integers(-1, 2**63),
+    ),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bodies=st.lists(BODIES, min_size=1, max_size=4), length=st.integers(-2, 2))
+def test_whatever_a_peer_sends_others_are_served(serve, connect, lender, bodies, length):
+    if not lender.records:
+        lender.records[A] = RECORD
+        lender.server = serve()
+    connection = Raw(lender.server)
+    connection.hello()
+    with suppress(OSError):  # it is ended before all is sent
+        for body in bodies:
+            size = max(0, len(body) + length)
+            connection.socket.sendall(size.to_bytes(4, "little") + body)
+        connection.socket.shutdown(socket.SHUT_WR)
+    assert connection.is_ended()
+    connection.close()
+    client = connect(lender.server)
+    assert read(client)[2] == RECORD
+    client.close()
+    wait_until(lambda: lender.num_lent == 0, "the loans are back")
+
+
+def test_versions_without_end_leave_room_for_other_reasons_in_the_log(serve, connect, raw, caplog):
+    server = serve()
+    for version in range(2, 40):
+        raw(server).hello(version=version)
+    with pytest.raises(PeerFault):
+        read(connect(server, key=SharedKey(b"x" * 32)))
+    wait_until(lambda: server.num_connections == 0, "all are refused")
+    assert len(caplog.messages) == 2
 
 
 def test_a_truncated_question_ends_with_its_time(serve, raw):
@@ -486,6 +533,21 @@ def test_a_port_in_use_is_refused(serve, key_file):
 def test_an_address_that_is_none_of_this_machine_is_refused(key_file, place):
     with pytest.raises(ConfigError):
         PeerServer(DictLender(), lambda: SPACE, Listen(**place, key_file=key_file))
+
+
+@given(
+    st.one_of(
+        st.text(max_size=40),
+        st.from_regex(r"[a-z0-9.\[\]:%-]{0,20}:[0-9]{0,6}(\?[a-z_]{1,9}=.{0,9}(&|=)?){0,2}"),
+    )
+)
+def test_any_text_is_a_place_to_listen_or_one_error(text):
+    try:
+        listen = Listen.parse(text)
+    except ConfigError:
+        return
+    assert listen.host
+    assert 0 <= listen.port < 1 << 16
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "worker-1", "localhost.evil.org"])

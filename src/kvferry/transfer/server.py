@@ -53,6 +53,8 @@ _HOST_AND_PORT = re.compile(
 )
 _MAX_SAID = 16
 """Reasons of refusals that the log has."""
+_LEAVE_SECONDS = 1.0
+"""For the thread of a connection that was ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +148,12 @@ class PeerServer:
         self._bounds = bounds
         self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
-        self._connections: dict[Stream, threading.Thread] = {}
+        self._connections: dict[_Client, threading.Thread] = {}  # the oldest first
         self._said: set[str] = set()
         self._closed = False
         self._listener = _bind(listen)
         self.address = listen.address_of(self._listener.getsockname()[1])
-        self._wakes, self._waker = socket.socketpair()
+        self._wake = socket.socketpair()  # `close` writes to one, and the thread waits at the other
         self._thread = threading.Thread(target=self._accept, name="kvferry-serve", daemon=True)
         self._thread.start()
 
@@ -164,7 +166,7 @@ class PeerServer:
         leave_processor()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._wakes, selectors.EVENT_READ)
+            selector.register(self._wake[1], selectors.EVENT_READ)
             while not self._closed:
                 if any(key.fileobj is self._listener for key, _ in selector.select()):
                     self._accept_one()
@@ -175,28 +177,45 @@ class PeerServer:
         except OSError:  # it went away again, or the process has as many files as it may have
             time.sleep(0.01)
             return
-        with self._lock:
-            is_full = len(self._connections) >= self._bounds.max_connections or self._closed
-        if is_full:
-            self._observer.count("peer_refused")
+        try:
+            client = _Client(Stream(accepted))
+        except OSError:  # it went away again
             accepted.close()
             return
-        stream = Stream(accepted)
+        if not self._has_place():
+            self._observer.count("peer_refused")
+            client.stream.close()
+            return
         thread = threading.Thread(
-            target=self._serve, args=(stream,), name="kvferry-serve", daemon=True
+            target=self._serve, args=(client,), name="kvferry-serve", daemon=True
         )
         with self._lock:
-            self._connections[stream] = thread
+            self._connections[client] = thread
         try:
             thread.start()
         except RuntimeError:  # the process has as many threads as it may have
-            self._forget(stream)
+            self._forget(client)
 
-    def _serve(self, stream: Stream) -> None:
+    def _has_place(self) -> bool:
+        """Whether there is a place for one more. Where all are taken, the oldest that has not
+        proved itself loses its own: those who have no key keep no peer out."""
+        with self._lock:
+            if len(self._connections) < self._bounds.max_connections:
+                return not self._closed
+            strangers = (each for each in self._connections.items() if not each[0].namespace)
+            stranger, thread = next(strangers, (None, None))
+        if stranger is None or thread is None:
+            return False
+        self._observer.count("peer_refused")
+        stranger.stream.end()
+        thread.join(_LEAVE_SECONDS)
+        return not thread.is_alive()
+
+    def _serve(self, client: _Client) -> None:
         """Runs in: the thread of a connection."""
         leave_processor()
         try:
-            client = self._desk.greet(stream)
+            self._desk.greet(client)
             while True:
                 num_bytes = self._desk.answer(client)
                 if num_bytes:
@@ -210,7 +229,7 @@ class PeerServer:
         except Exception:  # outermost loop of a thread: the others go on
             logger.exception("a connection of a peer failed")
         finally:
-            self._forget(stream)
+            self._forget(client)
 
     def _say(self, reason: str) -> None:
         """Once for each reason: whoever reaches the port can be refused as often as he likes."""
@@ -218,10 +237,10 @@ class PeerServer:
             self._said.add(reason)
             logger.warning("a peer is refused: %s; no more is said of such", reason)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, client: _Client) -> None:
         with self._lock:
-            self._connections.pop(stream, None)
-        stream.close()
+            self._connections.pop(client, None)
+        client.stream.close()
 
     def close(self) -> None:
         """End all connections, also in mid-answer, and wait for their threads, in bounded time.
@@ -229,16 +248,16 @@ class PeerServer:
         with self._lock:
             was_closed, self._closed = self._closed, True
             threads = [self._thread, *self._connections.values()]
-            for stream in self._connections:
-                stream.end()
+            for client in self._connections:
+                client.stream.end()
         if was_closed:
             return
-        self._waker.send(b"x")
+        self._wake[0].send(b"x")
         deadline = time.monotonic() + self._bounds.close_seconds
         for thread in threads:
             with suppress(RuntimeError):  # it has not started yet
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for each in (self._listener, self._waker, self._wakes):
+        for each in (self._listener, *self._wake):
             each.close()
 
     def __enter__(self) -> PeerServer:
@@ -269,7 +288,8 @@ class _Client:
     """Who is at the other end of a connection."""
 
     stream: Stream
-    namespace: bytes
+    namespace: bytes = b""
+    """Empty until it has proved itself."""
     number: int = 0
     """Of its last question."""
 
@@ -292,8 +312,9 @@ class _Desk:
         self._bounds = bounds
         self._room = _Room(bounds.max_bytes)
 
-    def greet(self, stream: Stream) -> _Client:
+    def greet(self, client: _Client) -> None:
         """Have both sides prove that they know the key. Raises TransferError."""
+        stream = client.stream
         deadline = time.monotonic() + self._bounds.handshake_seconds
         nonce = secrets.token_bytes(32)
         stream.send(Challenge(VERSION, self._incarnation, nonce), deadline)
@@ -302,13 +323,12 @@ class _Desk:
             raise PeerFault("it does not say who it is")
         said = (self._incarnation, nonce, hello.nonce, hello.namespace)
         if hello.version != VERSION:
-            self._refuse(stream, f"version {VERSION} is spoken here, not {hello.version}", deadline)
+            self._refuse(stream, f"no version but {VERSION} is spoken here", deadline)
         if not self._key.is_proof(hello.proof, "client", *said):
             self._refuse(stream, "the key is another one", deadline)
-        client = _Client(stream, hello.namespace)
+        client.namespace = hello.namespace
         self._check_namespace(client, deadline)
         stream.send(Welcome(self._key.proof("server", *said)), deadline)
-        return client
 
     def answer(self, client: _Client) -> int:
         """Answer the next question; how many bytes of a record were sent. Raises TransferError."""
@@ -335,15 +355,20 @@ class _Desk:
 
     def _lend(self, stream: Stream, asked: Read, deadline: float) -> int:
         deadline = min(deadline, time.monotonic() + asked.milliseconds / 1000)
-        loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
-        if loan is None or loan is PENDING:
-            state = KeyState.ABSENT if loan is None else KeyState.PENDING
-            stream.send(Lent(asked.number, self._incarnation, state, 0), deadline)
-            return 0
+        # Room first: who waits for it keeps no slot.
+        taken = self._room.enter(sum(length for _, length in asked.ranges), deadline)
         try:
-            return self._send_record(stream, asked, loan, deadline)
+            loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
+            if loan is None or loan is PENDING:
+                state = KeyState.ABSENT if loan is None else KeyState.PENDING
+                stream.send(Lent(asked.number, self._incarnation, state, 0), deadline)
+                return 0
+            try:
+                return self._send_record(stream, asked, loan, deadline)
+            finally:
+                self._lender.release(loan)
         finally:
-            self._lender.release(loan)
+            self._room.leave(taken)
 
     def _send_record(self, stream: Stream, asked: Read, loan: Loan, deadline: float) -> int:
         parts = [part.cast("B") for part in loan.buffers]
@@ -357,12 +382,8 @@ class _Desk:
             for (offset, _), length in zip(asked.ranges, lengths, strict=True)
             for view in cut(parts, offset, length)
         ]
-        taken = self._room.enter(num_bytes, deadline)
-        try:
-            head = Lent(asked.number, self._incarnation, KeyState.HELD, size)
-            stream.send(head, deadline, views)
-        finally:
-            self._room.leave(taken)
+        head = Lent(asked.number, self._incarnation, KeyState.HELD, size)
+        stream.send(head, deadline, views)
         return num_bytes
 
     def _check_namespace(self, client: _Client, deadline: float) -> None:

@@ -6,6 +6,7 @@ whole: the socket waits, with a timeout of the kernel's, so that no call returns
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ _MAX_BUFFERS = 512
 """In one system call; no system takes fewer than 1024."""
 _EXACT_SECONDS = 0.02
 """By so much a timeout may be late: it is not set again for less."""
+_HEAD_BYTES = 4
+_AHEAD_BYTES = 256
+"""Read at once where a frame begins, which most frames fit. What is behind the frame is copied."""
 
 
 class Stream:
@@ -41,8 +45,10 @@ class Stream:
         stream.settimeout(None)
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
-        self._frame = bytearray(MAX_FRAME_BYTES)
+        # Infinite, as those of the socket are: a short one differs from them.
+        self._timeouts = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
+        self._frame = memoryview(bytearray(_HEAD_BYTES + MAX_FRAME_BYTES))
+        self._ahead = self._frame[:0]  # what was read, and belongs to what comes next
 
     def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
         """Send a frame, and bytes behind it."""
@@ -51,21 +57,25 @@ class Stream:
 
     def receive(self, decoder: Decoder[T], max_bytes: int, deadline: float) -> T:
         """The next message. Of a longer frame, or another message, nothing is kept."""
-        head = memoryview(self._frame)[:4]
-        self._move(self._receive_some, socket.SO_RCVTIMEO, [head], deadline)
-        length = int.from_bytes(head, "little")
+        length = int.from_bytes(self._receive_ahead(_HEAD_BYTES, deadline), "little")
         if not 0 < length <= max_bytes:
             raise PeerFault("it does not speak the protocol of peers")
-        body = memoryview(self._frame)[:length]
-        self._move(self._receive_some, socket.SO_RCVTIMEO, [body], deadline)
-        return decode(decoder, body)
+        return decode(decoder, self._receive_ahead(length, deadline))
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill all buffers."""
-        self._move(self._receive_some, socket.SO_RCVTIMEO, list(buffers), deadline)
+        views = list(buffers)
+        while views and self._ahead:
+            part = self._ahead[: views[0].nbytes]
+            views[0][: len(part)] = part
+            self._ahead = self._ahead[len(part) :]
+            views = _rest(views, len(part))
+        self._move(self._receive_all, socket.SO_RCVTIMEO, views, deadline)
 
     def is_quiet(self) -> bool:
         """Whether the other side has neither closed the connection nor sent anything unasked."""
+        if self._ahead:
+            return False
         try:
             self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
@@ -89,8 +99,23 @@ class Stream:
     def _send_some(self, views: list[memoryview]) -> int:
         return self._socket.sendmsg(views)
 
-    def _receive_some(self, views: list[memoryview]) -> int:
-        num_bytes, _, _, _ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
+    def _receive_ahead(self, num_bytes: int, deadline: float) -> memoryview:
+        """The next bytes, which stay until the next call."""
+        if len(self._ahead) < num_bytes:
+            num_read = len(self._ahead)
+            self._frame[:num_read] = self._ahead
+            while num_read < num_bytes:
+                room = self._frame[num_read : max(num_bytes, _AHEAD_BYTES)]
+                num_read += self._wait(self._receive_some, socket.SO_RCVTIMEO, [room], deadline)
+            self._ahead = self._frame[:num_read]
+        found, self._ahead = self._ahead[:num_bytes], self._ahead[num_bytes:]
+        return found
+
+    def _receive_all(self, views: list[memoryview]) -> int:
+        return self._receive_some(views, socket.MSG_WAITALL)
+
+    def _receive_some(self, views: list[memoryview], flags: int = 0) -> int:
+        num_bytes, _, _, _ = self._socket.recvmsg_into(views, 0, flags)
         if not num_bytes:
             raise TransferError("it closed the connection")
         return num_bytes
@@ -103,11 +128,21 @@ class Stream:
         deadline: float,
     ) -> None:
         views = [view for view in views if view.nbytes]
+        while views:
+            moved = self._wait(some, option, views[:_MAX_BUFFERS], deadline)
+            views = _rest(views, moved)
+
+    def _wait(
+        self,
+        some: Callable[[list[memoryview]], int],
+        option: int,
+        views: list[memoryview],
+        deadline: float,
+    ) -> int:
+        """One call of the system; how many bytes it moved."""
         try:
-            while views:
-                self._arm(option, deadline)
-                moved = some(views[:_MAX_BUFFERS])
-                views = _rest(views, moved)
+            self._arm(option, deadline)
+            return some(views)
         except (BlockingIOError, TimeoutError):
             raise TransferTimeout("no answer in time") from None
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -13,7 +14,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult
-from kvferry.store.memory import MemoryStore
+from kvferry.store.memory import LentValue, MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.store.servers.peer import MAX_WRONG, PeerStore
 from kvferry.store.tiers.health import Patience
@@ -23,11 +24,12 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, flip_bit
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests, make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.transfer.base import PENDING
+from kvferry.transfer.base import PENDING, Bounds
 from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup
 from tests.servers.peer import running_peer
 from tests.servers.process import free_ports
+from tests.transfer.lending import Relay
 
 SPACE = bytes(32)
 
@@ -45,9 +47,9 @@ class Serving:
         self._key_file.write_bytes(b"k" * 32)
         self.resources = ExitStack()
 
-    def start(self, lender, port=0):
+    def start(self, lender, port=0, **options):
         listen = Listen(port=port, key_file=str(self._key_file))
-        return self.resources.enter_context(PeerServer(lender, lambda: SPACE, listen))
+        return self.resources.enter_context(PeerServer(lender, lambda: SPACE, listen, **options))
 
     def url(self, *ports):
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -62,6 +64,13 @@ def serving(tmp_path):
     serving = Serving(tmp_path)
     yield serving
     serving.resources.close()
+
+
+@pytest.fixture
+def relay():
+    """Factory of relays to a port."""
+    with ExitStack() as stack:
+        yield lambda port: stack.enter_context(Relay(port))
 
 
 class PeerBeside(WrapperStore):
@@ -296,6 +305,47 @@ def test_a_peer_is_not_blamed_for_what_another_one_sent(serving):
     peers = serving.open(honest.address[1], liar.address[1], observer=counters)
     assert fetch(peers, RowRange(0, 0, 6))[0] is not None
     assert counters["peer_wrong_records"] == 1
+
+
+class OneSlot:
+    """Lends one record, from a slot that another chunk gets when the test says so."""
+
+    def __init__(self, content):
+        self.slot, self.is_here = bytearray(content), True
+
+    def lend(self, key, seconds):
+        return LentValue((memoryview(self.slot),)) if self.is_here else None
+
+    def release(self, loan):
+        pass
+
+
+LONG = KVGroup(num_layers=48, num_kv_heads=8, content_size=512, dtype="float32", block_size=16)
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.3], ids=["while lent", "after the loan"])
+def test_a_slot_that_is_reused_in_mid_read_is_a_miss_and_no_blame(serving, relay, seconds):
+    schema = RecordSchema.for_groups(namespace=SPACE, chunk_tokens=32, groups=(LONG,))
+    payload = random.Random(5).randbytes(schema.payload_bytes)
+    table = leaf_digests(schema.components[0], memoryview(payload))
+    lender = OneSlot(schema.encode_head(make_key(), 0, table) + payload)
+    server = serving.start(lender, bounds=Bounds(answer_seconds=seconds))
+    between, counters = relay(server.address[1]), Counters()
+    between.fault = 2 << 20, "held"
+    peer = serving.open(between.port, observer=counters)
+    rows, head = RowRange(0, 0, 48 * 8), memoryview(bytearray(schema.head_bytes))
+    buffer = memoryview(bytearray(schema.payload_bytes))
+    read = RecordRead(key=make_key(), first_token=0, head=head, rows=[(rows, buffer)])
+    with ThreadPoolExecutor(1) as pool:
+        missed = pool.submit(read_record, peer, schema, read, counters, soon())
+        wait_until(lambda: between.reached, "a part of the record has come")
+        if seconds < 1:
+            wait_until(lambda: server.num_connections == 0, "the server has given it up")
+        lender.is_here = False
+        lender.slot[:] = bytes(len(lender.slot))
+        between.resume.set()
+        assert missed.result(60) == ("absent" if seconds > 1 else "io_error")
+    assert counters["peer_wrong_records"] == 0
 
 
 # -- processes ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 RECENT_CLOSE_SECONDS = 0.5
 """How long `close` waits for a listing of the store that is under way."""
+
+EARLY_PER_STEP = 4
+"""Requests in the queue that a step looks up."""
 
 
 class SharedStorageScheduler(SchedulerRole):
@@ -293,13 +297,20 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
-        host does not look them up meanwhile. Half of the slots are for those that run."""
-        for request_id, request in tuple(self._handovers.early.items()):
-            if 2 * self.pool.num_taken >= self.pool.num_slots or not self._may_load(request):
+        host does not look them up meanwhile. A few of them in each step, by turns, however many
+        wait. Half of the slots are for those that run."""
+        early = self._handovers.early
+        for request_id in tuple(islice(early, EARLY_PER_STEP)):
+            if 2 * self.pool.num_taken >= self.pool.num_slots:
+                return
+            request = early[request_id]
+            if not self._may_load(request):
                 return
             state = self._track(request)
-            if self._lookup.answer(state, len(request.all_token_ids), 0).num_tokens is not None:
-                del self._handovers.early[request_id]
+            answer = self._lookup.answer(state, len(request.all_token_ids), 0)
+            del early[request_id]
+            if answer.num_tokens is None:
+                early[request_id] = request  # behind the others
 
     @property
     def is_idle(self) -> bool:

@@ -1,0 +1,204 @@
+"""Engines that read each other's host memory: at faults of any kind, every request ends right.
+
+A simulated host checks each byte of a request's KV.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from kvferry.contract.handover import read_handover
+from kvferry.errors import ConfigError
+from kvferry.store.url import open_one, open_store
+from kvferry.testing.stores.hooks import wait_until
+from tests.servers.process import LOCALHOST, free_ports
+from tests.transfer.lending import Raw, Relay
+
+from .keeping import PROMPT, assert_settles
+
+HIT = 40
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+NUM_FAULTS = 60
+
+
+@pytest.fixture
+def peers(make_host, tmp_path):
+    """Factory of hosts that serve and read, all with one key."""
+    key_file = tmp_path / "peers.key"
+    key_file.touch(0o600)
+    key_file.write_bytes(b"k" * 32)
+    made = []
+
+    def make(port=0, reads=(), tiers=False, **options):
+        if port is not None:
+            options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}"
+        if reads:
+            hosts = ",".join(f"{LOCALHOST}:{each}" for each in reads)
+            url = f"peer://{hosts}?key_file={key_file}"
+            options["store"] = url if tiers else None
+            namespace = made[0].scheduler.requests.namespace if made else b""
+            if not tiers:
+                options["store"] = open_one(url, namespace=namespace)
+        host = make_host(**options)
+        host.server = host.parts[0]._server
+        made.append(host)
+        return host
+
+    yield make
+    for host in made:
+        host.parts[0].close()
+
+
+def prefill(host, prompt=PROMPT):
+    """The parameters of the answer of a prefill, whose chunks are sealed then."""
+    request = host.add("prefill", prompt, handover=read_handover(ASKED))
+    host.admit(request)
+    host.prefill(request)
+    request.all_token_ids.append(7)
+    answer = host.finish(request)
+    assert_settles(host)
+    return answer
+
+
+def decode(host, answer, prompt=PROMPT, name="decode"):
+    return host.run(name, prompt, handover=read_handover(answer)).num_external_tokens
+
+
+def num_lent(host):
+    return len(host.pool.loans._lent)
+
+
+def test_what_a_peer_holds_is_read_from_it(peers):
+    prefiller = peers()
+    answer = prefill(prefiller)
+    assert (answer["remote_host"], answer["remote_port"]) == prefiller.server.address
+    assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
+    assert num_lent(prefiller) == 0
+
+
+@pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])
+def test_a_connection_that_fails_after_any_byte_costs_hits_only(peers, kind):
+    chance = random.Random(kind)
+    prefiller = peers()
+    answer = prefill(prefiller)
+    with Relay(answer["remote_port"]) as between:
+        hits = []
+        for _ in range(NUM_FAULTS // (3 if kind == "silent" else 1)):
+            between.fault = int(10 ** chance.uniform(0, 5)), kind
+            decoder = peers(None, [between.port], load_timeout_seconds=0.1)
+            hits.append(decode(decoder, answer))
+            assert_settles(decoder)
+            decoder.parts[0].close()
+        assert between.reached > len(hits) / 3
+        assert min(hits) < HIT == max(hits)
+    wait_until(lambda: prefiller.server.num_connections == 0, "its connections end")
+    assert num_lent(prefiller) == 0
+
+
+def test_a_prefiller_that_comes_back_at_its_port_is_read_again(peers):
+    prefiller = peers()
+    answer = prefill(prefiller)
+    port = answer["remote_port"]
+    decoder = peers(None, [port], load_timeout_seconds=0.2)
+    assert decode(decoder, answer) == HIT
+    decoder.forget_memory()
+    incarnation = prefiller.server.incarnation
+    prefiller.parts[0].close()
+    other = list(range(200, 241))
+    assert decode(decoder, answer, other, "while it is away") == 0
+    again = peers(port)
+    assert again.server.incarnation != incarnation
+    assert decode(decoder, answer, name="what it held before") == 0
+    third = list(range(300, 341))
+    assert decode(decoder, prefill(again, third), third, "again") == HIT
+
+
+def test_a_prefiller_that_ends_while_it_is_waited_for_costs_the_wait_only(peers):
+    """It has promised, and what it promised does not come."""
+    prefiller = peers()
+    answer = prefill(prefiller)
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=0.3)
+    prefiller.pool.clear()
+    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
+    assert decoder.scheduler.lookup(request, 0).num_tokens is None
+    prefiller.parts[0].close()
+    assert decoder.admit(request) == 0
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+    assert decoder.scheduler.is_idle
+
+
+def test_an_engine_that_lists_itself_computes_what_it_lacks(peers):
+    (port,) = free_ports(1)
+    host = peers(port, [port], tiers=True, load_timeout_seconds=0.2)
+    waiting = {"do_remote_prefill": True, "remote_host": LOCALHOST, "remote_port": port}
+    assert decode(host, waiting) == 0  # it waits for itself, for a bounded time
+    assert decode(host, waiting, name="of memory") == HIT
+    assert_settles(host)
+    assert host.scheduler.is_idle
+
+
+def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):
+    ports = free_ports(3)
+    circle = [
+        peers(port, [ports[number - 1]], tiers=True, load_timeout_seconds=0.2)
+        for number, port in enumerate(ports)
+    ]
+    waiting = {"do_remote_prefill": True}
+    threads = [threading.Thread(target=decode, args=(host, waiting)) for host in circle[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_settles(circle[1])
+    # The third reads from the second; nobody reads from the third.
+    assert decode(circle[2], waiting) == HIT
+    for host in circle:
+        assert_settles(host)
+        assert num_lent(host) == 0
+
+
+@pytest.mark.parametrize("other", [{"tenant": "another"}, {"weights": b"x" * 32}])
+def test_a_peer_of_another_tenant_or_model_gets_nothing_and_is_logged_once(peers, other, caplog):
+    prefiller = peers()
+    answer = prefill(prefiller)
+    caplog.clear()
+    del answer["kvferry"]  # which would tell it before
+    with ExitStack() as stack:
+        url = f"peer://{LOCALHOST}:{answer['remote_port']}?key_file="
+        url += prefiller.parts[0].config.serve.partition("key_file=")[2]
+        reader = peers(None, **other, load_timeout_seconds=0.2)
+        store = stack.enter_context(open_store(url, namespace=reader.scheduler.requests.namespace))
+        reader = peers(None, store=store, **other, load_timeout_seconds=0.2)
+        for number in range(4):
+            assert decode(reader, answer, name=f"decode {number}") == 0
+            assert_settles(reader)
+            reader.forget_memory()
+    assert prefiller.observer["peer_refused"] > 0
+    assert prefiller.observer["peer_served_bytes"] == 0
+    refused = [line for line in caplog.messages if "a peer is refused" in line]
+    assert len(refused) == 1
+    assert len([line for line in caplog.messages if "left alone" in line]) <= 1
+
+
+def test_a_port_in_use_is_one_error_at_the_start(peers):
+    port = peers().server.address[1]
+    with pytest.raises(ConfigError, match=f"cannot be served at {LOCALHOST}:{port}"):
+        peers(port)
+
+
+def test_strangers_keep_no_peer_out(peers):
+    """They take all places and say nothing."""
+    prefiller = peers()
+    answer = prefill(prefiller)
+    strangers = [Raw(prefiller.server) for _ in range(64)]
+    assert prefiller.server.num_connections == 64
+    assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
+    for each in strangers:
+        each.close()

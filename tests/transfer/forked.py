@@ -1,0 +1,123 @@
+"""Peers in processes that begin within a moment: forks of one that has imported everything.
+
+    python -m tests.transfer.forked KEY_FILE
+
+reads lines from its standard input, "serve PORT" or "read PORT", and for each forks a process,
+which writes its id and a number: the port that it serves at, or 0 when it has read one record.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.transfer.auth import read_key
+from kvferry.transfer.base import KeyState
+from kvferry.transfer.client import PeerClient
+from kvferry.transfer.server import Listen, PeerServer
+from tests.transfer.lending import SPACE, DictLender
+
+RECORDS = {
+    bytes([number]) * 32: random.Random(number).randbytes(size)
+    for number, size in enumerate((1, 5_003, 70_001, 300_007, 2_000_003, 5_000_011))
+}
+KEYS = list(RECORDS)
+
+
+class Reads:
+    """Threads that read records, right or with an error, until the end.
+
+    Attributes:
+        num_right, num_errors: of reads.
+        wrong: reads that were neither, or that ended long after their deadline.
+    """
+
+    def __init__(self, client: PeerClient, num_threads: int, seed: int) -> None:
+        self.num_right = self.num_errors = 0
+        self.wrong: list[str] = []
+        self._client = client
+        self._ends = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),))
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, chance: random.Random) -> None:
+        while not self._ends.is_set():
+            key = chance.choice(KEYS)
+            buffer = memoryview(bytearray(len(RECORDS[key])))
+            deadline = time.monotonic() + chance.uniform(0.01, 0.3)
+            try:
+                found = self._client.read(key, [(0, buffer)], deadline)
+            except TransferError:
+                self.num_errors += 1
+                self._ends.wait(0.002)
+            else:
+                if found != (KeyState.HELD, len(buffer)) or buffer != RECORDS[key]:
+                    self.wrong.append(f"{found} of {len(buffer)}")
+                self.num_right += 1
+            late = time.monotonic() - deadline
+            if late > 20:  # late, not for ever
+                self.wrong.append(f"{late} s late")
+
+    def end(self) -> None:
+        self._ends.set()
+        self._client.close()
+        for thread in self._threads:
+            thread.join(30)
+            if thread.is_alive():
+                self.wrong.append("it hangs")
+
+
+def _say(number: int) -> None:
+    os.write(1, f"{os.getpid()} {number}\n".encode())
+
+
+def _serve(port: int, key_file: str) -> None:
+    lender = DictLender(RECORDS)
+    while True:
+        with suppress(ConfigError):  # the process before this one is about to end
+            server = PeerServer(lender, lambda: SPACE, Listen(port=port, key_file=key_file))
+            break
+        time.sleep(0.002)
+    _say(server.address[1])
+
+
+def _read(port: int, key_file: str) -> None:
+    reads = Reads(PeerClient("127.0.0.1", port, SPACE, read_key(key_file)), 3, os.getpid())
+    while not reads.num_right:
+        time.sleep(0.001)
+    _say(0)
+
+
+def _child(line: str, key_file: str, lifeline: int) -> NoReturn:
+    what, port = line.split()
+    try:
+        (_serve if what == "serve" else _read)(int(port), key_file)
+        os.read(lifeline, 1)  # until the first process ends
+    finally:
+        os._exit(1)
+
+
+def main(key_file: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    lifeline, ours = os.pipe()
+    with socket.socket(fileno=os.dup(0)) as commands, commands.makefile() as lines:
+        for line in lines:
+            if os.fork() == 0:
+                os.close(ours)
+                _child(line, key_file, lifeline)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
