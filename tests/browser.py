@@ -25,7 +25,7 @@ def running_browser() -> Iterator[Browser]:
         its_environment = environment(root)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(
-            executable_path=program, env=its_environment, args=["--no-sandbox"]
+            executable_path=program, env=its_environment, args=["--no-sandbox"], timeout=120_000
         )
         try:
             yield running

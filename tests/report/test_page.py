@@ -77,6 +77,7 @@ def make_report(folder: Path, texts: list[str]) -> Path:
 def opened(browser, tmp_path):
     """Opens a report; fails the test if the page asks for anything, or a script of it fails."""
     faults: list[str] = []
+    expect.set_options(timeout=120_000)  # on a machine that stalls
     page = browser.new_page(viewport={"width": 1100, "height": 800})
     page.on(
         "request", lambda asked: faults.append(asked.url) if "report.html" not in asked.url else 0
