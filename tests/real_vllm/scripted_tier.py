@@ -117,10 +117,20 @@ class Scripted:
                 self.manager.on_reset_flushed()
 
     def until(self, done: Callable[[], bool]) -> None:
+        """Steps until this is so."""
+
+        def stepped() -> bool:
+            if done():
+                return True
+            self.step()
+            return False
+
+        self.until_true(stepped)
+
+    def until_true(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + SECONDS
         while not done():
             assert time.monotonic() < end
-            self.step()
             time.sleep(0.001)
 
     def offer(self, numbers: Sequence[int], context: ReqContext, epoch: int = 0) -> bool:

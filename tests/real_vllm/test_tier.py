@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from tests.real_vllm.conftest import MakePrompt
-from tests.real_vllm.harness import Oracle, Process, assert_same, wait_for_records
 from tests.real_vllm.scripted_tier import (
     ROW,
-    SECONDS,
     TIER,
     EngineArgs,
     LookupResult,
@@ -160,35 +157,3 @@ def test_a_fault_of_a_hook_stays_here(tmp_path: Path, vllm_config: Any) -> None:
         assert one.tier.lookup(key(9), one.request()) is LookupResult.MISS
         one.store(5, 6)
         assert one.tier.counters["hook_failed"] >= 2
-
-
-def offloading(store: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "cpu_tiering",
-            "cpu_bytes_to_use": 32 << 20,
-            "block_size": 128,
-            "secondary_tiers": [{**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}],
-        },
-    }
-
-
-def test_an_engine_says_the_same_with_rows_of_another_process(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (300, 777)]
-    own = oracle(prompts)
-    with first.engine(models["plain"], offloading(tmp_path)) as engine:
-        cold = engine.generate(prompts)
-        engine.generate([make_prompt(20)])  # vLLM offloads in the steps that follow
-        wait_for_records(tmp_path, 8)
-    with second.engine(models["plain"], offloading(tmp_path)) as engine:
-        warm = engine.generate(prompts)
-    assert_same(own, [*cold])
-    assert_same(own, [*warm])
-    assert warm.external == 256 + 768
-    assert warm.counted("hook_failed") == 0

@@ -16,8 +16,10 @@ from tests.real_vllm.scripted_tier import LookupResult, Scripted, content, scrip
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 DOES = st.sampled_from(
-    ["begin", "look", "look", "look", "offer", "offer", "step", "step", "end", "reset"]
-    + ["damage", "delete", "restart"]
+    [
+        *("begin", "look", "look", "look", "offer", "offer", "step", "step", "end"),
+        *("reset", "damage", "delete", "restart"),
+    ]
 )
 STEPS = st.lists(
     st.tuples(DOES, st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True)), max_size=30
