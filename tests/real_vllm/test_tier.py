@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,20 @@ def test_rows_of_another_meaning_are_never_found(
         assert one.lookup(1) == (LookupResult.MISS, None)
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         assert one.lookup(1)[0] is LookupResult.HIT
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
+    *, canonical: bool, tmp_path: Path, vllm_config: Any
+) -> None:
+    layout = {"canonical_layout": canonical}
+    with scripted(vllm_config, tmp_path.as_uri(), **layout) as one:
+        one.store(1)
+    two = replace(offloading_config({}).parallel, world_size=2, tp_size=2)
+    halves = {"parallel": two, "worker_kv_bytes_per_block": ROW // 2}
+    with scripted(vllm_config, tmp_path.as_uri(), **layout, **halves) as one:
+        assert one.row_bytes == ROW
+        assert one.lookup(1)[0] is (LookupResult.HIT if canonical else LookupResult.MISS)
 
 
 @pytest.mark.parametrize(
