@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_offload.base import (
+        Locality,
         LookupResult,
         ReqContext,
         ScheduleEndContext,
@@ -30,9 +31,10 @@ with warnings.catch_warnings():
         OffloadingModelConfig,
         OffloadingParallelConfig,
     )
+    from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["EngineArgs"]
+__all__ = ["EngineArgs", "JobResult", "Locality", "TransferJob"]
 
 TIER = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier"}
 SECONDS = 60.0

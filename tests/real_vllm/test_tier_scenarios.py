@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import Locality, ReqContext
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvferry.errors import ConfigError
 from tests.real_vllm.scripted_tier import (
     NUM_ROWS,
     TIER,
+    JobResult,
+    Locality,
     LookupResult,
+    ReqContext,
     Scripted,
     TieringOffloadingSpec,
+    TransferJob,
     content,
     key,
     scripted,
