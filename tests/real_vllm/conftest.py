@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "plain": make_tiny_model(root / "plain", seed=1, **shape),
         "other": make_tiny_model(root / "other", seed=2, **shape),
     }
+
+
+@pytest.fixture(scope="session")
+def vllm_config(models: dict[str, Path]) -> Any:
+    """The configuration of an engine that runs `plain`, in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(models["plain"]), skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.fixture

@@ -11,16 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    OffloadingWorker,
+    TransferResult,
+)
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):
     """Copies at once, on the calling thread. A row holds the blocks of a chunk, one after another,
-    and each block the pages of its group's layers."""
+    and each block the pages of its group's layers: those of this rank, or in the canonical layout
+    parts of pages that all ranks share."""
 
-    def __init__(self, caches: CanonicalKVCaches, rows: np.ndarray, blocks_per_chunk: int) -> None:
+    def __init__(
+        self, caches: CanonicalKVCaches, rows: np.ndarray, blocks_per_chunk: int, *, canonical: bool
+    ) -> None:
         self._pages = [
             [
                 (caches.tensors[ref.tensor_idx].tensor.view(torch.int8).flatten(1), ref)
@@ -29,6 +37,7 @@ class CopyingWorker(OffloadingWorker):
             for refs in caches.group_data_refs
         ]
         self._rows = rows
+        self._canonical = canonical
         self._blocks_per_chunk = blocks_per_chunk
         self._done: list[TransferResult] = []
 
@@ -51,17 +60,34 @@ class CopyingWorker(OffloadingWorker):
             start = first % self._blocks_per_chunk
             for place in range(start, start + count):
                 block = next(ids)
-                offset = (
-                    place
-                    % self._blocks_per_chunk
-                    * sum(ref.page_size_bytes for _, ref in self._pages[group])
-                )
+                row = self._rows[chunks[place // self._blocks_per_chunk]]
+                offset = place % self._blocks_per_chunk * sum(map(self._size, self._refs(group)))
                 for tensor, ref in self._pages[group]:
-                    size = ref.page_size_bytes
-                    row = self._rows[chunks[place // self._blocks_per_chunk]]
-                    yield tensor[block, :size], row[offset : offset + size]
-                    offset += size
+                    page = row[offset : offset + self._size(ref)]
+                    for local, shared, size in self._parts(ref):
+                        yield tensor[block, local : local + size], page[shared : shared + size]
+                    offset += self._size(ref)
             del chunks[: -(-(start + count) // self._blocks_per_chunk) if count else 0]
+
+    def _refs(self, group: int) -> list[CanonicalKVCacheRef]:
+        return [ref for _, ref in self._pages[group]]
+
+    def _size(self, ref: CanonicalKVCacheRef) -> int:
+        """Of a page of all ranks, or of this one."""
+        return ref.mapping.canonical_page_size_bytes if self._canonical else ref.page_size_bytes
+
+    def _parts(self, ref: CanonicalKVCacheRef) -> Iterator[tuple[int, int, int]]:
+        """Where bytes of a rank's page lie in it, and in the page of a row."""
+        if not self._canonical:
+            yield 0, 0, ref.page_size_bytes
+            return
+        for run in ref.mapping.runs:
+            for index in range(run.num_fragments):
+                yield (
+                    run.local_offset + index * run.local_stride,
+                    run.canonical_offset + index * run.canonical_stride,
+                    run.fragment_size,
+                )
 
     def _end(self, job_id: int) -> bool:
         self._done.append(TransferResult(job_id, success=True, transfer_size=1, transfer_time=1e-6))
@@ -84,6 +110,9 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        start = self.config.parallel.rank * self.cpu_page_size_per_worker
+        canonical = self.config.canonical_layout
+        if canonical:
+            self._validate_canonical_refs(kv_caches)
+        start = 0 if canonical else self.config.parallel.rank * self.cpu_page_size_per_worker
         rows = region._base.numpy().reshape(self.num_chunks, -1)[:, start:]
-        return CopyingWorker(kv_caches, rows, self.blocks_per_chunk)
+        return CopyingWorker(kv_caches, rows, self.blocks_per_chunk, canonical=canonical)

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
-import uuid
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,146 +11,23 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from tests.real_vllm.conftest import MakePrompt
-from tests.real_vllm.harness import Oracle, Process, assert_same, wait_for_records
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch, as it is imported
-    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure")  # as of 0.29
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        ReqContext,
-        ScheduleEndContext,
-        make_offload_key,
-    )
-    from vllm.v1.kv_offload.config import (
-        OffloadingCacheConfig,
-        OffloadingConfig,
-        OffloadingGroupConfig,
-        OffloadingModelConfig,
-        OffloadingParallelConfig,
-    )
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from tests.real_vllm.scripted_tier import (
+    ROW,
+    TIER,
+    EngineArgs,
+    LookupResult,
+    OffloadingCacheConfig,
+    OffloadingModelConfig,
+    TieringOffloadingSpec,
+    content,
+    key,
+    offloading_config,
+    scripted,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 Models = dict[str, Path]
-TIER = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier"}
-SECONDS = 60.0
-ROW = 8192
-NUM_ROWS = 4
-
-
-def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
-    """Of an engine with rows of two pages."""
-    parallel = OffloadingParallelConfig(
-        rank=0,
-        world_size=1,
-        tp_size=1,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=True,
-    )
-    config = OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0),),
-        worker_kv_bytes_per_block=ROW,
-        enable_kv_cache_events=True,
-        extra_config={"cpu_bytes_to_use": ROW * NUM_ROWS, **extra},
-        engine_id=f"test-{uuid.uuid4().hex[:12]}",
-        model=OffloadingModelConfig(name="m", dtype="float32"),
-        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=parallel,
-    )
-    return replace(config, **changes)
-
-
-def key(number: int) -> bytes:
-    return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-class Scripted:
-    """vLLM's manager as its scheduler drives it, over the real shared memory."""
-
-    def __init__(self, spec: TieringOffloadingSpec) -> None:
-        self.manager = spec.get_manager()
-        self.view = self.manager.primary_tier.get_kv_memoryview()
-        self.tier = self.manager.secondary_tiers[0]
-        self.requests = 0
-
-    def request(self) -> ReqContext:
-        self.requests += 1
-        context = ReqContext(req_id=f"r{self.requests}")
-        self.manager.on_new_request(context)
-        return context
-
-    def row(self, place: int) -> memoryview:
-        return self.view.cast("B")[place * ROW : (place + 1) * ROW]
-
-    def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=()))
-
-    def until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + SECONDS
-        while not done():
-            assert time.monotonic() < end
-            self.step()
-            time.sleep(0.001)
-
-    def store(self, *numbers: int) -> None:
-        """Fill chunks and cascade them, until the tier reported."""
-        context = self.request()
-        found = self.manager.prepare_store([key(each) for each in numbers], context)
-        assert found is not None
-        for place, stored in zip(found.store_spec.chunk_ids, found.keys_to_store, strict=True):
-            self.row(int(place))[:] = bytes([int.from_bytes(stored[:32], "big")]) * ROW
-        self.manager.complete_store(found.keys_to_store, context)
-        self.manager.on_request_finished(context)
-        self.until(lambda: not self.manager._transfer_jobs)
-
-    def lookup(self, number: int) -> tuple[LookupResult, bytes | None]:
-        """What becomes of a look-up, and the bytes of a hit."""
-        context = self.request()
-        found: list[LookupResult] = []
-
-        def ends() -> bool:
-            found.append(self.manager.lookup(key(number), context))
-            return found[-1] in (LookupResult.HIT, LookupResult.MISS)
-
-        self.until(ends)
-        content = None
-        if found[-1] is LookupResult.HIT:
-            spec = self.manager.prepare_load([key(number)], context)
-            content = bytes(self.row(int(spec.chunk_ids[0])))
-            self.manager.complete_load([key(number)], context)
-        self.manager.on_request_finished(context)
-        return found[-1], content
-
-
-@pytest.fixture(scope="module")
-def vllm_config(models: Models) -> Any:
-    return EngineArgs(model=str(models["plain"]), skip_tokenizer_init=True).create_engine_config()
-
-
-@contextmanager
-def scripted(
-    vllm_config: Any, store: str, options: dict[str, Any] | None = None, **changes: Any
-) -> Iterator[Scripted]:
-    patient = {"load_timeout_seconds": SECONDS}  # a machine may stall
-    tiers = [{**TIER, "store": store, **patient, **(options or {})}]
-    spec = TieringOffloadingSpec(offloading_config({"secondary_tiers": tiers}, **changes))
-    with set_current_vllm_config(vllm_config):
-        one = Scripted(spec)
-    try:
-        yield one
-    finally:
-        one.view.release()
-        one.manager.shutdown()
 
 
 def test_what_was_evicted_comes_back_byte_for_byte_also_after_a_restart(
@@ -165,14 +37,14 @@ def test_what_was_evicted_comes_back_byte_for_byte_also_after_a_restart(
         one.store(1, 2, 3, 4)
         one.store(5, 6, 7, 8)  # the primary tier has four rows
         for number in (1, 5, 4):
-            assert one.lookup(number) == (LookupResult.HIT, bytes([number]) * ROW)
+            assert one.lookup(number) == (LookupResult.HIT, content(number, ROW))
         assert one.lookup(9) == (LookupResult.MISS, None)
         removed = [event for event in one.manager.take_events() if event.medium.value == "STORAGE"]
         assert [(len(event.keys), event.removed) for event in removed] == [(8, False)]
         stats = one.manager.get_stats()
         assert "put_stored" in str(stats.data)
     with scripted(vllm_config, tmp_path.as_uri()) as one:
-        assert one.lookup(7) == (LookupResult.HIT, bytes([7]) * ROW)
+        assert one.lookup(7) == (LookupResult.HIT, content(7, ROW))
 
 
 def test_damaged_records_are_misses_and_told_as_removed(tmp_path: Path, vllm_config: Any) -> None:
@@ -181,9 +53,9 @@ def test_damaged_records_are_misses_and_told_as_removed(tmp_path: Path, vllm_con
         one.store(5, 6, 7, 8)
         list(one.manager.take_events())
         for path in (tmp_path / "records").glob("*/*.safetensors"):
-            content = bytearray(path.read_bytes())
-            content[-1] ^= 1
-            path.write_bytes(content)
+            held = bytearray(path.read_bytes())
+            held[-1] ^= 1
+            path.write_bytes(held)
         assert one.lookup(1) == (LookupResult.MISS, None)
         events = [event for event in one.manager.take_events() if event.removed]
         assert key(1) in [each for event in events for each in event.keys]
@@ -192,13 +64,13 @@ def test_damaged_records_are_misses_and_told_as_removed(tmp_path: Path, vllm_con
 def test_a_reset_begins_an_epoch(tmp_path: Path, vllm_config: Any) -> None:
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         one.store(1)
-        one.manager.reset_cache()
+        one.reset()
         assert one.lookup(1) == (LookupResult.MISS, None)
         one.store(2, 3, 4, 5)
         one.store(6, 7, 8, 9)
-        assert one.lookup(2) == (LookupResult.HIT, bytes([2]) * ROW)
+        assert one.lookup(2) == (LookupResult.HIT, content(2, ROW))
     with scripted(vllm_config, tmp_path.as_uri()) as one:
-        assert one.lookup(1) == (LookupResult.HIT, bytes([1]) * ROW)
+        assert one.lookup(1) == (LookupResult.HIT, content(1, ROW))
         assert one.lookup(2) == (LookupResult.MISS, None)
 
 
@@ -229,6 +101,20 @@ def test_rows_of_another_meaning_are_never_found(
         assert one.lookup(1) == (LookupResult.MISS, None)
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         assert one.lookup(1)[0] is LookupResult.HIT
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
+    *, canonical: bool, tmp_path: Path, vllm_config: Any
+) -> None:
+    layout = {"canonical_layout": canonical}
+    with scripted(vllm_config, tmp_path.as_uri(), **layout) as one:
+        one.store(1)
+    two = replace(offloading_config({}).parallel, world_size=2, tp_size=2)
+    halves = {"parallel": two, "worker_kv_bytes_per_block": ROW // 2}
+    with scripted(vllm_config, tmp_path.as_uri(), **layout, **halves) as one:
+        assert one.row_bytes == ROW
+        assert one.lookup(1)[0] is (LookupResult.HIT if canonical else LookupResult.MISS)
 
 
 @pytest.mark.parametrize(
@@ -286,35 +172,3 @@ def test_a_fault_of_a_hook_stays_here(tmp_path: Path, vllm_config: Any) -> None:
         assert one.tier.lookup(key(9), one.request()) is LookupResult.MISS
         one.store(5, 6)
         assert one.tier.counters["hook_failed"] >= 2
-
-
-def offloading(store: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "cpu_tiering",
-            "cpu_bytes_to_use": 32 << 20,
-            "block_size": 128,
-            "secondary_tiers": [{**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}],
-        },
-    }
-
-
-def test_an_engine_says_the_same_with_rows_of_another_process(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (300, 777)]
-    own = oracle(prompts)
-    with first.engine(models["plain"], offloading(tmp_path)) as engine:
-        cold = engine.generate(prompts)
-        engine.generate([make_prompt(20)])  # vLLM offloads in the steps that follow
-        wait_for_records(tmp_path, 8)
-    with second.engine(models["plain"], offloading(tmp_path)) as engine:
-        warm = engine.generate(prompts)
-    assert_same(own, [*cold])
-    assert_same(own, [*warm])
-    assert warm.external == 256 + 768
-    assert warm.counted("hook_failed") == 0

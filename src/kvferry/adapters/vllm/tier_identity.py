@@ -92,18 +92,24 @@ def _chunking(config: Any) -> dict[str, JsonValue]:
 
 
 def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
-    """In what order bytes stand in a row. Ranks do not matter where vLLM says so."""
+    """In what order bytes stand in a row.
+
+    Ranks do not matter in a layout that vLLM certifies for that, and where all of them hold the
+    same. Of the direct layout vLLM may say so, too, but each rank's pages of all layers stand side
+    by side there, so the order of heads and layers depends on how many ranks there are.
+    """
     parallel = config.parallel
+    is_canonical = bool(getattr(config, "canonical_layout", False))
     is_replicated = bool(getattr(config, "replicated_layout", False))
     ranks: JsonValue = None
-    if not (parallel.is_parallelism_agnostic or is_replicated):
+    if not (is_canonical and parallel.is_parallelism_agnostic) and not is_replicated:
         names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
         ranks = {name: int(getattr(parallel, name, 1)) for name in names}
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     sizes = {group.tokens_per_block for group in config.groups}
     return {
         "dtype": str(config.model.dtype),
-        "canonical": bool(getattr(config, "canonical_layout", False)),
+        "canonical": is_canonical,
         "layout": str(getattr(config, "kv_cache_layout", None)),
         "replicated": is_replicated,
         "ranks": ranks,

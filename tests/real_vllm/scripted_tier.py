@@ -1,0 +1,215 @@
+"""vLLM's manager of tiers with ours behind it, driven as vLLM's scheduler drives it; no engine."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, as it is imported
+    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure")  # as of 0.29
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+__all__ = ["EngineArgs", "JobResult", "Locality", "TransferJob"]
+
+TIER = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier"}
+SECONDS = 60.0
+"""What a busy machine may take."""
+
+ROW = 8192
+NUM_ROWS = 4
+
+
+def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
+    """Of an engine with rows of two pages."""
+    parallel = OffloadingParallelConfig(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=True,
+    )
+    row_bytes = changes.get("worker_kv_bytes_per_block", ROW)
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0),),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=True,
+        extra_config={"cpu_bytes_to_use": row_bytes * NUM_ROWS, **extra},
+        engine_id=f"test-{uuid.uuid4().hex[:12]}",
+        model=OffloadingModelConfig(name="m", dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=parallel,
+    )
+    return replace(config, **changes)
+
+
+def key(number: int) -> bytes:
+    return make_offload_key(number.to_bytes(32, "big"), 0)
+
+
+class Scripted:
+    """The manager of one start, over the real shared memory.
+
+    Attributes:
+        manager: `TieringOffloadingManager`.
+        tier: the `KVFerryTier` behind it.
+        lock: that the scheduler holds whenever it calls the manager, as of 0.33.
+        row_bytes: of a row of its memory.
+    """
+
+    def __init__(self, spec: TieringOffloadingSpec) -> None:
+        self.manager = spec.get_manager()
+        self.lock: AbstractContextManager[Any] = getattr(self.manager, "lock", nullcontext())
+        self.view = self.manager.primary_tier.get_kv_memoryview()
+        self.row_bytes = self.view.strides[0]
+        self.tier = self.manager.secondary_tiers[0]
+        self.requests = 0
+
+    def request(self) -> ReqContext:
+        self.requests += 1
+        context = ReqContext(req_id=f"r{self.requests}")
+        with self.lock:
+            self.manager.on_new_request(context)
+        return context
+
+    def finish(self, context: ReqContext) -> None:
+        with self.lock:
+            self.manager.on_request_finished(context)
+
+    def row(self, place: int) -> memoryview:
+        return self.view.cast("B")[place * self.row_bytes : (place + 1) * self.row_bytes]
+
+    def step(self) -> None:
+        with self.lock:
+            self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=()))
+
+    def reset(self) -> None:
+        with self.lock:
+            self.manager.reset_cache()
+            if hasattr(self.manager, "on_reset_flushed"):  # as of 0.33
+                self.manager.on_reset_flushed()
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Steps until this is so."""
+
+        def stepped() -> bool:
+            if done():
+                return True
+            self.step()
+            return False
+
+        self.until_true(stepped)
+
+    def until_true(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + SECONDS
+        while not done():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def offer(self, numbers: Sequence[int], context: ReqContext, epoch: int = 0) -> bool:
+        """Fill chunks as a worker does, and cascade them; False if no memory is free for them."""
+        with self.lock:
+            found = self.manager.prepare_store([key(each) for each in numbers], context)
+            if found is None:
+                return False
+            for place, stored in zip(found.store_spec.chunk_ids, found.keys_to_store, strict=True):
+                number = int.from_bytes(stored[:32], "big")
+                self.row(int(place))[:] = content(number, self.row_bytes, epoch)
+            if found.keys_to_store:
+                self.manager.complete_store(found.keys_to_store, context)
+        return True
+
+    def store(self, *numbers: int) -> None:
+        """Fill chunks and cascade them, until the tier reported."""
+        context = self.request()
+        assert self.offer(numbers, context)
+        self.finish(context)
+        self.until(lambda: not self.manager._transfer_jobs)
+
+    def look(self, number: int, context: ReqContext) -> tuple[LookupResult, bytes | None]:
+        """One look-up in one step, and the bytes of a hit."""
+        with self.lock:
+            found = self.manager.lookup(key(number), context)
+            if found is not LookupResult.HIT:
+                return found, None
+            spec = self.manager.prepare_load([key(number)], context)
+            held = bytes(self.row(int(spec.chunk_ids[0])))
+            self.manager.complete_load([key(number)], context)
+        return found, held
+
+    def lookup(self, number: int) -> tuple[LookupResult, bytes | None]:
+        """What becomes of a look-up, and the bytes of a hit."""
+        context = self.request()
+        found: list[tuple[LookupResult, bytes | None]] = []
+
+        def ends() -> bool:
+            found.append(self.look(number, context))
+            return found[-1][0] in (LookupResult.HIT, LookupResult.MISS)
+
+        self.until(ends)
+        self.finish(context)
+        return found[-1]
+
+    def assert_nothing_is_held(self) -> None:
+        """When all requests ended: no job, no request, no row that is pinned."""
+        self.until(lambda: not self.manager.has_pending_work())
+        assert not self.manager._transfer_jobs
+        assert not self.manager._pending_load_submissions
+        assert not self.manager._req_state
+        assert self.tier.counters["hook_failed"] == 0
+        context = self.request()
+        unknown = [key(1_000_000 + place) for place in range(len(self.view))]
+        with self.lock:
+            assert self.manager.prepare_store(unknown, context) is not None
+            self.manager.complete_store(unknown, context, success=False)
+        self.finish(context)
+
+
+def content(number: int, size: int, epoch: int = 0) -> bytes:
+    """Of the row of a chunk, by the weights of an epoch."""
+    return (number.to_bytes(3, "big") + bytes([epoch])) * (size // 4)
+
+
+@contextmanager
+def scripted(
+    vllm_config: Any, store: str, options: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[Scripted]:
+    patient = {"load_timeout_seconds": SECONDS}  # a machine may stall
+    tiers = [{**TIER, "store": store, **patient, **(options or {})}]
+    spec = TieringOffloadingSpec(offloading_config({"secondary_tiers": tiers}, **changes))
+    with set_current_vllm_config(vllm_config):
+        one = Scripted(spec)
+    try:
+        yield one
+    finally:
+        one.view.release()
+        one.manager.shutdown()

@@ -1,0 +1,93 @@
+"""An engine with kvferry as a tier of vLLM's own offloading says what it says without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_vllm.conftest import MakePrompt, Pool
+from tests.real_vllm.harness import (
+    Answers,
+    Engine,
+    Oracle,
+    Process,
+    assert_same,
+    wait_for_records,
+)
+from tests.real_vllm.scripted_tier import SECONDS, TIER
+from tests.real_vllm.test_ranks import TWO_RANKS
+
+Models = dict[str, Path]
+
+
+def offloading(store: Path, **extra: Any) -> dict[str, Any]:
+    """The configuration of vLLM's connector, with our tier behind it."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "cpu_tiering",
+            "cpu_bytes_to_use": 32 << 20,
+            "block_size": 128,
+            "secondary_tiers": [{**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}],
+            **extra,
+        },
+    }
+
+
+def test_an_engine_says_the_same_with_rows_of_another_process(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(n) for n in (300, 777)]
+    own = oracle(prompts)
+    with first.engine(models["plain"], offloading(tmp_path)) as engine:
+        cold = engine.generate(prompts)
+        engine.generate([make_prompt(20)])  # vLLM offloads in the steps that follow
+        wait_for_records(tmp_path, 8)
+    with second.engine(models["plain"], offloading(tmp_path)) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, [*cold])
+    assert_same(own, [*warm])
+    assert warm.external == 256 + 768
+    assert warm.counted("hook_failed") == 0
+
+
+LENGTHS = (300, 777)
+CHUNKS = sum(length // 128 for length in LENGTHS)
+HITS = CHUNKS * 128
+
+
+def store_all(
+    engine: Engine, store: Path, prompts: list[list[int]], make_prompt: MakePrompt, count: int
+) -> Answers:
+    cold = engine.generate(prompts)
+    engine.generate([make_prompt(20)])  # vLLM offloads in the steps that follow
+    wait_for_records(store, count)
+    return cold
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_two_ranks_say_the_same_with_rows_of_before(
+    *, canonical: bool, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, pool: Pool,
+) -> None:  # fmt: skip
+    prompts = [make_prompt(length) for length in LENGTHS]
+    own = oracle(prompts)
+    connector = offloading(tmp_path, canonical_layout=canonical)
+    with pool.get("ranks").engine(models["plain"], connector, **TWO_RANKS) as engine:
+        cold = store_all(engine, tmp_path, prompts, make_prompt, CHUNKS)
+    with pool.get("ranks").engine(models["plain"], connector, **TWO_RANKS) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, cold)
+    assert_same(own, warm)
+    assert warm.external == HITS
+    assert warm.counted("hook_failed") == 0
+    with first.engine(models["plain"], connector) as engine:
+        alone = engine.generate(prompts)
+    assert_same(own, alone)
+    # Rows of one layout for any number of ranks, or of two ranks alone.
+    assert alone.external == (HITS if canonical else 0)

@@ -1,0 +1,193 @@
+"""Stores that fail under vLLM's manager of tiers: right or a miss, in time, and nothing is held.
+
+The manager asserts in the engine's core where a job is reported twice, or one that it never gave.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_vllm.scripted_tier import (
+    NUM_ROWS,
+    LookupResult,
+    Scripted,
+    content,
+    scripted,
+)
+from tests.real_vllm.stalled_file import stalled
+from tests.servers.places import FAULT_SECONDS, Place, valkey_place
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+NUM_STORED = 2 * NUM_ROWS
+LOAD_SECONDS = 1.0
+# A first look-up that asks, a step, and what a busy machine adds.
+LIMIT_SECONDS = LOAD_SECONDS + 0.25 + 15.0
+BACK_SECONDS = 120.0
+LATE = {"load_timeout_seconds": LOAD_SECONDS}
+FAILED_STORES = ("put_failed", "put_no_space", "stores_dropped", "stores_late")
+
+
+class Traffic:
+    """Requests of one chunk each, all checked: twice as many are stored as memory has rows, so that
+    each is asked for after it left memory.
+
+    Attributes:
+        missed: stored chunks that were computed again.
+    """
+
+    def __init__(self, one: Scripted) -> None:
+        self.missed = 0
+        self._one = one
+        self._turn = 0
+        self._new = count(NUM_STORED + 1)
+        for number in range(1, NUM_STORED + 1):
+            one.store(number)
+
+    def round(self) -> bool:
+        """A stored chunk, and whether it hit; then a new one."""
+        self._turn += 1
+        hit = self._ask(self._turn % NUM_STORED + 1)
+        self.missed += not hit
+        assert not self._ask(next(self._new))
+        return hit
+
+    def rounds(self, until: Callable[[], bool]) -> None:
+        """Traffic for as long as a fault lasts at least, and until this is so."""
+        end = time.monotonic() + FAULT_SECONDS
+        while time.monotonic() < end or not until():
+            self.round()
+            assert time.monotonic() < end + BACK_SECONDS, "what is waited for does not come"
+
+    def wait_used(self) -> None:
+        """Traffic until each stored chunk was found."""
+        until = time.monotonic() + BACK_SECONDS
+        missing = set(range(NUM_STORED))
+        while missing:
+            if self.round():
+                missing.discard(self._turn % NUM_STORED)
+            assert time.monotonic() < until, "the store is not used again"
+
+    @property
+    def failed_stores(self) -> int:
+        return sum(self._one.tier.counters[name] for name in FAILED_STORES)
+
+    def _ask(self, number: int) -> bool:
+        began = time.monotonic()
+        found, held = self._one.lookup(number)
+        assert time.monotonic() - began < LIMIT_SECONDS
+        if found is LookupResult.HIT:
+            assert held == content(number, self._one.row_bytes)
+            return True
+        context = self._one.request()  # vLLM computes the chunk, and offers it
+        self._one.offer([number], context)
+        self._one.finish(context)
+        return False
+
+
+@pytest.fixture
+def valkey() -> Iterator[Place]:
+    with valkey_place() as place:
+        yield place
+
+
+def _stored_keys(place: Place) -> list[bytes]:
+    return [key for key in place.server.ask("KEYS", "*") if place.server.ask("STRLEN", key) > 4096]
+
+
+def _flip_all(place: Place) -> None:
+    """Another last byte in every record."""
+    for stored in _stored_keys(place):
+        last = place.server.ask("STRLEN", stored) - 1
+        byte = place.server.ask("GETRANGE", stored, last, last)
+        place.server.ask("SETRANGE", stored, last, bytes([byte[0] ^ 1]))
+
+
+def _nothing(_: Place) -> None:
+    pass
+
+
+def _fill(place: Place) -> None:
+    place.server.ask("CONFIG", "SET", "maxmemory", 1)
+
+
+def _make_room(place: Place) -> None:
+    place.server.ask("CONFIG", "SET", "maxmemory", 0)
+
+
+FAULTS: dict[str, tuple[Callable[[Place], Any], Callable[[Place], Any]]] = {
+    "killed": (Place.kill, Place.start),
+    "emptied": (lambda place: place.server.ask("FLUSHALL"), _nothing),
+    "stopped": (
+        lambda place: place.server.process.pause(),
+        lambda place: place.server.process.resume(),
+    ),
+    "cut": (lambda place: place.proxy.cut_after(3000), lambda place: place.proxy.pass_all()),
+    "full": (_fill, _make_room),
+    "wrong": (_flip_all, _nothing),
+    "slow": (lambda place: place.proxy.limit(4000), lambda place: place.proxy.pass_all()),
+}
+"""How a fault begins, and how it ends."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_is_a_miss_in_time(fault: str, valkey: Place, vllm_config: Any) -> None:
+    begin, end = FAULTS[fault]
+    with scripted(vllm_config, valkey.url, LATE) as one:
+        traffic = Traffic(one)
+        traffic.wait_used()
+        missed, failed = traffic.missed, traffic.failed_stores
+        begin(valkey)
+        if fault == "full":
+            traffic.rounds(until=lambda: traffic.failed_stores > failed)
+        else:
+            traffic.rounds(until=lambda: traffic.missed > missed)
+        one.assert_nothing_is_held()
+        end(valkey)
+        traffic.wait_used()
+        one.assert_nothing_is_held()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, in memory."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("no right to mount a file system here: run as root")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_a_full_disk_means_not_storing(small_disk: Path, vllm_config: Any) -> None:
+    with scripted(vllm_config, (small_disk / "store").as_uri(), LATE) as one:
+        traffic = Traffic(one)
+        traffic.rounds(until=lambda: traffic.failed_stores > 0)
+        traffic.wait_used()  # what was stored before is there
+        one.assert_nothing_is_held()
+
+
+def test_a_read_that_hangs_fails_in_time_and_writes_nothing_later(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        one.store(1)
+    (record,) = (tmp_path / "records").glob("*/*.safetensors")
+    with stalled(record) as file, scripted(vllm_config, tmp_path.as_uri(), LATE) as one:
+        began = time.monotonic()
+        assert one.lookup(1)[0] is LookupResult.MISS
+        assert time.monotonic() - began < LIMIT_SECONDS
+        assert file.asked.is_set()
+        one.store(2, 3, 4, 5)
+        file.release()
+        for number in (2, 3, 4, 5):
+            assert one.lookup(number) == (LookupResult.HIT, content(number, one.row_bytes))
+        one.assert_nothing_is_held()

@@ -1,0 +1,125 @@
+"""Any schedule of requests, jobs, resets, faults and restarts under vLLM's manager of tiers."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.real_vllm.scripted_tier import LookupResult, Scripted, content, scripted
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+DOES = st.sampled_from(
+    [
+        *("begin", "look", "look", "look", "offer", "offer", "step", "step", "end"),
+        *("reset", "damage", "delete", "restart"),
+    ]
+)
+STEPS = st.lists(
+    st.tuples(DOES, st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True)), max_size=30
+)
+
+
+class Schedule:
+    """Requests of one engine after another on one store.
+
+    Attributes:
+        epoch: of the weights; 0 are those of every start.
+    """
+
+    def __init__(self, vllm_config: Any, store: Path, stack: ExitStack) -> None:
+        self._config, self._store, self._stack = vllm_config, store, stack
+        self._resets = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.epoch = 0
+        self._open: list[Any] = []
+        self._running = self._stack.enter_context(ExitStack())
+        url = self._store.as_uri()
+        self._one: Scripted = self._running.enter_context(scripted(self._config, url))
+
+    def begin(self) -> None:
+        self._open.append(self._one.request())
+
+    def look(self, numbers: list[int]) -> None:
+        for context in self._open[:2]:
+            for number in numbers:
+                found, held = self._one.look(number, context)
+                if found is LookupResult.HIT:
+                    assert held == content(number, self._one.row_bytes, self.epoch)
+
+    def offer(self, numbers: list[int]) -> None:
+        for context in self._open[-1:]:
+            self._one.offer(numbers, context, self.epoch)
+
+    def end(self) -> None:
+        for context in self._open[:1]:
+            self._one.finish(context)
+        del self._open[:1]
+
+    def step(self) -> None:
+        self._one.step()
+
+    def reset(self) -> None:
+        """The weights change."""
+        self._one.reset()
+        self._resets += 1
+        self.epoch = self._resets
+
+    def damage(self, *, delete: bool) -> None:
+        for record in sorted(self._store.glob("records/*/*.safetensors"))[:2]:
+            with suppress(FileNotFoundError):
+                if delete:
+                    record.unlink()
+                else:
+                    held = bytearray(record.read_bytes())
+                    held[-1] ^= 1
+                    record.write_bytes(held)
+
+    def stop(self) -> None:
+        """An engine ends while jobs are under way: each of them is reported, once."""
+        jobs = set(self._one.manager._transfer_jobs)
+        self._running.close()
+        reported = [each.job_id for each in self._one.tier.get_finished_jobs()]
+        assert sorted(reported) == sorted(jobs)
+        assert list(self._one.tier.get_finished_jobs()) == []
+        assert self._one.tier.counters["hook_failed"] == 0
+
+    def restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def settle(self) -> None:
+        while self._open:
+            self.end()
+        self._one.assert_nothing_is_held()
+
+    def do(self, what: str, numbers: list[int]) -> None:
+        if what in ("look", "offer"):
+            getattr(self, what)(numbers)
+        elif what in ("damage", "delete"):
+            self.damage(delete=what == "delete")
+        else:
+            getattr(self, what)()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS, settles=st.booleans())
+def test_any_schedule_reports_each_job_once_and_holds_nothing(
+    vllm_config: Any, steps: list[tuple[str, list[int]]], *, settles: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        schedule = Schedule(vllm_config, Path(folder) / "store", stack)
+        schedule.begin()
+        for what, numbers in steps:
+            schedule.do(what, numbers)
+        if settles:
+            schedule.settle()
+        schedule.stop()
