@@ -1,8 +1,6 @@
 """The `kvferry` command: collects the sub-commands, and turns every failure into one line.
 
-Exit codes: 0 done; 1 the command ran and found something wrong (`verify`, `demo`,
-`doctor`); 2 it could not
-run as asked; 130 interrupted; 141 the reader of stdout left early, as `head` does.
+docs/operations.md lists the exit codes.
 """
 
 from __future__ import annotations

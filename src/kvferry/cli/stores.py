@@ -17,6 +17,7 @@ from kvferry.store.base import Entry, Store
 from kvferry.store.kind import StoreUrl
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
     from kvferry.keys import Namespace
@@ -35,6 +36,9 @@ UNREADABLE = "(unreadable)"
 
 DESCRIBE_SECONDS = 10.0
 """How long a command asks for the names of models; the others are not shown."""
+
+FIRST_ANSWER_SECONDS = 10.0
+"""How long a command waits for a server's first answer; to list it may take longer."""
 
 INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
@@ -68,6 +72,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     Raises:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
             that lives in one process only and so has nothing to show to another.
+        StoreError: a server hangs.
     """
     parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
     if parsed.scheme == "memory":
@@ -79,10 +84,27 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
         parsed = _existing(parsed, writable=writable)
     # No command calls `contains`, so no command needs the keys in memory.
     store = open_one(parsed, index=writable and parsed.scheme == "file")
+    if parsed.scheme != "file":
+        _await_answer(store)
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
         time.sleep(0.005)
     return store
+
+
+def _await_answer(store: Store) -> None:
+    """Close the store and raise StoreError if its server says nothing; what else is wrong with it,
+    the command meets by itself."""
+    until = time.monotonic() + FIRST_ANSWER_SECONDS
+    try:
+        store.read(ChunkKey(bytes(32)), (), until)
+    except StoreError:
+        if time.monotonic() >= until:
+            store.close()
+            raise
+    except BaseException:
+        store.close()
+        raise
 
 
 def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
