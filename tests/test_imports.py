@@ -135,6 +135,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "report",
         "prompt_file.py",
     ],
     # `cli` runs the conformance kit on what others bring.
