@@ -273,10 +273,8 @@ class StoredKV:
         A cache that is not known to be computed by this model, from these tokens, is computed again
         and compared first.
 
-        Blocks until they are written, but not much longer than `save_timeout_seconds`.
-
-        After beam search, only the prompts are stored: the cache holds other answers than those
-        returned.
+        Blocks until they are written, but not much longer than `save_timeout_seconds`. After beam
+        search, only the prompts are stored: the cache holds other answers than those returned.
 
         Args:
             token_ids: all tokens that the cache was computed from: the output of `generate`, or the
