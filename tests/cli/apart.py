@@ -1,8 +1,9 @@
 """Runs commands in processes of their own, which start at once because they are forked from this
-one: `python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one]`.
+one: `python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one] [impatient]`.
 
 Prints the line of their process ids, then the line of how they ended. Each reads nothing, and its
-output goes into a file, into a pipe without a reader, or to a terminal of 60 columns.
+output goes into a file, into a pipe without a reader, or to a terminal of 60 columns. The
+impatient await the first answer of a server for a second.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import termios
 import time
 from pathlib import Path
 
+from kvferry.cli import stores
 from kvferry.cli.main import main
 
 for _name in ("kvferry.explain", "kvferry.doctor.stores", "kvferry.doctor.machine", "numpy"):
@@ -82,4 +84,6 @@ def run(directory: Path, jobs: list[list[str]], stdout: str, *, one_by_one: bool
 if __name__ == "__main__":
     given, jobs, *options = sys.argv[1:]
     stdout = options[0] if options else "file"
+    if "impatient" in options:
+        stores.FIRST_ANSWER_SECONDS = 1.0
     run(Path(given), json.loads(jobs), stdout, one_by_one="one-by-one" in options)

@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -96,6 +98,11 @@ JsonRow = dict[str, "JsonValue"]
 _PIPE_WIDTH = 80
 """Columns of a table when stdout is no terminal."""
 
+_TABLE_ROWS = 1000
+"""Of a longer list, rows are printed as they come."""
+
+_MAX_COLUMN = 40
+
 _KEY_DIGITS = 16
 """Of a key or namespace in a table; `kvferry show` takes them for the whole."""
 
@@ -116,20 +123,90 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         ConfigError: the file cannot be written.
     """
     text = json.dumps(value, indent=2)
-    if json_target == "-":
-        print(text, flush=True)
-        return
+    if json_target != "-":
+        _print(*renderables)
+    _write([text, "\n"], json_target)
+
+
+def emit_rows(
+    value: Iterable[JsonRow],
+    json_target: str | None,
+    columns: Mapping[str, str],
+    rows: Iterable[JsonRow],
+    *renderables: RenderableType,
+) -> None:
+    """As `emit`, for a list that may be long: one row after the other, and without a table's frame
+    where there are more than `_TABLE_ROWS`.
+
+    Args:
+        columns, rows: as of `make_table`.
+        *renderables: what follows the table.
+    """
+    if json_target != "-":
+        rows = iter(rows)
+        first = list(islice(rows, _TABLE_ROWS + 1))
+        if len(first) <= _TABLE_ROWS:
+            _print(make_table(columns, first))
+        else:
+            _print_lines(columns, chain(first, rows))
+        _print(*renderables)
+    _write(_json_list(value), json_target)
+
+
+def _print(*renderables: RenderableType) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for renderable in renderables:
         if isinstance(renderable, str):
             console.print(plain(renderable), soft_wrap=True)
         else:
             console.print(renderable)
-    if json_target is not None:
-        try:
-            Path(json_target).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
+
+
+def _print_lines(columns: Mapping[str, str], rows: Iterator[JsonRow]) -> None:
+    """A line per row, in columns that grow where a later row needs it: rich, which measures all
+    rows first, takes a second for two thousand."""
+    widths = [len(heading) for heading in columns]
+    headings = [list(columns)]
+    while some := list(islice(rows, _TABLE_ROWS)):
+        numbers = [any(isinstance(row.get(each), int | float) for row in some)
+                   for each in columns.values()]  # fmt: skip
+        lines = headings + [
+            [printable(_readable(name, row.get(name))) for name in columns.values()] for row in some
+        ]
+        headings = []
+        widths = [
+            min(_MAX_COLUMN, max(width, *map(len, cells)))
+            for width, cells in zip(widths, zip(*lines, strict=True), strict=True)
+        ]
+        for line in lines:
+            cells = [
+                cell.rjust(width) if is_number else cell.ljust(width)
+                for cell, width, is_number in zip(line, widths, numbers, strict=True)
+            ]
+            print("  ".join(cells).rstrip())
+
+
+def _json_list(rows: Iterable[JsonRow]) -> Iterator[str]:
+    """The text of a list, as `json.dumps` indents it."""
+    before = "["
+    for row in rows:
+        yield before + "\n" + indent(json.dumps(row, indent=2), "  ")
+        before = ","
+    yield "[]\n" if before == "[" else "\n]\n"
+
+
+def _write(text: Iterable[str], json_target: str | None) -> None:
+    if json_target is None:
+        return
+    if json_target == "-":
+        sys.stdout.writelines(text)
+        sys.stdout.flush()
+        return
+    try:
+        with open(json_target, "w", encoding="utf-8") as file:
+            file.writelines(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
 
 
 def read_text(what: str, path: Path) -> str:

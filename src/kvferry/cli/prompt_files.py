@@ -22,7 +22,7 @@ from kvferry.cli.choice import (
 )
 from kvferry.cli.output import JsonOption, JsonRow, emit, progress, require_writable
 from kvferry.cli.prompts import model_identity
-from kvferry.cli.stores import UrlArgument, open_existing
+from kvferry.cli.stores import UrlArgument, await_answer, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
@@ -126,6 +126,7 @@ def import_(
         with open_one(
             parsed, index=False, namespace=prompt.namespace.digest, value_bytes=num_bytes
         ) as store:
+            await_answer(store)
             done = opened.copy_to(store, lambda done: bar.update(task, completed=done))
     facts |= {"stored": done.num_stored, "existing": done.num_existing}
     emit(facts, json, f"{said}, imported; {done.num_existing} were there before", *notes)

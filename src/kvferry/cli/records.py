@@ -18,6 +18,7 @@ from kvferry.cli.output import (
     YesOption,
     confirm,
     emit,
+    emit_rows,
     format_age,
     make_fact_table,
     make_table,
@@ -61,17 +62,29 @@ class Order(StrEnum):
 
 
 class _Shown(NamedTuple):
-    """A record with its header, or with the reason why the header cannot be read."""
+    """A record, with what of its header is listed, or the reason why that cannot be read. Not the
+    whole header: there may be millions."""
 
     entry: Entry
-    record: RecordInfo | MissReason
+    namespace: bytes
+    """According to the record; according to the index if the record is not readable."""
+    first_token: int = 0
+    num_tokens: int = 0
+    error: MissReason | None = None
 
-    @property
-    def namespace(self) -> bytes:
-        """According to the record; according to the index if the record is not readable."""
-        if isinstance(self.record, MissReason):
-            return self.entry.namespace
-        return self.record.schema.namespace
+    @classmethod
+    def of(cls, store: Store, entry: Entry) -> _Shown:
+        found = inspect(store, entry)
+        if isinstance(found, MissReason):
+            return cls(entry, entry.namespace, error=found)
+        return cls(entry, found.schema.namespace, found.first_token, found.schema.chunk_tokens)
+
+    def facts(self, model: str | None) -> JsonRow:
+        row: JsonRow = {**_entry_facts(self.entry), "model": model}
+        if self.error is not None:
+            return {**row, "error": str(self.error)}
+        tokens: JsonRow = {"first_token": self.first_token, "num_tokens": self.num_tokens}
+        return {**row, "namespace": self.namespace.hex(), **tokens}
 
 
 def ls(
@@ -112,7 +125,7 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[byt
             yield entry
 
     if sort is Order.TOKEN:
-        heads = (_Shown(entry, inspect(store, entry)) for entry in every())
+        heads = (_Shown.of(store, entry) for entry in every())
         shown = heapq.nsmallest(limit, heads, key=_place)
         return shown, model_names(store, (found.namespace for found in shown)), num_records
     if sort is Order.SIZE:
@@ -122,7 +135,7 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[byt
             chosen, num_records = list(store.recent(limit)), store.stat().num_records
         except StoreError:  # it does not know which these are
             chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
-    shown = [_Shown(entry, inspect(store, entry)) for entry in chosen]
+    shown = [_Shown.of(store, entry) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
 
 
@@ -135,40 +148,33 @@ def _removals(store: Store, limit: int) -> list[Removal]:
 
 def _place(found: _Shown) -> tuple[bytes, int]:
     """Unreadable records come first: they are the ones to look for."""
-    if isinstance(found.record, MissReason):
+    if found.error is not None:
         return b"", 0
-    return found.namespace, found.record.first_token
+    return found.namespace, found.first_token
 
 
 def _show_records(
     shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
 ) -> None:
-    value: list[JsonRow] = []
-    for found in shown:
-        row: JsonRow = {**_entry_facts(found.entry), "model": models.get(found.namespace)}
-        if isinstance(found.record, MissReason):
-            row["error"] = str(found.record)
-        else:
-            row["namespace"] = found.namespace.hex()
-            row["first_token"] = found.record.first_token
-            row["num_tokens"] = found.record.schema.chunk_tokens
-        value.append(row)
+    def facts() -> Iterator[JsonRow]:
+        return (found.facts(models.get(found.namespace)) for found in shown)
+
     columns = {
         "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
         "size": "num_bytes", "used": "last_used",
     }  # fmt: skip
-    if any("pinned_until" in row for row in value):
+    if any(found.entry.pinned_until for found in shown):
         columns["pinned"] = "pinned_until"
-    rows = [
+    rows = (
         {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
-        for row in value
-    ]
-    tables = [make_table(columns, rows)]
+        for row in facts()
+    )
+    tables = []
     if models:
         # Beside each record, a long name would leave no room for the rest.
         names = [{"namespace": each.hex(), "model": name} for each, name in models.items()]
         tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
-    emit(value, json, *tables, f"{len(shown)} of {num_records} records")
+    emit_rows(facts(), json, columns, rows, *tables, f"{len(shown)} of {num_records} records")
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
@@ -178,13 +184,15 @@ def _entry_facts(entry: Entry) -> JsonRow:
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
-    value: list[JsonRow] = [{**each._asdict(), "key": each.key.hex()} for each in removals]
-    rows: list[JsonRow] = [
+    def facts() -> Iterator[JsonRow]:
+        return ({**each._asdict(), "key": each.key.hex()} for each in removals)
+
+    rows = (
         {**row, "why": f"{row['reason']}: {row['detail']}" if row["detail"] else row["reason"]}
-        for row in value
-    ]
+        for row in facts()
+    )
     columns = {"key": "key", "size": "num_bytes", "when": "at", "why": "why", "by": "by"}
-    emit(value, json, make_table(columns, rows), f"{len(removals)} records were removed last")
+    emit_rows(facts(), json, columns, rows, f"{len(removals)} records were removed last")
 
 
 def show(

@@ -84,24 +84,26 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
         parsed = _existing(parsed, writable=writable)
     # No command calls `contains`, so no command needs the keys in memory.
     store = open_one(parsed, index=writable and parsed.scheme == "file")
-    if parsed.scheme != "file":
-        _await_answer(store)
+    await_answer(store)
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
         time.sleep(0.005)
     return store
 
 
-def _await_answer(store: Store) -> None:
+def await_answer(store: Store) -> None:
     """Close the store and raise StoreError if its server says nothing; what else is wrong with it,
-    the command meets by itself."""
-    until = time.monotonic() + FIRST_ANSWER_SECONDS
+    the command meets by itself. A directory is not asked."""
+    if not kind_of(parse_store_url(store.url)).hosts:
+        return
+    started = time.monotonic()
     try:
-        store.read(ChunkKey(bytes(32)), (), until)
+        store.read(ChunkKey(bytes(32)), (), started + FIRST_ANSWER_SECONDS)
     except StoreError:
-        if time.monotonic() >= until:
+        # Clients give up a little before the deadline, too.
+        if time.monotonic() >= started + FIRST_ANSWER_SECONDS / 2:
             store.close()
-            raise
+            raise StoreError(f"{store.url}: no answer within {FIRST_ANSWER_SECONDS:g} s") from None
     except BaseException:
         store.close()
         raise

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress, read_text
+from kvferry.cli.stores import await_answer
 from kvferry.errors import ConfigError
 from kvferry.store.url import open_one
 
@@ -175,6 +176,7 @@ def _engine(
     tokenizer = load_tokenizer(Path(model))
     with contextlib.ExitStack() as closing:
         store = closing.enter_context(open_one(url, index=False, namespace=namespace))
+        await_answer(store)
         opened: list[LLM] = []
 
         def is_stored(token_ids: list[int]) -> bool:
