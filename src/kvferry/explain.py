@@ -66,6 +66,7 @@ class Why(StrEnum):
     QUARANTINED = "quarantined"
     VANISHED = "vanished"
     UNREADABLE = "unreadable"
+    NO_ANSWER = "no answer"
     OTHER_NAMESPACE = "other namespace"
     OTHER_KEYS = "other salt or LoRA"
     BEHIND = "behind a miss"
@@ -89,6 +90,7 @@ MEANINGS: Mapping[str, str] = {
     Why.QUARANTINED: "taken out because it was damaged",
     Why.VANISHED: "its file was removed from outside",
     Why.UNREADABLE: "there, but cannot be read",
+    Why.NO_ANSWER: "the store, or the tier that may have it, did not answer",
     Why.OTHER_NAMESPACE: "these tokens are stored under another namespace",
     Why.OTHER_KEYS: "these tokens are stored without this salt and LoRA adapter",
     Why.BEHIND: "stored, but an earlier chunk is missing",
@@ -105,7 +107,7 @@ class Run(NamedTuple):
     num_tokens: int
     why: Why
     detail: str = ""
-    """Of a hit, its tier."""
+    """Of a hit, its tier; of no answer, who did not give it."""
     at: float | None = None
     """When the first of them was removed, seconds since the epoch."""
     by: str = ""
@@ -337,7 +339,7 @@ class PromptSearch:
         found: list[Explanation] = []
         for space in spaces:
             found.append(self.explain(space))
-            if any(run.detail == MissReason.IO_ERROR for run in found[-1].runs):
+            if any(run.why is Why.NO_ANSWER for run in found[-1].runs):
                 break  # the next question could take as long
         found.sort(key=lambda each: (-each.hit_tokens, len(each.differs)))
         answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
@@ -357,7 +359,7 @@ class PromptSearch:
         runs: list[Run] = []
         for number, key in enumerate(keys.keys):
             runs.append(self._ask(namespace, key, Run(number * size, size, Why.HIT)))
-            if runs[-1].detail == MissReason.IO_ERROR:
+            if runs[-1].why is Why.NO_ANSWER:
                 break  # each further question could take as long
         return Explanation(
             namespace=namespace,
@@ -400,6 +402,8 @@ class PromptSearch:
         fault = self._fault(namespace.digest, key)
         if fault is None:
             return run._replace(detail=self._store.of(namespace.digest).tier_of(key))
+        if isinstance(fault, StoreError):
+            return run._replace(why=Why.NO_ANSWER, detail=str(fault))
         if fault is not MissReason.ABSENT:
             return run._replace(why=Why.UNREADABLE, detail=fault)
         removal = self._removed.get(key)
@@ -410,12 +414,12 @@ class PromptSearch:
         why = Why(removal.reason) if known else Why.DELETED
         return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
 
-    def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | None:
+    def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
         """Why a chunk is no hit, by its head."""
         try:
             size = self._store.of(namespace).read(key, [(0, self._head)])
-        except StoreError:
-            return MissReason.IO_ERROR
+        except StoreError as error:
+            return error
         if size is None:
             return MissReason.ABSENT
         info = parse_head(self._head[:size], size)

@@ -55,10 +55,11 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. Lines of earlier releases have only the first four fields.
 
     Attributes:
-        time: when the request came, seconds since the epoch.
+        time: when the request came, seconds since the epoch; when it ended, if it must not be
+            cached.
         chunk_tokens: tokens of a chunk.
         num_tokens: length of the prompt.
-        keys: of its whole chunks, hexadecimal.
+        keys: of its whole chunks, hexadecimal; none if it must not be cached.
         request: the host's id of it.
         local, hits, misses, why: see `JournalAnswer`; empty if it ended before it was admitted.
     """

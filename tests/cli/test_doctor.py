@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from kvferry.doctor.machine import check_memory, check_shared_memory, memory_limit
 from kvferry.doctor.stores import StoreReport, check, check_room
@@ -23,6 +25,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import KVGroup
+from tests.adapters.transformers.generating import prompt, reuse
 from tests.cli.test_explain import put_prompt, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import guarded, seaweed, url_of, valkey_server
@@ -113,6 +116,20 @@ def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, mod
     assert store["tokens_that_fit"] > 1024
     assert store["break_even_tokens"] == 128
     assert value["about"]["token_bytes"] == 3 * 2 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize("kind", ["file", "valkey", "s3"])
+def test_nothing_is_wrong_with_a_store_that_transformers_filled(
+    run, found, url_of, url, kind, model_dir
+):
+    place = url if kind == "file" else url_of(kind)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    first = reuse(model, place.partition("?")[0] if kind == "file" else place, prompt(70))
+    assert first.num_saved == 64
+    options = ["--model", model_dir, "--prefill-tokens-per-second", 1]
+    assert found(place, *options) == []
+    (store,) = json.loads(run("doctor", place, *options, "--json", "-").out)["stores"]
+    assert [each["read_by_model"] for each in store["namespaces"]] == [True]
 
 
 # -- stores ---------------------------------------------------------------------------------------

@@ -477,26 +477,6 @@ def test_places_that_are_no_store_are_one_line(run, tmp_path, tokens_file):
         assert "correct-horse" not in ran.error_line
 
 
-def test_a_store_that_fails_is_asked_no_further(url):
-    keys = put_prompt(url)
-
-    class Failing(WrapperStore):
-        def read(self, key, ranges, deadline=NO_DEADLINE):
-            if key == keys[1]:
-                raise StoreError("away")
-            assert key == keys[0]
-            return super().read(key, ranges, deadline)
-
-    with Failing(open_one(url)) as store:
-        answer = PromptSearch(store, TOKENS).answer([space_in(SPACE, {})], [])
-    assert [(run.why, run.detail) for run in answer.found[0].runs] == [
-        (Why.HIT, "file"),
-        (Why.UNREADABLE, "io_error"),
-        (Why.NOT_ASKED, ""),
-        (Why.PARTIAL, ""),
-    ]
-
-
 def test_a_narrow_terminal(url, tokens_file):
     """60 columns, as a terminal has them."""
     put_prompt(url, tokens=TOKENS[:7])

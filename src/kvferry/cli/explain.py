@@ -256,6 +256,8 @@ def _summary(answer: PromptAnswer) -> str:
             text += f"was {miss.why} {format_age(miss.at)} ago"
         elif miss.why is Why.UNREADABLE:
             text += f"cannot be read ({miss.detail})"
+        elif miss.why is Why.NO_ANSWER:
+            text += f"could not be asked for: {_cut(miss.detail)}"
         else:
             text += f"is {MEANINGS[miss.why]}"
     if answer.without_extra > hit:

@@ -167,6 +167,14 @@ class Accounts:
         """A request ended, admitted or not."""
         self._note(request, state, None)
 
+    def ended_uncached(self, request: RequestView, now: float) -> None:
+        """A request ended that must not be cached; nothing was kept of it, and its keys are not
+        written. `now`: seconds since the epoch."""
+        if self._journal is not None:
+            answer = not_cached(request)
+            num_tokens = request.num_prompt_tokens
+            self._journal.add(now, request.request_id, num_tokens, (), answer)
+
     def close(self) -> None:
         """Write what the journal has. Idempotent."""
         if self._journal is not None:
@@ -189,6 +197,13 @@ class Accounts:
         return tiers
 
 
+def not_cached(request: RequestView) -> JournalAnswer:
+    """What a request gets that must not be cached."""
+    num_tokens = request.num_prompt_tokens
+    misses = {str(LookupMiss.NOT_CACHEABLE): num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, misses, "")
+
+
 def explained(
     result: FinishResult, request: RequestView, answer: JournalAnswer | None
 ) -> FinishResult:
@@ -197,8 +212,7 @@ def explained(
     if not request.options.explain:
         return result
     if answer is None and not request.extra_keys.cacheable:
-        misses = {str(LookupMiss.NOT_CACHEABLE): request.num_prompt_tokens}
-        answer = JournalAnswer(0, {}, misses, "")
+        answer = not_cached(request)
     if answer is None:
         return result
     explanation = write_explanation(

@@ -195,6 +195,7 @@ class Requests:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
         unreadable: chunks that are not offered although the store may seem to have them.
+        wall_clock: as given.
     """
 
     def __init__(
@@ -210,14 +211,14 @@ class Requests:
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
-        self._wall_clock = wall_clock
+        self.wall_clock = wall_clock
 
     def track(self, request: RequestView) -> RequestState:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = RequestState(keys, self._wall_clock(), options=request.options)
+            state = RequestState(keys, self.wall_clock(), options=request.options)
             self.by_id[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state

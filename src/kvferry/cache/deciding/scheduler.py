@@ -386,6 +386,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._forget_load(request.request_id)
         self._handovers.early.pop(request.request_id, None)
         if state is None:
+            if not request.extra_keys.cacheable:
+                self._accounts.ended_uncached(request, self.requests.wall_clock())
             return explained(FREE_NOW, request, None)
         result = self._handovers.answer(request, state)
         self._accounts.ended(request, state)
