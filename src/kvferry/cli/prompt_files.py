@@ -54,7 +54,7 @@ def export(
     exit code 1 if there is none, or a damaged one ended it. The file holds the prompt's token ids
     and its salt, and only you may read it.
 
-    Example: kvferry export s3://bucket/kv --model path/to/model --prompt-file F prompt.kv
+    Example: kvferry export file:///kv --model MODEL --prompt-file F out.kv
     """
     choice = read_choice(
         namespace=namespace, model=model, tenant=None, prompt_file=prompt_file, tokens=tokens,
