@@ -35,7 +35,7 @@ from kvferry.testing.stores import read_value
 from kvferry.types import ExtraKeys
 from tests.simulated_host import prefix_seeds
 
-from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk, wait_for
 
 
 def store_prompt(make_host, prompt=PROMPT):
@@ -422,6 +422,50 @@ def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever
     gate.release()
     host.settle()
     assert not host.scheduler.has_pending_work()
+
+
+def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
+    """The saves were planned before the prompt was computed, and run on when its request ends."""
+    gate, clock = Gate(), FakeClock()
+    store = StallingStore(MemoryStore("x"), gate=gate, operations={"put"})
+    host = make_host(store=store, clock=clock)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    host.prefill(request)
+    clock.advance(SAVES_SECONDS + 1)
+    host.finish(request)
+    assert host.scheduler.has_pending_work()
+    clock.advance(SAVES_SECONDS)
+    assert not host.scheduler.has_pending_work()
+    gate.release()
+
+
+def test_an_idle_host_is_kept_stepping_while_saves_go_on(make_host):
+    first, last, clock = Gate(), Gate(), FakeClock()
+
+    class Slow(WrapperStore):
+        def put(self, key, *args):
+            (last if key == keys[-1] else first).pass_through()
+            return self.inner.put(key, *args)
+
+    host = make_host(store=Slow(MemoryStore("x")), clock=clock)
+    keys = keys_of(host, PROMPT)
+    host.run("writer", PROMPT)
+    clock.advance(SAVES_SECONDS - 1)
+    first.release()
+    slots = [host.pool.find(key) for key in keys]
+
+    def has_learned() -> bool:
+        host.step([])
+        return not any(slot.is_writing for slot in slots[:-1])
+
+    wait_for(has_learned)
+    clock.advance(2)
+    assert slots[-1].is_writing
+    assert host.scheduler.has_pending_work()
+    clock.advance(SAVES_SECONDS)
+    assert not host.scheduler.has_pending_work()
+    last.release()
 
 
 def test_a_copy_that_breaks_gives_its_slots_back(make_host, monkeypatch):

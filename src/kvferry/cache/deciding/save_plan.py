@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 SAVES_SECONDS = 5.0
 """An idle host is kept stepping until the saves under way are reported, but for no longer than this
-after the last save was planned: a store that stalls must not keep an engine busy."""
+after the last of them was planned or one went on, or a request ended: a store that stalls must not
+keep an engine busy. The step that computes what is saved may itself take longer."""
 
 MAX_USED_ONCE = 1 << 17
 """The last so many chunks that one request used are remembered: some 30 MB."""
@@ -109,12 +110,17 @@ class SavePlan:
     @property
     def keeps_host_awake(self) -> bool:
         """Whether a host without requests should step for the reports of saves."""
-        is_saving = self._pool.is_writing or self._pool.is_filling
-        return is_saving and self._context.clock() < self._await_until
+        return self._is_saving and self._context.clock() < self._await_until
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._pool.is_writing or self._pool.is_filling
 
     def await_reports(self) -> None:
-        """A plan carries saves, or audits, which are saves that compare."""
-        self._await_until = self._context.clock() + SAVES_SECONDS
+        """A plan carries saves, or audits, which are saves that compare; or one of them went on; or
+        a request ended, behind whose last step they may still run."""
+        if self._is_saving:
+            self._await_until = self._context.clock() + SAVES_SECONDS
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
         """Add every chunk that this step completes, or that an earlier one had to leave."""
@@ -206,6 +212,7 @@ class SavePlan:
 
     def learn_saved(self, index: int, result: str) -> ChunkKey | None:
         """The write of a slot ended; the chunk, if it is not stored."""
+        self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
             return None

@@ -348,6 +348,8 @@ class SharedStorageScheduler(SchedulerRole):
                     self._announce_failed([slot.key])
         failed = [self.saves.learn_saved(saved.slot, saved.result) for saved in report.saved]
         self._announce_failed(key for key in failed if key is not None)
+        if report.filled or report.sealed:
+            self.saves.await_reports()
         if report.failed_keys:
             self.requests.unreadable.add(report.failed_keys)
             for key in report.failed_keys:
@@ -381,6 +383,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         state = self.requests.by_id.pop(request.request_id, None)
+        self.saves.await_reports()
         self.saves.forget(request.request_id)
         self.audits.forget(request.request_id)
         self._forget_load(request.request_id)
