@@ -104,7 +104,7 @@ def import_(
     The whole file is checked before anything is written: the namespace against its description,
     every key against the tokens, every checksum. A directory that is no store yet becomes one.
 
-    Example: kvferry import prompt.kv file:///var/cache/kvferry --model path/to/model
+    Example: kvferry import prompt.kv file:///var/cache/kvferry --model DIR
     """
     parsed = _place(url)
     from kvferry.prompt_file import PromptFile
