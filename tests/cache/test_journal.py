@@ -6,6 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -65,6 +68,95 @@ def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
     assert trace.num_tokens.tolist() == [41, 41, 3]
     assert trace.blocks.tolist() == 2 * trace.blocks.tolist()[:NUM_CHUNKS]
     assert trace.block_tokens == 8
+
+
+FILE_EVENTS = (
+    "open",
+    "os.open",
+    "os.rename",
+    "os.remove",
+    "os.link",
+    "os.symlink",
+    "os.mkdir",
+    "os.truncate",
+    "os.utime",
+    "os.chmod",
+    "os.listdir",
+    "os.scandir",
+    "fcntl.flock",
+    "fcntl.lockf",
+    "sqlite3.connect",
+)
+"""Of Python's audit: each is raised before a file is opened or changed."""
+
+CALLS = (
+    "write",
+    "writev",
+    "pwrite",
+    "pwritev",
+    "read",
+    "readinto",
+    "pread",
+    "preadv",
+    "fsync",
+    "flush",
+    "stat",
+)
+"""Of what is open already, for which there is no audit."""
+
+WATCHED: dict[int, list[str]] = {}
+"""Files by the thread that opened or changed them, while a test watches it."""
+
+
+def note_file(event: str, arguments: tuple[object, ...]) -> None:
+    if event in FILE_EVENTS and (files := WATCHED.get(threading.get_ident())) is not None:
+        files.append(f"{event}{arguments}")
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """What this thread does to files, seen by an audit hook and a profile function."""
+    files: list[str] = []
+
+    def note_call(_frame: object, event: str, called: object) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") in CALLS:
+            files.append(repr(called))
+
+    WATCHED[threading.get_ident()] = files
+    sys.setprofile(note_call)
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
+        del WATCHED[threading.get_ident()]
+
+
+def test_the_scheduler_thread_does_nothing_to_files(make_host, tmp_path):
+    """While it admits, saves, loads, preempts and ends requests, with the journal on."""
+    path = tmp_path / "r.jsonl"
+    host = make_host(record=str(path), store=(tmp_path / "store").as_uri())
+    sys.addaudithook(note_file)  # stays, as all do, and notes nothing when nobody watches
+    host.run("first", PROMPT)
+    host.settle()
+    with watched() as files:
+        # The workers of this host run in this thread, too.
+        host.run("second", PROMPT)
+        host.run("third", [7, 7, 7])
+        preempted = host.add("fourth", PROMPT)
+        host.admit(preempted)
+        host.prefill(preempted)
+        host.preempt(preempted)
+        host.admit(preempted)
+        host.finish(preempted)
+        host.finish(host.add("gone", PROMPT))
+        host.settle()
+    assert files == []
+    with watched() as files:  # else the above says nothing
+        (tmp_path / "other").write_bytes(b"x")
+    assert [each for each in files if each.startswith("open")]
+    assert [each for each in files if "write" in each and not each.startswith("open")]
+    host.scheduler.close()
+    assert len(lines_of(path)) == 5
 
 
 def test_a_request_has_its_answer_and_the_numbers_behind_it(make_host, tmp_path):
