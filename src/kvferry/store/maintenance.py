@@ -8,17 +8,14 @@ import mmap
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, check_head, parse_head
 from kvferry.record.schema import DIGEST_BYTES, digest, leaf_spans
 from kvferry.store.base import Entry, GcReport, Store
 from kvferry.types import ChunkKey
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +127,12 @@ def _check(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissRe
 def estimate(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> GcReport:
-    """What `Store.gc` would remove of the values `found`; nothing is removed. Keeps 17 bytes of
-    each value, and for a moment four times as much."""
+    """What `Store.gc` would remove of the values `found`; nothing is removed. Keeps about
+    100 bytes for each value."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
-    removed_bytes = int(sizes[surplus].sum())
+    removed_bytes = sum(sizes[index] for index in surplus)
     # Of a directory, with its quarantine.
-    used_bytes = store.facts().get("used_bytes") or int(sizes.sum())
+    used_bytes = store.facts().get("used_bytes") or sum(sizes)
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 
 
@@ -149,9 +146,9 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     """
     entries = list(store.scan())
     surplus, sizes = _surplus(store, entries, max_bytes, age)
-    used_bytes = int(sizes.sum())
+    used_bytes = sum(sizes)
     removed_records = removed_bytes = 0
-    for entry in (entries[index] for index in surplus[::-1]):
+    for entry in (entries[index] for index in reversed(surplus)):
         used_bytes -= entry.num_bytes
         if delete_or_fail(store, entry, removed_records):
             removed_records += 1
@@ -192,34 +189,32 @@ def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
 
 def _surplus(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
-) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+) -> tuple[list[int], array[int]]:
     """Which values of `found` do not fit or were not used for long, by their place in it, the most
-    recently used first; and the sizes of all in bytes, shape `[values]`. An unknown last use is
-    never long ago. Pinned values fit first.
+    recently used first; and the sizes of all in bytes. An unknown last use is never long ago.
+    Pinned values fit first.
 
     Raises:
         ConfigError: there is an `age`, and no value says when it was used.
     """
-    # Not at the top: all commands, and the help, would wait for it.
-    import numpy as np
-
     now = time.time()
-    uses, all_sizes, pins = array("d"), array("q"), bytearray()
-    for entry in found:
-        uses.append(entry.last_used)
-        all_sizes.append(entry.num_bytes)
-        pins.append(entry.pinned_until > now)
-    used, sizes = np.asarray(uses), np.asarray(all_sizes, np.int64)
-    is_pinned = np.asarray(pins).astype(bool)
-    _check_uses(store, int((used == 0.0).sum()), len(used), age)
-    order = np.argsort(-used, kind="stable")
-    order = order[~is_pinned[order]]
-    is_surplus = np.zeros(len(order), bool)
-    if age is not None:
-        is_surplus |= (used[order] > 0.0) & (used[order] < now - age)
-    if max_bytes is not None:
-        is_surplus |= sizes[is_pinned].sum() + np.cumsum(sizes[order]) > max_bytes
-    return order[is_surplus], sizes
+    used, sizes, pinned = array("d"), array("q"), bytearray()
+    for entry in found:  # kept as numbers, since there may be millions
+        used.append(entry.last_used)
+        sizes.append(entry.num_bytes)
+        pinned.append(entry.pinned_until > now)
+    _check_uses(store, used.count(0.0), len(used), age)
+    unused_since = 0.0 if age is None else now - age
+    seen_bytes = sum(compress(sizes, pinned))
+    surplus = []
+    for index in sorted(range(len(used)), key=used.__getitem__, reverse=True):
+        if pinned[index]:
+            continue
+        seen_bytes += sizes[index]
+        too_much = max_bytes is not None and seen_bytes > max_bytes
+        if too_much or 0.0 < used[index] < unused_since:
+            surplus.append(index)
+    return surplus, sizes
 
 
 def _check_uses(store: Store, num_unknown: int, num_values: int, age: float | None) -> None:
