@@ -350,23 +350,3 @@ def test_hostile_descriptions(run, arguments, hostile_store):
         assert is_plain(ran.out + ran.err), job
         assert len(ran.out + ran.err) < 30_000, job
         assert "Traceback" not in ran.err
-
-
-def test_a_terminal_of_60_columns(tmp_path, arguments, hostile_store):
-    jobs = of_hostile(arguments, hostile_store)
-    jobs = [[*job, "--once"] if job[0] == "top" else job for job in jobs]
-    for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="tty"), strict=True):
-        assert ended["code"] in (0, 1, 2), (job, ended)
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", ended["out"]).replace("\r\n", "\n")
-        assert is_plain(shown), job
-        tables = [line for line in shown.splitlines() if "  " in line and "->" not in line]
-        widest = 69 if job[0] == "ls" else 60  # its digits stay whole, to be copied
-        assert max(map(len, tables), default=0) <= widest, (job, tables)
-
-
-def test_a_reader_that_left(tmp_path, arguments, hostile_store):
-    jobs = of_hostile(arguments, hostile_store)
-    jobs = [[*job, *(["--dry-run"] if job[0] in ("clear", "gc") else [])] for job in jobs]
-    for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="closed"), strict=True):
-        refused = ended["code"] == 2 and ended["err"].count("\n") == 1
-        assert (ended["code"], ended["err"]) == (141, "") or refused, (job, ended)
