@@ -242,6 +242,8 @@ def apart(directory: Path, jobs: list[list[str]], *options: str) -> Iterator[sub
     ended."""
     command = [sys.executable, str(APART), str(directory), json.dumps(jobs), *options]
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    for size in ("COLUMNS", "LINES"):  # they would count for more than the terminal
+        environment.pop(size, None)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
@@ -350,3 +352,24 @@ def test_hostile_descriptions(run, arguments, hostile_store):
         assert is_plain(ran.out + ran.err), job
         assert len(ran.out + ran.err) < 30_000, job
         assert "Traceback" not in ran.err
+
+
+def test_a_terminal_of_60_columns(tmp_path, arguments, hostile_store):
+    jobs = of_hostile(arguments, hostile_store)
+    jobs = [[*job, "--once"] if job[0] == "top" else job for job in jobs]
+    for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="tty"), strict=True):
+        assert ended["code"] in (0, 1, 2), (job, ended)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", ended["out"]).replace("\r\n", "\n")
+        assert is_plain(shown), job
+        tables = [line for line in shown.splitlines() if "  " in line and "->" not in line]
+        assert max(map(len, tables), default=0) <= 60, (job, tables)
+
+
+def test_a_reader_that_left(tmp_path, arguments, hostile_store):
+    jobs = of_hostile(arguments, hostile_store)
+    jobs = [[*job, *(["--dry-run"] if job[0] in ("clear", "gc") else [])] for job in jobs]
+    for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="closed"), strict=True):
+        # They run side by side: one that finds the index held by another warns that it lists.
+        said = [line for line in ended["err"].splitlines() if not line.startswith("WARNING")]
+        refused = ended["code"] == 2 and len(said) == 1
+        assert (ended["code"], said) == (141, []) or refused, (job, ended)
