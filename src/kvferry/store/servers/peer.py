@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,11 +22,9 @@ from kvferry.store.base import (
     PutResult,
     ReadRange,
     Store,
-    StoreStat,
 )
-from kvferry.store.expected import ExpectedKeys
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
-from kvferry.store.servers.server_keys import ServerKeys
+from kvferry.store.servers.server_keys import ServerStore
 from kvferry.store.tiers.tier import Tier
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.transfer.auth import read_key, user_key
@@ -58,7 +56,7 @@ class PeerOptions:
         refuse_relative(key_file=self.key_file)
 
 
-class PeerStore(Store):
+class PeerStore(ServerStore):
     """What one peer holds. Only read: a `put` is FAILED, and `discard` and `delete` remove nothing
     at the peer. `stat` counts what this process knows.
 
@@ -68,8 +66,6 @@ class PeerStore(Store):
         clock: monotonic seconds, also of deadlines.
     """
 
-    multi_process = True
-
     def __init__(
         self,
         client: PeerClient,
@@ -78,13 +74,8 @@ class PeerStore(Store):
         learns: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url = f"peer://{client}"
+        super().__init__(f"peer://{client}", observer=observer, learns=learns, clock=clock)
         self._client = client
-        self._observer = Observer() if observer is None else observer
-        self._clock = clock
-        self._keys = ServerKeys(self._find, self._observer, learns=learns, clock=clock)
-        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
-        self._closed = False
         self._served: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_wrong = 0
         self._distrusted = b""
@@ -96,9 +87,6 @@ class PeerStore(Store):
     @property
     def refusal(self) -> str:
         return "a peer is only read"
-
-    def contains(self, key: ChunkKey) -> bool | None:
-        return False if self._closed else self._keys.contains(key)
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
@@ -161,38 +149,11 @@ class PeerStore(Store):
         self._keys.forget(key)
         return False
 
-    def touch(self, keys: Iterable[ChunkKey]) -> None:
-        pass
-
-    def stat(self) -> StoreStat:
-        num_records, num_bytes = self._keys.totals()
-        return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
-
     def close(self) -> None:
         self._closed = True
         self._client.close()  # first: calls under way end
         self._expected.close()
         self._keys.close()
-
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._closed:
-            self._keys.probe(keys)
-
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
-        self._expected.add(keys, until)
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return self._expected.awaits(key)
-
-    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
-        self._keys.on_result = heard
-
-    def note_stored(self, key: ChunkKey) -> None:
-        if not self._closed:
-            self._keys.learn(key)
-
-    def wait_indexed(self, timeout: float) -> bool:
-        return not self._closed
 
     def __repr__(self) -> str:
         return f"<PeerStore {self.url} {'closed' if self._closed else 'open'}>"

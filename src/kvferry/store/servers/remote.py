@@ -10,7 +10,7 @@ import copy
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,12 +24,10 @@ from kvferry.store.base import (
     PutResult,
     ReadRange,
     Store,
-    StoreStat,
 )
-from kvferry.store.expected import ExpectedKeys
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import shrink
-from kvferry.store.servers.server_keys import ServerKeys
+from kvferry.store.servers.server_keys import ServerKeys, ServerStore
 from kvferry.types import ChunkKey
 
 OPERATION_SECONDS = 30.0
@@ -108,7 +106,7 @@ class RemoteSettings:
     value_bytes: int | None = None
 
 
-class RemoteStore(Store):
+class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
     Reading, not `touch`, is what makes a value recent there. `stat` counts what this process knows.
@@ -120,8 +118,6 @@ class RemoteStore(Store):
         clock: monotonic seconds, also of deadlines.
     """
 
-    multi_process = True
-
     def __init__(
         self,
         url: str,
@@ -132,22 +128,14 @@ class RemoteStore(Store):
         clock: Callable[[], float] = time.monotonic,
         settings: RemoteSettings = RemoteSettings(),  # frozen
     ) -> None:
-        self.url = url
+        super().__init__(url, observer=observer, learns=settings.index, clock=clock)
         self._client = client
         self._prefix = settings.prefix
         self._namespace = namespace
-        self._observer = Observer() if observer is None else observer
         self._size = settings.value_bytes
-        self._clock = clock
-        self._closed = False
-        self._keys = ServerKeys(self._find, self._observer, learns=settings.index, clock=clock)
-        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
         self._refusal = ""
 
     # -- values ---------------------------------------------------------------------------------
-
-    def contains(self, key: ChunkKey) -> bool | None:
-        return False if self._closed else self._keys.contains(key)
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
@@ -209,13 +197,6 @@ class RemoteStore(Store):
             self._observer.count("store_delete_failed")
             return False
 
-    def touch(self, keys: Iterable[ChunkKey]) -> None:
-        pass
-
-    def stat(self) -> StoreStat:
-        num_records, num_bytes = self._keys.totals()
-        return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
-
     def close(self) -> None:
         self._closed = True
         self._expected.close()
@@ -224,28 +205,8 @@ class RemoteStore(Store):
 
     # -- what is there --------------------------------------------------------------------------
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._closed:
-            self._keys.probe(keys)
-
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
-        self._expected.add(keys, until)
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return self._expected.awaits(key)
-
     def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
         return self._client.exists([self.name_of(key) for key in keys], deadline)
-
-    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
-        self._keys.on_result = heard
-
-    def note_stored(self, key: ChunkKey) -> None:
-        if not self._closed:
-            self._keys.learn(key)
-
-    def wait_indexed(self, timeout: float) -> bool:
-        return not self._closed
 
     def of(self, namespace: bytes) -> Store:
         if namespace == self._namespace:

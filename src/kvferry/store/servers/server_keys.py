@@ -1,4 +1,5 @@
-"""A cache of a server's keys, so that look-ups never block, and the probes that fill it.
+"""A cache of a server's keys, so that look-ups never block, the probes that fill it, and what a
+store on a server answers from these alone.
 
 No process lists a server's keys. When a request arrives, a probe asks for the keys of its prompt,
 and the cache keeps the answers for a limited time.
@@ -7,14 +8,16 @@ and the cache keeps the answers for a limited time.
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import ASK_SECONDS
+from kvferry.store.base import ASK_SECONDS, Store, StoreStat
+from kvferry.store.expected import ExpectedKeys
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
@@ -231,3 +234,60 @@ class ServerKeys:
     def close(self) -> None:
         """Stop the threads; abandon a question that still hangs after `CLOSE_SECONDS`."""
         self._threads.close(CLOSE_SECONDS)
+
+
+class ServerStore(Store):
+    """A store whose keys others keep: it answers look-ups from what this process knows of them.
+
+    Args:
+        url: without credentials.
+        learns: False if `contains` is never asked.
+        clock: monotonic seconds, also of deadlines.
+    """
+
+    multi_process = True
+
+    def __init__(
+        self, url: str, *, observer: Observer | None, learns: bool, clock: Callable[[], float]
+    ) -> None:
+        self.url = url
+        self._observer = Observer() if observer is None else observer
+        self._clock = clock
+        self._closed = False
+        self._keys = ServerKeys(self._find, self._observer, learns=learns, clock=clock)
+        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
+
+    @abstractmethod
+    def _find(self, keys: Sequence[ChunkKey], deadline: float) -> Sequence[bool | None]:
+        """See `find` of `ServerKeys`."""
+
+    def contains(self, key: ChunkKey) -> bool | None:
+        return False if self._closed else self._keys.contains(key)
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        pass
+
+    def stat(self) -> StoreStat:
+        """What this process knows."""
+        num_records, num_bytes = self._keys.totals()
+        return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        if not self._closed:
+            self._keys.probe(keys)
+
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+        self._expected.add(keys, until)
+
+    def awaits(self, key: ChunkKey) -> bool:
+        return self._expected.awaits(key)
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        self._keys.on_result = heard
+
+    def note_stored(self, key: ChunkKey) -> None:
+        if not self._closed:
+            self._keys.learn(key)
+
+    def wait_indexed(self, timeout: float) -> bool:
+        return not self._closed
