@@ -89,6 +89,7 @@ class Traffic:
         context = self._one.request()  # vLLM computes the chunk, and offers it
         self._one.offer([number], context)
         self._one.finish(context)
+        self._one.step()  # as after every request; a look-up that misses at once makes none
         return False
 
 
