@@ -154,27 +154,48 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_cache_options(
-    chunk_tokens: int, io_threads: int, audit: object, **seconds: float
-) -> None:
-    """Check the options that the cache has under every host; `seconds` are the timeouts by name.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """The options that a store has under every host. Each default is right for one machine.
+
+    Attributes:
+        load_timeout_seconds: what has not arrived after this time is recomputed.
+        io_threads: threads for loads.
+        tenant: keeps its records apart from those of every other tenant.
+        weights_version: a name for weights that are not those of the model's directory, or that
+            change in place. The operator guarantees that different weights never share a name.
+    """
+
+    load_timeout_seconds: float = 5.0
+    # More than cores: a thread that waits for a busy core does not delay the others.
+    io_threads: int = 4
+    tenant: str = ""
+    weights_version: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads must be between 1 and 64, not {self.io_threads}")
+        for field in dataclasses.fields(self):
+            if field.name.endswith("_seconds") and not getattr(self, field.name) > 0:
+                raise ConfigError(
+                    f"{field.name} must be more than 0, not {getattr(self, field.name)}"
+                )
+
+
+def check_chunks(chunk_tokens: int, audit: object) -> None:
+    """Check the options of a cache that is kept in chunks of tokens.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
-    if not 1 <= io_threads <= 64:
-        raise ConfigError(f"io_threads must be between 1 and 64, not {io_threads}")
     if isinstance(audit, int | float) and not isinstance(audit, bool):
         is_known = 0 <= audit <= 1
     else:
         is_known = audit in ("first", "off")
     if not is_known:
         raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {audit!r}')
-    for name, value in seconds.items():
-        if not value > 0:
-            raise ConfigError(f"{name} must be more than 0, not {value}")
 
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:

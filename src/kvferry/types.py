@@ -55,10 +55,12 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerStamp:
-    """What a kvferry that prefilled a prompt says of its chunks, as far as a client left it so.
+    """What the kvferry that computed a prompt said of its chunks. It comes by way of a client,
+    which may have changed it.
 
     Attributes:
-        version: of the stamp; the others are only read of our own version.
+        version: of the stamp; 0: it is none of ours. The other fields are read only if the version
+            is our own.
         namespace: first hexadecimal digits of the namespace that roots its keys.
         num_chunks: leading chunks of the prompt that it stored.
         last_key: of the last of them; empty without any.
@@ -75,10 +77,11 @@ class KVSource:
     """Another engine that computes or has computed a request's prompt. Written by a client.
 
     Attributes:
-        waits: its KV is worth waiting for; False: only what is there is taken.
+        waits: whether to wait for chunks that it has not stored yet; False: take what is there.
         host, port: its address; None where none was given.
         num_tokens: how many it computed; None: not said.
-        has_blocks: it names blocks of an engine, as kvferry never does.
+        has_blocks: it names block ids, so another kind of engine wrote it: those of kvferry are
+            empty lists.
         stamp: None where no kvferry left one.
     """
 
@@ -95,8 +98,9 @@ class Handover:
     """What a request asks for where one engine prefills and another decodes.
 
     Attributes:
-        gives: another engine goes on from the KV of this one: all its chunks are stored.
-        answers: the answer to the client says where that KV is.
+        gives: another engine will go on from the KV of this request, so all of its chunks are
+            stored.
+        answers: the response to the client is to say where that KV is.
         source: whose KV this one goes on from; None: nobody's.
     """
 
@@ -106,7 +110,7 @@ class Handover:
 
 
 MAX_PIN_SECONDS = 86_400.0
-"""The longest time for which one request can have its chunks kept. Operators pin for longer."""
+"""The longest pin that a request can ask for. Operators can pin for longer (`kvferry pin`)."""
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 _PinSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PIN_SECONDS)]
@@ -136,7 +140,7 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @runtime_checkable
 class RequestView(Protocol):
-    """The part of a host's request that the core reads. All members are plain attributes.
+    """The part of a host's request that the core reads. Members may be plain attributes.
 
     `all_token_ids` holds prompt and *confirmed* generated tokens; hosts with speculative decoding
     must not show draft tokens here. It only grows.
@@ -189,8 +193,8 @@ class StepView(Protocol):
 class KVGroup:
     """Geometry of one KV group of the *whole* model, whatever a rank holds of it.
 
-    A group is of the model, not of a host: all layers of equal heads, content, dtype and window, in
-    layer order. How a host spreads them over block tables is said by `TablePart`.
+    A group belongs to the model, not to a host: all layers with the same heads, content, dtype and
+    window, in layer order. `TablePart` says how a host spreads them over block tables.
 
     Attributes:
         num_layers: layers in this group, over all pipeline ranks.

@@ -133,6 +133,8 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
     assert dry["removed_records"] == 4
     assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 4
+    ran = run("pin", quota, "--tenant", "", "--until", "now", "--dry-run")
+    assert ran.out == "4 records would be unpinned\n"
     assert changed("pin", quota, "--tenant", "", "--until", "now") == 4
     assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 0
@@ -213,17 +215,17 @@ def test_the_answer_decides(url):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("clear", "say which records"),
-        ("clear --everything --tenant x", "say which records"),
+        ("clear", "choose the records"),
+        ("clear --everything --tenant x", "choose the records"),
         ("clear --namespace zz", "hexadecimal"),
         ("clear --namespace 00", "no such namespace"),
         ("clear --tokens F", "whose prompt is it"),
         ("clear --namespace 00 --tokens F --older-than 1d", "do not go together"),
         ("clear --older-than soon", "not a duration"),
         ("clear --salt s", "are of a prompt"),
-        ("pin --until 1h", "say which records"),
+        ("pin --until 1h", "choose the records"),
         ("pin --until tomorrow --tenant x", "--until 'tomorrow'"),
-        ("pin --until 2001-01-01 --tenant x", "is past"),
+        ("pin --until 2001-01-01 --tenant x", "is in the past"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(run, url, command, says):

@@ -412,7 +412,7 @@ def test_a_record_that_may_not_be_deleted_is_left_and_said(run, guarded, tmp_pat
     assert asked(run, "verify", reader, code=1)["bad"][0]["action"] == "left"
     ran = run("gc", reader, "--max-bytes", 0, "--yes")
     assert ran.code == 2
-    assert "check the right to delete (0 records" in ran.error_line
+    assert "check your permission to delete (0 records" in ran.error_line
     assert made.kept() == [True] * 3
 
 

@@ -290,8 +290,8 @@ def test_a11_invalid_blocks_pass_and_become_plain_integers():
 
 @pytest.mark.parametrize("bad", [-1, "7", 2.0, None])
 def test_a11_a_malformed_block_id_fails_every_block_of_the_plan(bad):
-    run = Run(WorkerOutput(invalid_block_ids=frozenset({bad, 40})))
-    assert run.step(blocks=[4, 5]).invalid_block_ids == {4, 5, 40}
+    run = Run(WorkerOutput(invalid_block_ids=frozenset({bad, 40, np.int64(41)})))
+    assert run.step(blocks=[4, 5]).invalid_block_ids == {4, 5, 40, 41}
     assert run.violations == 1
 
 
@@ -302,6 +302,11 @@ def test_a_report_of_another_type_fails_every_block_of_the_plan(bad):
     run = Run(bad)
     assert run.step(blocks=[4, 5]) == WorkerOutput(invalid_block_ids=frozenset({4, 5}))
     assert run.violations == 1
+
+
+def test_a_malformed_report_keeps_the_failed_blocks_that_it_names():
+    run = Run(WorkerOutput(finished_recving=None, invalid_block_ids=frozenset({7})))
+    assert run.step(blocks=[4, 5]) == WorkerOutput(invalid_block_ids=frozenset({4, 5, 7}))
 
 
 # --- reports: counted, logged once, or raised --------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvferry.config import check_cache_options
+from kvferry.config import StoreOptions
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, Namespace, opaque_namespace
 from kvferry.observe import Observer
@@ -27,35 +27,18 @@ CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsOptions:
-    """The options of storage behind a host's own cache.
+class RowsOptions(StoreOptions):
+    """The options of storage behind a host's own cache, with those of `StoreOptions`.
 
     Attributes:
         store: URL of the store, or those of several tiers of it, nearest first.
-        load_timeout_seconds: what has not arrived after this time is recomputed.
         start_timeout_seconds: how long an engine's start waits for the store to open.
-        io_threads: threads for loads, and as many for stores.
-        tenant: keeps its records apart from those of every other tenant.
-        weights_version: name of the weights, for engines whose weights change in place.
         identity: "name" lets the model's name stand for weights that are not on disk.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
-    load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
-    io_threads: int = 4
-    tenant: str = ""
-    weights_version: str | None = None
     identity: Literal["content", "name"] = "content"
-
-    def __post_init__(self) -> None:
-        check_cache_options(
-            1,
-            self.io_threads,
-            "off",
-            load_timeout_seconds=self.load_timeout_seconds,
-            start_timeout_seconds=self.start_timeout_seconds,
-        )
 
 
 class RowsModel:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.blocks.tables import Tables
-from kvferry.config import check_cache_options
+from kvferry.config import StoreOptions, check_chunks
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
 from kvferry.store.base import Store
@@ -22,8 +22,8 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStorageConfig:
-    """The options of an operator. Each but `store` has a default that is right for one machine.
+class SharedStorageConfig(StoreOptions):
+    """The options of an operator, with those of `StoreOptions`. Each but `store` has a default.
 
     Attributes:
         store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`, or those
@@ -38,15 +38,11 @@ class SharedStorageConfig:
         memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
             every store, through which all reads and writes pass. Where ranks hold the same kv
             heads, each has its own copy.
-        load_timeout_seconds: chunks that have not arrived after this time are recomputed.
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
-        io_threads: threads for loads, and half as many for saves.
         audit: how often a hit is checked against what the engine computes: "first" for the first
             hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
             computation of two chunks on average; see docs/identity.md.
-        tenant: keeps its records apart from those of every other tenant.
-        weights_version: name of the weights, for engines whose weights change in place.
         record: file to which a line for each request is appended, with its keys and its answer.
         serve: where other engines read what host memory holds, as `host:port` or
             `host:port?key_file=/path&advertise=host:port`; see docs/disaggregation.md, "Peers".
@@ -57,25 +53,14 @@ class SharedStorageConfig:
     save_generated: bool = False
     save_repeated: bool = False
     memory_bytes: int = field(default=DEFAULT_MEMORY_BYTES, metadata={"unit": "bytes"})
-    load_timeout_seconds: float = 5.0
     start_timeout_seconds: float = 10.0
-    # More than cores: a thread that waits for a busy core does not delay the others. Saves have
-    # fewer, because no request waits for them and the engine computes meanwhile.
-    io_threads: int = 4
     audit: Literal["first", "off"] | float = "first"
-    tenant: str = ""
-    weights_version: str | None = None
     record: str | None = None
     serve: str | None = None
 
     def __post_init__(self) -> None:
-        check_cache_options(
-            self.chunk_tokens,
-            self.io_threads,
-            self.audit,
-            load_timeout_seconds=self.load_timeout_seconds,
-            start_timeout_seconds=self.start_timeout_seconds,
-        )
+        StoreOptions.__post_init__(self)
+        check_chunks(self.chunk_tokens, self.audit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,10 +51,11 @@ def clear(
     yes: YesOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Delete the records for which all given options hold; asks first.
+    """Delete the records that match all given options; asks first.
 
-    Pinned records go, too. Of a prompt its own chunks go; longer prompts that start with it then
-    miss, and their ends are evicted in time. Engines that look for one of these records miss.
+    Pinned records are deleted, too. For a prompt, its own chunks are deleted: longer prompts that
+    begin with it miss from then on, and what is left of them is evicted in time. Engines compute
+    again what they no longer find.
 
     Example: kvferry clear file:///var/cache/kvferry --tenant team-a --dry-run
     """
@@ -64,7 +65,7 @@ def clear(
     )  # fmt: skip
     if choice.is_everything != everything:
         raise ConfigError(
-            "say which records: --namespace, --model, --tenant, --older-than, a prompt, or "
+            "choose the records: --namespace, --model, --tenant, --older-than, a prompt, or "
             "--everything alone"
         )
     count, num_bytes = query_store(url, lambda store: _count(store, choice))
@@ -86,7 +87,8 @@ def pin(
     until: Annotated[
         str,
         typer.Option(
-            metavar="TIME", help="From now, e.g. 36h, a time such as 2027-01-31T08:00, or 'now'."
+            metavar="TIME",
+            help="For so long, e.g. 36h; a local time such as 2027-01-31T08:00; or 'now' to unpin.",
         ),
     ],
     namespace: NamespaceOption = None,
@@ -100,10 +102,11 @@ def pin(
     dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Keep records from eviction and `gc` until a time; 'now' ends their pins.
+    """Protect records from eviction and `gc` until a given time; 'now' unpins them.
 
-    Directories can pin, up to half of their quota: name that of the engines in the URL. Servers
-    evict by their own rules, and cannot. Exit code 1 if none of these records is there.
+    Only a directory can pin, up to half of its quota: give the same max_bytes in the URL as the
+    engines do. Servers evict by their own rules and cannot. Exit code 1 if none of the chosen
+    records is there.
 
     Example: kvferry pin "file:///var/cache/kvferry?max_bytes=200GiB" --until 36h --model M
     """
@@ -113,17 +116,17 @@ def pin(
         raw=raw, salt=salt, lora=lora,
     )  # fmt: skip
     if choice.is_everything:
-        raise ConfigError("say which records: --namespace, --model, --tenant, or a prompt")
+        raise ConfigError("choose the records: --namespace, --model, --tenant, or a prompt")
     with open_existing(url, writable=not dry_run) as store:
         if dry_run:
-            count, verb = _count(store, choice)[0], "would be pinned"
+            count, verb = _count(store, choice)[0], "would be "
         else:
             count = store.pin((entry.key for entry in chosen(store, choice)), ends)
-            verb = "pinned"
+            verb = ""
     is_over = ends <= time.time()
-    left = "not pinned any more" if is_over else f"{verb} for {(ends - time.time()) / 3600:.1f} h"
+    left = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
     value = {"dry_run": dry_run, "records": count, "until": None if is_over else ends}
-    emit(dict(value), json, f"{count} records {left}")
+    emit(dict(value), json, f"{count} records {verb}{left}")
     if not count:
         raise typer.Exit(1)
 
@@ -137,7 +140,8 @@ def _count(store: Store, choice: Choice) -> tuple[int, int]:
 
 
 def _time(text: str) -> float:
-    """Seconds since the epoch. Raises ConfigError for what is no time."""
+    """Seconds since the epoch. A time without an offset is local. Raises ConfigError if it is no
+    time."""
     if text == "now":
         return 0.0
     try:
@@ -149,5 +153,5 @@ def _time(text: str) -> float:
     except (ValueError, OverflowError):
         raise ConfigError(f"--until {text!r}: write 36h, 2027-01-31T08:00 or now") from None
     if ends <= time.time():
-        raise ConfigError(f"--until {text} is past; write 'now' to end pins")
+        raise ConfigError(f"--until {text} is in the past; write 'now' to unpin")
     return ends

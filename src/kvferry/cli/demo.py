@@ -33,16 +33,19 @@ WheelOption = Annotated[
 def demo(
     prompts: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 3,
     document: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text to ask about; else Python's manual.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text to ask about; default: the Python language reference."
+        ),
     ] = None,
     questions: Annotated[
         list[str] | None,
         typer.Option("--question", metavar="TEXT", help="Ask this; may be given several times."),
     ] = None,
     document_tokens: Annotated[
-        int, typer.Option(min=1, help="Length the document is cut to.")
+        int, typer.Option(min=1, help="Cut the document to this many tokens.")
     ] = 3050,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 24,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     model_dir: ModelDirOption = None,
     wheel: WheelOption = None,
@@ -51,7 +54,7 @@ def demo(
     ] = Path(".demo"),
     json: JsonOption = None,
 ) -> None:
-    """Show reuse on a real model: computed, read back by a new process, one record corrupted.
+    """Show reuse on a real model: computed, read by a new process, then one record corrupted.
 
     Prints one table and saves a plot. Exit code 1 if anything was wrong.
 
@@ -75,7 +78,7 @@ def demo(
 
 
 def _require(modules: Sequence[str]) -> None:
-    # Not at the top: the demo brings in half a gigabyte of an optional extra.
+    # Before they are imported: they come with an optional extra of half a gigabyte.
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
@@ -149,12 +152,12 @@ def demo_disaggregated(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --engine vllm: ask through vLLM's toy_proxy_server.py, from its source.",
+            help="With --engine vllm: send requests through vLLM's toy_proxy_server.py.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Prompts to hand over.")] = 3,
-    document_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts.")] = 3050,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Length of an answer.")] = 16,
+    document_tokens: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 3050,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens in an answer.")] = 16,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per record.")] = 128,
     model_dir: ModelDirOption = None,
     wheel: WheelOption = None,
@@ -163,14 +166,14 @@ def demo_disaggregated(
     ] = Path(".demo"),
     json: JsonOption = None,
 ) -> None:
-    """Prefill in one engine, decode in another that reads its memory: times, and the same answers.
+    """Prefill in one engine and decode in another, which reads the first one's memory.
 
     Exit code 1 if anything was wrong.
 
     Example: kvferry demo-disaggregated --engine vllm --proxy toy_proxy_server.py
     """
     if proxy is not None and engine != "vllm":
-        raise ConfigError("--proxy stands before vLLM's servers; add --engine vllm")
+        raise ConfigError("--proxy needs vLLM's servers; add --engine vllm")
     _require(_MODEL_EXTRA)
     from kvferry.demo import disaggregated, vllm_servers
 
@@ -197,7 +200,8 @@ def _run_handovers(
     console: Console,
     json: str | None,
 ) -> None:
-    """Start both engines, hand prompts over, print the result; exit code 1 if that is wrong."""
+    """Start both engines, hand prompts over, print the result; exit code 1 if the result has
+    faults."""
     from kvferry.demo import disaggregated
 
     with opening as pair:

@@ -1,4 +1,4 @@
-"""What the guards and the lifecycle check and remember: faults, promises, reports.
+"""What the guards, the lifecycle and the fold check and remember: faults, promises, reports.
 
 A host trusts a scheduler role's promises and a worker's reports, and a wrong one can kill it. A
 promise that the role does not keep becomes a failed load in a `RepairedPlan`. A report that breaks
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class HookFaults:
-    """Counts every fault of one role, and logs its 1st, 10th, 100th, ... occurrence."""
+    """Counts the faults of one role, or of other code that must not fail its host; logs the 1st,
+    10th, 100th, ... of each kind."""
 
     def __init__(self, role: str, observer: Observer) -> None:
         self._role = role
@@ -76,25 +77,26 @@ class Promises:
     def __init__(self, block_size: int | None) -> None:
         self._block_size = block_size
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        # Blocks that the host treats, or will treat, as loaded.
+        # By request, the blocks of promised loads: the host takes them for loaded, or will.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
         self._lost: dict[str, frozenset[int]] = {}  # of those, unknown to the role
         self._hits_blocked: set[str] = set()  # requests of which a load failed
         self._suspect = False  # a plan could not be built: loads of later ones are checked
 
     def has_failed(self, request_id: str) -> bool:
-        """Whether a load of this request failed: a host that computes such a request from its start
-        asks again, and with the same answer repeats this for ever."""
+        """Whether a load of this request failed. It gets no hit again: a host that restarts such a
+        request asks again, and with the same answer would fail the same way for ever."""
         return request_id in self._hits_blocked
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
-        """A lookup answered with a hit. The host may not come back to it."""
+        """A lookup answered with a hit. The host need not take it."""
         self._offered[request_id] = (num_local_tokens, is_async)
 
     def allocate(
         self, request_id: str, block_ids: BlockTable, num_external_tokens: int
     ) -> frozenset[int]:
-        """The host accepts the last offer, or none if the count is 0. Returns its blocks."""
+        """The host takes the last offer, or declines it with a count of 0. Returns the blocks that
+        the load will fill."""
         local, _ = self._offered.pop(request_id, (0, False))
         if num_external_tokens <= 0:
             return frozenset()
@@ -117,7 +119,8 @@ class Promises:
         return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
 
     def lose(self, request_id: str) -> None:
-        """The role may not know of this request's load, if one is due in the next plan."""
+        """The role possibly does not know of this request's load, if one is due in the next
+        plan."""
         if request_id in self._planned:
             self._lost[request_id] = self._planned[request_id]
 
@@ -143,7 +146,8 @@ class Promises:
 
     @property
     def are_kept(self) -> bool:
-        """Whether no plan and no report is needed for what was promised so far."""
+        """Whether nothing that was promised still needs a plan or a report, so that steps may be
+        left out."""
         return not (self._planned or self._lost or self._suspect)
 
     def settle(self, plan: Plan) -> Plan:
@@ -185,7 +189,8 @@ class ReportRules:
         Args:
             output: what `collect` returned.
             finished_request_ids: what `collect` was given.
-            plan: of this step; if a report is malformed, all its blocks are reported as failed.
+            plan: of this step. If the report is malformed, every block that the plan fills is
+                reported as failed.
 
         Raises:
             ContractError: strict, and a rule was broken.
@@ -195,7 +200,9 @@ class ReportRules:
         if not isinstance(output, WorkerOutput) or not _holds_sets(output):
             self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
             # Any load of this step may have failed: none of them is trusted.
-            output = WorkerOutput(invalid_block_ids=self._worker.planned_blocks(plan))
+            known = getattr(output, "invalid_block_ids", ())
+            known = frozenset(known) if isinstance(known, frozenset | set) else frozenset()
+            output = WorkerOutput(invalid_block_ids=known | self._worker.planned_blocks(plan))
         admitted = msgspec.structs.replace(
             output,
             **self._requests(output),
@@ -213,19 +220,16 @@ class ReportRules:
         return dict.fromkeys(_REQUEST_FIELDS, frozenset())
 
     def _blocks(self, reported: frozenset[int], plan: Plan) -> frozenset[int]:
-        try:
-            blocks = frozenset(map(operator.index, reported))
-        except TypeError:
-            blocks = frozenset({-1})
-        if min(blocks, default=0) >= 0:
-            return blocks
+        blocks = {operator.index(each) for each in reported if hasattr(each, "__index__")}
+        sound = frozenset(block for block in blocks if block >= 0)
+        if len(sound) == len(reported):
+            return sound
         self._violation(
             "invalid_block_ids",
             f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
         )
         # Some block failed, and it is not known which: every block of the plan is suspect.
-        sound = {block for block in reported if isinstance(block, int) and block >= 0}
-        return frozenset(sound).union(self._worker.planned_blocks(plan))
+        return sound | self._worker.planned_blocks(plan)
 
     def _violation(self, rule: str, message: str) -> None:
         self._faults.violation(rule, message)
@@ -256,7 +260,7 @@ class OwedReports:
         return frozenset()
 
     def repair(self, plan: RepairedPlan) -> None:
-        """Promises that the role may not know of are reported as failed."""
+        """Promises that the role possibly does not know of are reported as failed."""
         self.invalid |= plan.lost_block_ids
 
     def refuse(self, plan: RepairedPlan) -> None:

@@ -21,16 +21,17 @@ from kvferry.errors import ConfigError
 ATTENTION_NAME = "kvferry_paged"
 
 MAX_MASK_ELEMENTS = 1 << 24
-"""Of a mask (64 MiB). Queries whose mask would be larger are computed in tiles."""
+"""Most elements of a mask: 64 MiB in float32, and twice that of distances while it is made. Larger
+ones are computed in tiles of queries."""
 
 
 class Scores(NamedTuple):
-    """How a layer makes weights of its scores, and which keys it sees."""
+    """How a layer turns scores into weights, and which keys it sees."""
 
     scaling: float | None = None
     """Factor; None for `head_dim ** -0.5`."""
     softcap: float | None = None
-    """Scores stay between this and its negative."""
+    """A tanh keeps scores between this and its negative; None: no cap."""
     sinks: torch.Tensor | None = None
     """`[num_heads]` scores of a key without a value, which every query sees."""
     window: int | None = None
@@ -38,7 +39,7 @@ class Scores(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's fused attention can do it."""
+        """Whether torch's fused attention computes it: no soft cap, no sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -61,7 +62,8 @@ def causal_attention(
             query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=True
         )
     if scores.is_plain and num_queries == 1:
-        # One query sees every key: heads that share a kv head stand in for its query axis.
+        # The caller has cut the keys to the window, so the one query sees all of them: no mask.
+        # The query heads that share a kv head take the place of the query axis.
         grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
         output = scaled_dot_product_attention(grouped, key, value, scale=scores.scaling)
         return output.reshape(*query.shape[:3], -1)
@@ -123,7 +125,8 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """What stands behind the attention calls of one forward."""
+    """Answers the attention calls of one forward: `PagedAttention`, or a probe that records what a
+    model asks for."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention of one layer: `[1, num_tokens, num_heads, value_dim]`."""
@@ -186,7 +189,7 @@ class PagedAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        # `rest` was judged once, when the model was loaded.
+        # `rest` was checked once, at load (`engine.model.Probe`).
         layer_index, query, key, value, scores, _ = call
         name, kv_cache = self._kv_caches[layer_index]
         if self._layerwise is not None:

@@ -3,9 +3,9 @@
 A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
 `kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
 `probe`, `expect`, `awaits`, `note_stored`, `pin_for`, `tier_of` and `tiers` use memory only. All
-others may block on I/O, and run on I/O threads, never on a scheduler's. A call with a deadline
-(`time.monotonic()` seconds) ends at it or shortly after; without one, a medium that can hang sets
-its own.
+others may block on I/O: while an engine serves, they run on I/O threads, never on a scheduler's. A
+call with a deadline (`time.monotonic()` seconds) ends at it or shortly after; without one, a medium
+that can hang sets its own.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Entry(NamedTuple):
     last_used: float
     """Seconds since the epoch, to the accuracy of batched recency."""
     namespace: bytes = b""
-    """Whose value it is, as far as the store knows; see `Store.namespaces`."""
+    """The namespace that it belongs to; empty if the store does not know."""
     pinned_until: float = 0.0
     """Seconds since the epoch; not evicted before. 0: not pinned."""
 
 
 class Removal(NamedTuple):
-    """One value that went."""
+    """One value that was removed, or found to be gone."""
 
     key: ChunkKey
     num_bytes: int
@@ -116,11 +116,12 @@ class Store(ABC):
     """Whole values under content keys: a value never changes, it appears, and it goes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
-    call: `put` is FAILED, `read` None, `contains` and `delete` False, `stat` works, all else finds
-    and does nothing.
+    call: `put` is FAILED, `read` None, `contains` and `delete` False, `stat` works, `gc` and `pin`
+    may raise StoreError, all else finds and does nothing.
 
-    `put` and `touch` update recency. Reads do not, so a full scan leaves the eviction order alone.
-    The least recent value is evicted first.
+    In a directory and in memory, `put` and `touch` update recency and reads do not, so a full scan
+    leaves the eviction order alone; the least recent value is evicted first. Servers evict by their
+    own rules, and there a read may count as a use.
 
     The other methods have defaults, so that no caller asks what a store is able to do.
     """
@@ -188,21 +189,21 @@ class Store(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that these were used, nearest the root of the prefix first; written back in
-        batches."""
+        """Note that these were used. `keys` are in prompt order: the first, the root of the prefix,
+        is evicted last. Written back in batches."""
 
     @abstractmethod
     def stat(self) -> StoreStat:
         """Counts."""
 
     def tiers(self) -> list[TierStatus]:
-        """The stores that this one consists of, nearest first; memory only. None of a single
+        """The stores that this one consists of, nearest first; memory only. Empty for a single
         store."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Stop background work, return unused quota. Idempotent."""
+        """Stop background work. Idempotent."""
 
     # -- an index that lags behind what other processes store -----------------------------------
 
@@ -224,8 +225,8 @@ class Store(ABC):
         """Learn that `key` was stored through another store object of the same URL."""
 
     def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """Keep these from eviction for so long from now, also those that are stored soon: in the
-        background, and beside the pins of commands. Pinned for clients, values take at most a
+        """Keep these from eviction for `seconds` from now, also those that are about to be stored.
+        Done in the background; longer pins by commands stay. What clients pin takes at most a
         quarter of the quota.
 
         Returns:
@@ -240,8 +241,8 @@ class Store(ABC):
     def on_result(  # noqa: B027  # asks nothing of its own accord
         self, heard: Callable[[StoreError | None], None]
     ) -> None:
-        """Call `heard` on an I/O thread whenever the medium answered a `probe` (None), or failed to
-        (the error)."""
+        """Have `heard` called on an I/O thread after each `probe`: with None if the medium
+        answered, else with the error."""
 
     def tier_of(self, key: ChunkKey) -> str:
         """Name of the tier that `key` would be read from: of a single store, its scheme. A
@@ -303,7 +304,7 @@ class Store(ABC):
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         """Remove what was not used for `older_than_seconds`, then the least recently used until the
-        rest has at most `max_bytes`; None: as many as the quota allows.
+        rest has at most `max_bytes`; None: the store's quota.
 
         Raises:
             ConfigError: the store does not know when its values were used.

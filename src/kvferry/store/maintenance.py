@@ -1,5 +1,8 @@
-"""What operators do to a whole store: check every record against its own checksums, without a
-schema known beforehand, and delete what is too much or too old where the store does not evict."""
+"""Walks over whole stores: check every record against its own checksums, without a schema known
+beforehand; delete what is too much or too old where the store does not evict; delete chosen values.
+
+Called by commands, by `RemoteStore.gc` and by SGLang's back end, on threads that may block.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class VerifyReport(NamedTuple):
     bad: tuple[tuple[Entry, MissReason], ...]
     """Every record that is not what it should be."""
     num_unreadable: int
-    """Records that could not be read; neither counted as records nor as bad."""
+    """Records that could not be read; not in `num_records`, nor in `bad`."""
 
 
 def verify(
@@ -51,7 +54,7 @@ def verify(
     what `entries` raises.
 
     Args:
-        discards: False leaves what is wrong, as a read-only store does in any case.
+        discards: False leaves wrong records in place, as a read-only store always does.
     """
     window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
     bad: list[tuple[Entry, MissReason]] = []
@@ -131,7 +134,7 @@ def estimate(
     100 bytes for each value."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
     removed_bytes = sum(sizes[index] for index in surplus)
-    # Of a directory, with its quarantine.
+    # A directory's own count includes its quarantine.
     used_bytes = store.facts().get("used_bytes") or sum(sizes)
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 
@@ -142,7 +145,8 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
 
     Raises:
         ConfigError: there is an `age`, and no value says when it was used.
-        StoreError: the store refused to delete a value, or failed; what went before is gone.
+        StoreError: the store refused to delete a value, or failed; what was deleted before stays
+            deleted.
     """
     entries = list(store.scan())
     surplus, sizes = _surplus(store, entries, max_bytes, age)
@@ -159,10 +163,12 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
 def clear(
     store: Store, found: Iterable[Entry], progress: Callable[[int], None] | None = None
 ) -> GcReport:
-    """Delete the values `found`; `used_bytes` of the report is 0. `progress` gets their number.
+    """Delete the values `found`. `progress` gets the number deleted so far. `used_bytes` of the
+    report is not counted, and 0.
 
     Raises:
-        StoreError: the store refused to delete a value, or failed; what went before is gone.
+        StoreError: the store refused to delete a value, or failed; what was deleted before stays
+            deleted.
     """
     removed_records = removed_bytes = 0
     for entry in found:
@@ -175,14 +181,14 @@ def clear(
 
 
 def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
-    """Delete a value. False if it went by itself. Raises StoreError if the store refused."""
+    """Delete a value. False if it was already gone. Raises StoreError if the store refused."""
     values = store.of(entry.namespace)
     if values.delete(entry.key):
         return True
     if values.read(entry.key, ()) is not None:
         raise StoreError(
-            f"{store.url} does not delete {entry.key.hex()}; check the right to delete "
-            f"({num_before} records were deleted before)"
+            f"{store.url} did not delete {entry.key.hex()}; check your permission to "
+            f"delete ({num_before} records were deleted before it)"
         )
     return False
 
@@ -190,9 +196,10 @@ def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
 def _surplus(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> tuple[list[int], array[int]]:
-    """Which values of `found` do not fit or were not used for long, by their place in it, the most
-    recently used first; and the sizes of all in bytes. An unknown last use is never long ago.
-    Pinned values fit first.
+    """Places in `found` of the values to delete, the most recently used first: those not used for
+    `age`, and of the others those that do not fit into `max_bytes`. And the sizes of all, in bytes.
+    A value of unknown last use is the least recently used, and never too old. Pinned values stay,
+    and fit first.
 
     Raises:
         ConfigError: there is an `age`, and no value says when it was used.
@@ -210,9 +217,9 @@ def _surplus(
     for index in sorted(range(len(used)), key=used.__getitem__, reverse=True):
         if pinned[index]:
             continue
-        seen_bytes += sizes[index]
-        too_much = max_bytes is not None and seen_bytes > max_bytes
-        if too_much or 0.0 < used[index] < unused_since:
+        is_old = 0.0 < used[index] < unused_since
+        seen_bytes += 0 if is_old else sizes[index]
+        if is_old or (max_bytes is not None and seen_bytes > max_bytes):
             surplus.append(index)
     return surplus, sizes
 

@@ -1,4 +1,5 @@
-"""From a store URL to an open store; each scheme's module says the rest (`StoreKind`)."""
+"""Parses store URLs and opens stores. What differs by scheme is in the scheme's module
+(`StoreKind`)."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
             f"{where}: &, ; or = in the prefix; options begin with ?, and what belongs to the "
             "prefix is escaped as %26, %3B or %3D"
         )
-    # Unlike other parts, user and password are in no message, not even where they are no UTF-8.
+    # Never in a message: so bytes that are not UTF-8 are replaced here, and not refused.
     return StoreUrl(
         scheme=scheme,
         path=_unquote(where, raw_path, repr(raw_path)).strip("/"),
@@ -111,7 +112,7 @@ def _unquote(where: str, text: str, what: str) -> str:
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
-        # Decoded somehow, it would name another directory than the one that was meant.
+        # Decoded leniently, it would name a directory other than the one that was meant.
         raise ConfigError(f"{where}: the escapes in {what} are not UTF-8") from None
 
 
@@ -163,8 +164,8 @@ def read_options(url: StoreUrl) -> object:
 
 
 def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
-    """Raises ConfigError for a quota below one record. Before the store is opened: it would evict
-    everything."""
+    """Raises ConfigError for a quota below one record. Call it before the store is opened, which
+    would evict everything to keep such a quota."""
     for url in (urls,) if isinstance(urls, str) else urls:
         max_bytes = getattr(read_options(parse_store_url(url)), "max_bytes", None)
         if max_bytes is not None and max_bytes < record_bytes:
@@ -186,8 +187,9 @@ def open_tiers(
     one; without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
 
     Args:
-        open_one: opens the store of one URL; with `may_create=False` where it was away before. Runs
-            on a thread of the tier.
+        open_one: opens the store of one URL; gets `may_create=False` once its medium has failed to
+            answer. Runs on a thread of the tier; for a single URL without `start_seconds`, on the
+            caller's.
         check: of the values that are copied between tiers; see `TieredStore`.
         start_seconds: goes on without a store that takes longer to open, or whose medium does not
             answer. None: waits for each, and raises for a single store whose medium does not
@@ -215,14 +217,14 @@ def open_tiers(
         store = open_one(urls[0])
         return TieredStore([store], observer, check=check) if kind_of(parsed[0]).hosts else store
 
-    def unopened(url: str, place: StoreUrl) -> Unopened:
+    def unopened(text: str, url: StoreUrl) -> Unopened:
         def opened(may_create: bool) -> Store:
-            return open_one(url) if may_create else open_one(url, may_create=False)
+            return open_one(text) if may_create else open_one(text, may_create=False)
 
-        return Unopened(str(place), opened)
+        return Unopened(str(url), opened)
 
     return TieredStore(
-        [unopened(url, place) for url, place in zip(urls, parsed, strict=True)],
+        [unopened(text, url) for text, url in zip(urls, parsed, strict=True)],
         observer,
         check=check,
         patience=replace(
@@ -298,8 +300,8 @@ def open_one(
     value_bytes: int | None = None,
     may_create: bool = True,
 ) -> Store:
-    """Open the store of one URL, which is no tier then; see `open_store`. Unless it `may_create`, a
-    directory must be a store already."""
+    """Open the store of one URL, without a tier around it; arguments as of `open_store`. With
+    `may_create=False`, a directory must be a store already."""
     parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
     opening = Opening(
         observer=observer if observer is not None else Observer(),

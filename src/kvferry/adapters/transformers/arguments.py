@@ -12,43 +12,31 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
-from kvferry.config import check_cache_options
+from kvferry.config import StoreOptions, check_chunks
 from kvferry.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredKVConfig:
-    """Options of `StoredKV`; each has a default that is right for one machine.
+class StoredKVConfig(StoreOptions):
+    """Options of `StoredKV`, with those of `StoreOptions`; each has a default.
 
     Attributes:
         chunk_tokens: tokens per stored record; records of another value are not read.
-        load_timeout_seconds: after this, `load` returns what has arrived.
         save_timeout_seconds: after this, `save` starts no more records and returns.
         io_threads: threads for reads, and as many for writes.
-        tenant: keeps records apart from those of every other tenant.
         audit: how often a hit is checked against what the model itself computes: "first" for the
             first hit, a number for that part of later hits too, "off" for never. Costs the
             computation of two chunks.
-        weights_version: a name for weights that are not those of the model's directory. The caller
-            guarantees that different weights never share a name.
     """
 
     chunk_tokens: int = 128
-    load_timeout_seconds: float = 5.0
     save_timeout_seconds: float = 60.0
     io_threads: int = 2
-    tenant: str = ""
     audit: Literal["first", "off"] | float = "first"
-    weights_version: str | None = None
 
     def __post_init__(self) -> None:
-        check_cache_options(
-            self.chunk_tokens,
-            self.io_threads,
-            self.audit,
-            load_timeout_seconds=self.load_timeout_seconds,
-            save_timeout_seconds=self.save_timeout_seconds,
-        )
+        StoreOptions.__post_init__(self)
+        check_chunks(self.chunk_tokens, self.audit)
 
 
 class Prompt(NamedTuple):

@@ -6,8 +6,9 @@
             "secondary_tiers": [{"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier",
                 "store": "file:///var/cache/kvferry?max_bytes=200GiB"}]}}'
 
-vLLM copies between the GPU and host memory; this keeps rows of that memory, verified. Importing
-this imports vLLM.
+vLLM copies between the GPU and chunks of host memory. A row is one such chunk, byte for byte: this
+stores rows under vLLM's keys, and verifies them when they come back. Importing this module imports
+vLLM.
 """
 
 # ruff: noqa: ANN401 - configurations and contexts are the host's
@@ -72,8 +73,9 @@ def guarded(answer: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[
 
 
 class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed for mypy
-    """A `SecondaryTierManager` on a store of kvferry. Constructed by vLLM, in the process of its
-    scheduler, whose thread calls everything.
+    """A `SecondaryTierManager` on a store of kvferry. Constructed by vLLM in its scheduler's
+    process. Every method runs on the scheduler's thread; I/O threads of `TierRows` copy to and from
+    the rows.
 
     Attributes:
         counters: what happened since the last `get_stats`.
@@ -173,7 +175,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         )
 
     def _submit(self, job: Any, submit: Callable[[list[bytes], Sequence[int]], None]) -> None:
-        """Every job is reported once, so that its rows are not pinned for ever."""
+        """Submit a job. If that fails, report it as failed: vLLM keeps the rows of a job pinned
+        until it is reported."""
         try:
             submit(list(job.keys), [int(place) for place in job.chunk_ids])
         except Exception:  # the host boundary
@@ -183,16 +186,19 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded(list)
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended = [_result(each) for each in self._rows.finished()]
         refused, self._refused = self._refused, []
-        failed = [JobResult(job_id=job_id, success=False) for job_id in refused]
-        return failed + [_result(each) for each in self._rows.finished()]
+        return ended + [JobResult(job_id=job_id, success=False) for job_id in refused]
 
     @guarded(lambda: None)
     def drain_jobs(self) -> None:
-        """VLLM drains when its cache is reset, as before its weights change: nothing that was
-        stored before is read from then on."""
-        self._rows.drain()
-        self._rows.begin_epoch(secrets.token_bytes(32))
+        """Also begins an epoch: vLLM drains only to reset its cache (sleep, new weights, resume),
+        and does not say which. Nothing stored before is read from then on. What is stored
+        afterwards is in a random namespace, which no other engine and no restart finds."""
+        try:
+            self._rows.drain()
+        finally:
+            self._rows.begin_epoch(secrets.token_bytes(32))
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
@@ -202,7 +208,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     def shutdown(self) -> None:
         self._rows.close(CLOSE_SECONDS)
 
-    # ---- what it tells
+    # ---- events and metrics
 
     @guarded(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -219,7 +225,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        text = "What kvferry counts in a tier, by name."
+        text = "Events in a kvferry tier, by name."
         return {EVENTS: OffloadingCounterMetadata(documentation=text, labelnames=("event",))}
 
     @guarded(lambda: None)

@@ -1,7 +1,7 @@
-"""Sealed slots that others than this engine's ranks read: peers, tiers of other hosts, audits.
+"""Lends sealed slots to readers outside this engine, through `kvferry.transfer.server`.
 
-A slot is *sealed* when rows and head of its record are there, made or verified. One that came whole
-equals its stored record byte for byte, and is lent by key.
+A slot is *sealed* when all of its chunk came from one source and its head is there, too, made by a
+save or verified by a fetch. It then equals the stored record byte for byte, and is lent by key.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class SlotLoan:
 
     Attributes:
         slot: where it is.
-        until: monotonic seconds. Until then, or until `Loans.release`, the bytes stay. Later they
-            may be those of another chunk: a reader verifies what it has read.
+        until: monotonic seconds. The slot is not assigned again before then, or before
+            `Loans.release`. Later, or if the loan was taken just as the slot was evicted, the bytes
+            may be another chunk's: a reader verifies what it has read.
         buffers: the record's bytes, in order; the first begins with its head.
     """
 
@@ -53,7 +54,7 @@ class Loans:
         self._ranks = ranks
         self._clock = clock
         self._lock = threading.Lock()
-        self._slots: dict[ChunkKey, int | None] = {}  # None while the record is made
+        self._slots: dict[ChunkKey, int | None] = {}  # None while a save is making the record
         self._lent: dict[int, list[SlotLoan]] = {}
 
     # -- scheduler thread -----------------------------------------------------------------------
@@ -64,12 +65,13 @@ class Loans:
             self._ranks.learn(region)
 
     def expect(self, key: ChunkKey) -> None:
-        """A save makes the record of a chunk."""
+        """A save has begun to make the record of a chunk: until `offer`, `lend` answers
+        `PENDING`."""
         with self._lock:
             self._slots[key] = None
 
     def offer(self, key: ChunkKey, slot: int) -> None:
-        """The slot of a chunk is sealed and whole."""
+        """The slot of a chunk is sealed: it may be lent from now on."""
         with self._lock:
             self._slots[key] = slot
 
@@ -78,12 +80,13 @@ class Loans:
         return self._slots.get(key) is not None
 
     def withdraw(self, key: ChunkKey) -> None:
-        """The chunk is no longer there, or will not be. Loans of it go on."""
+        """The chunk is evicted, or its save failed: it is not lent any more. Running loans go
+        on."""
         with self._lock:
             self._slots.pop(key, None)
 
     def is_lent(self, slot: int) -> bool:
-        """Whether somebody may read a slot now, so that it must keep what it has."""
+        """Whether a loan of the slot is running, so that it must not be assigned again."""
         if slot not in self._lent:
             return False
         with self._lock:
@@ -95,7 +98,7 @@ class Loans:
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
     ) -> SlotLoan | Literal[Answer.PENDING] | None:
         """The record of a chunk, to be read for at most `seconds`; `PENDING` while a save makes it;
-        None if it is not here as a whole."""
+        None if no sealed slot has it."""
         with self._lock:
             if key not in self._slots:
                 return None
@@ -113,7 +116,7 @@ class Loans:
         return None
 
     def release(self, loan: SlotLoan) -> None:
-        """The reader is done. Nothing happens if its time was over."""
+        """The reader is done. Does nothing if the loan has expired."""
         with self._lock:
             self._end(loan)
 
