@@ -139,6 +139,7 @@ def test_what_was_never_stored(url, asked):
     assert value["reason"] == "never stored"
     assert runs_of(value) == [(0, 14, "hit"), (14, 14, "never stored"), (28, 2, "partial")]
     assert "14 of 30 tokens would hit; the chunk at token 15 is not in" in value["summary"]
+    assert "differs from what was stored within tokens 15-21, or" in value["notes"][0]
 
 
 def remove(url: str, key: ChunkKey, how: str) -> None:
@@ -336,6 +337,43 @@ def test_a_prompt_of_an_engine_is_found_by_its_model(run, model_dir, tmp_path, u
     assert list(value["elsewhere"]["differs"]) == ["weights"]
     assert value["elsewhere"]["hit_tokens"] > 0
     assert "nothing in this store is of this model" in value["summary"]
+
+
+def test_a_hit_that_the_engine_does_not_see_is_told_apart(run, model_dir, tmp_path, url):
+    """By a stranger who knows his model, his prompt and the store, and nothing of namespaces."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the statement was executed, and " * 20)
+    asked = ["--model", model_dir, "--prompt-file", prompt]
+    stored = ["generate", model_dir, "--prompt-file", prompt, "--max-tokens", 2, "--store", url]
+    assert run(*stored, "--dtype", "bfloat16", "--chunk-tokens", 16).code == 0
+    out = " ".join(run("explain", url, *asked).out.split())
+    assert "would hit for an engine that differs from the model directory in config.dtype;" in out
+    assert ", bfloat16, 16 tokens a chunk)" in out
+    assert "config.dtype bfloat16 float32" in out
+    assert run(*stored, "--chunk-tokens", 16).code == 0
+    out = " ".join(run("explain", url, *asked).out.split())
+    assert "would hit; " in out
+    assert ", float32, 16 tokens a chunk)" in out
+    assert "An engine that misses it reads another namespace" in out
+
+
+def test_the_other_form_of_a_prompt_is_tried(run, tmp_path, url):
+    """With the chat template and without."""
+    model_dir = make_tiny_model(tmp_path / "model")
+    save_tiny_tokenizer(model_dir)
+    template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+    (model_dir / "chat_template.jinja").write_text(template)
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the statement was executed, and " * 20)
+    generate = ["generate", model_dir, "--prompt-file", prompt, "--max-tokens", 2]
+    command = ["explain", url, "--model", model_dir, "--prompt-file", prompt]
+    assert run(*generate, "--chunk-tokens", 16, "--store", url, "--raw").code == 0
+    assert "\nWith --raw, " in run(*command).out
+    assert "would hit; the end" in run(*command, "--raw").out
+    assert run(*generate, "--chunk-tokens", 16, "--store", url + "2").code == 0
+    command[1] = url + "2"
+    assert "\nWithout --raw, in the chat template, " in run(*command, "--raw").out
+    assert "--raw" not in run(*command).out
 
 
 def test_a_model_and_an_empty_store(run, model_dir, url, tokens_file):

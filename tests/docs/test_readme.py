@@ -66,7 +66,7 @@ def place(tmp_path_factory) -> Path:
         make_tiny_model(model_dir, max_position_embeddings=16384)
         save_tiny_tokenizer(model_dir)
     (place / "docs").mkdir()
-    (place / "docs/vllm.md").write_text("The clause was executed. " * 40)
+    (place / "docs/transformers.md").write_text("The clause was executed. " * 40)
     return place
 
 

@@ -18,6 +18,7 @@ from kvferry.cli.output import (
     emit,
     format_age,
     make_table,
+    plain,
 )
 from kvferry.cli.prompts import check_digits, model_identity, read_tokens
 from kvferry.errors import ConfigError, StoreError
@@ -42,7 +43,7 @@ def explain(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[URL]...", help="Store, or its tiers, nearest first; none with --journal."
+            metavar="URL", help="Store, or its tiers, nearest first; none with --journal."
         ),
     ] = None,
     model: Annotated[
@@ -88,13 +89,15 @@ def explain(
     from kvferry.types import ExtraKeys
 
     extra = ExtraKeys(cache_salt=salt, lora=lora)
-    if namespace is not None:
-        digits = namespace.lower()
-        answer = _ask_tiers(tiers, lambda store: _ask_namespace(store, digits, token_ids, extra))
-    else:
-        identity = model_identity(Path(str(model)))
-        answer = _ask_tiers(tiers, lambda store: _ask_model(store, identity, token_ids, extra))
-    _show(answer, extra, json)
+    ask = _question(tiers, model, namespace, extra)
+    answer = ask(token_ids)
+    notes = _notes(answer, extra, by_model=namespace is None)
+    if prompt_file is not None and not answer.reason.is_explained:
+        other = ask(read_tokens(model, prompt_file, None, raw=not raw))
+        if other.hit_tokens > answer.hit_tokens:
+            form = "Without --raw, in the chat template," if raw else "With --raw,"
+            notes.append(f"{form} {_hits(other)}.")
+    _show(answer, notes, json)
 
 
 def _checked(urls: list[str], model: Path | None, namespace: str | None) -> list[str]:
@@ -110,6 +113,21 @@ def _checked(urls: list[str], model: Path | None, namespace: str | None) -> list
 
 
 # -- the store ------------------------------------------------------------------------------------
+
+
+def _question(
+    tiers: list[str], model: Path | None, namespace: str | None, extra: ExtraKeys
+) -> Callable[[Sequence[int]], PromptAnswer]:
+    """What answers for the token ids of a prompt."""
+    if namespace is not None:
+        digits = namespace.lower()
+        return lambda token_ids: _ask_tiers(
+            tiers, lambda store: _ask_namespace(store, digits, token_ids, extra)
+        )
+    identity = model_identity(Path(str(model)))
+    return lambda token_ids: _ask_tiers(
+        tiers, lambda store: _ask_model(store, identity, token_ids, extra)
+    )
 
 
 def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
@@ -210,12 +228,37 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def _show(answer: PromptAnswer, extra: ExtraKeys, json: str | None) -> None:
+def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[str]:
+    """Where to look further."""
+    from kvferry.explain import Why
+
+    notes = []
+    if not answer.reason.is_explained:
+        miss = answer.found[0].first_miss if answer.found else None
+        if miss is not None and answer.hit_tokens:
+            last = answer.hit_tokens + answer.found[0].chunk_tokens
+            notes.append(
+                f"The prompt differs from what was stored within tokens {answer.hit_tokens + 1:,}-"
+                f"{last:,}, or nothing longer was stored."
+            )
+        if extra.cache_salt is None and extra.lora is None:
+            notes.append(
+                "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
+            )
+    elif by_model and answer.reason is Why.PARTIAL:
+        notes.append(
+            "An engine that misses it reads another namespace, as with another dtype, chunk size "
+            "or tenant: ask for the one in its log by --namespace. Or it decided so: see --journal."
+        )
+    return notes
+
+
+def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
     summary = _summary(answer)
     shown: list[RenderableType] = [summary]
     if answer.found:
         best = answer.found[0]
-        model = f"{best.namespace.title}, {best.chunk_tokens} tokens a chunk"
+        model = f"{_runs_as(best.namespace)}, {best.chunk_tokens} tokens a chunk"
         rows = [_row(run) for run in best.runs[:_MAX_RUNS]]
         columns = {"tokens": "tokens", "what": "why", "more": "more"}
         title = f"namespace {best.namespace.digest.hex()[:16]} ({model})"
@@ -229,16 +272,22 @@ def _show(answer: PromptAnswer, extra: ExtraKeys, json: str | None) -> None:
         other = answer.elsewhere
         about = f"{other.namespace.digest.hex()[:16]} ({other.namespace.title})"
         shown += _difference_table(f"nearest: namespace {about} differs in", other.differs)
-    if not answer.reason.is_explained and extra.cache_salt is None and extra.lora is None:
-        shown.append("A request with a salt or a LoRA adapter has other keys: see --salt, --lora.")
-    emit(_as_json(answer, summary), json, *shown)
+    emit({**_as_json(answer, summary), "notes": list(notes)}, json, *shown, *map(plain, notes))
+
+
+def _runs_as(namespace: Namespace) -> str:
+    """The model, and what commonly parts the namespaces of one."""
+    config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
+    dtype = config.get("dtype") if isinstance(config, Mapping) else None
+    of_tenant = f"tenant {_cut(tenant)}" if tenant else None
+    return ", ".join(filter(None, (namespace.title, dtype and _cut(dtype), of_tenant)))
 
 
 def _summary(answer: PromptAnswer) -> str:
     from kvferry.explain import MEANINGS, Why
 
     hit, total = answer.hit_tokens, answer.num_tokens
-    text = f"{hit:,} of {total:,} tokens would hit"
+    text = _hits(answer)
     if not answer.found:
         text += "; nothing in this store is of this model"
     else:
@@ -263,9 +312,21 @@ def _summary(answer: PromptAnswer) -> str:
     if answer.without_extra > hit:
         text += f"; {answer.without_extra:,} are stored without this salt and LoRA"
     if answer.elsewhere is not None and answer.elsewhere.hit_tokens > hit:
-        names = ", ".join(_cut(name) for name in list(answer.elsewhere.differs)[:3])
+        names = _names(answer.elsewhere.differs)
         text += f"; {answer.elsewhere.hit_tokens:,} are stored under another namespace ({names})"
     return text
+
+
+def _hits(answer: PromptAnswer) -> str:
+    text = f"{answer.hit_tokens:,} of {answer.num_tokens:,} tokens would hit"
+    differs = answer.found[0].differs if answer.found and answer.hit_tokens else {}
+    if differs:  # an engine that runs the directory as it is written reads none of it
+        text += f" for an engine that differs from the model directory in {_names(differs)}"
+    return text
+
+
+def _names(differs: Differences) -> str:
+    return ", ".join(_cut(name) for name in list(differs)[:3])
 
 
 def _row(run: Run) -> JsonRow:
@@ -286,7 +347,7 @@ def _also(found: Sequence[Explanation]) -> RenderableType:
             "namespace": each.namespace.digest.hex(),
             "chunk_tokens": each.chunk_tokens,
             "hit_tokens": each.hit_tokens,
-            "differs": ", ".join(_cut(name) for name in list(each.differs)[:3]),
+            "differs": _names(each.differs),
         }
         for each in found[:_MAX_DIFFERENCES]
     ]
