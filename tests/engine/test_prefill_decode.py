@@ -4,6 +4,7 @@ what one prefills, another decodes as a single engine does."""
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -109,7 +110,6 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
         *engines[0].ask(prompts[:2], ASKED),
         *engines[1].ask(prompts[2:], ASKED),
     ]
-    assert [each.params["remote_port"] for each in prefilled] == [ports[0]] * 2 + [ports[1]] * 2
     for decoder, shape in zip(engines[2:], DECODES, strict=True):
         answers = decode(decoder, prompts, prefilled)
         assert [each.num_external for each in answers] == [shape.hit] * 4
@@ -118,6 +118,19 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
         counts = Counter(decoder.call("counts"))
         assert counts["hit_tokens/peer"] == 4 * shape.hit
         assert (counts["remote_prefills"], counts["remote_prefills_computed"]) == (4, 0)
+        lines = [line for line in decoder.call("log") if "prefilled by another" in line]
+        assert sorted(told(line, shape) for line in lines) == sorted(ports[:2] * 2)
+
+
+def told(line, shape):
+    """The port that the line of a request names, which says what came from where at what rate."""
+    found = re.fullmatch(
+        rf"request \S+, prefilled by another engine at {LOCALHOST}:(\d+): of 230 tokens "
+        rf"{shape.hit} from peer at \d+\.\d{{3}} GB/s, {230 - shape.hit} computed \(partial\)",
+        line,
+    )
+    assert found, line
+    return int(found[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
