@@ -103,8 +103,8 @@ def test_two_prefillers_and_two_decoders_behind_the_toy_proxy(
     prompts = [make_prompt(length) for length in LENGTHS]
     prompts += [prompts[1], prompts[1] + make_prompt(100)]
     with first.engine(model) as engine:
-        own = engine.generate(prompts).answers
-        alone = engine.generate([prompts[2]]).answers
+        own = engine.generate(prompts, logprobs=5).answers
+        alone = engine.generate([prompts[2]], logprobs=5).answers
     ports = free_ports(2)
     peers = [f"{LOCALHOST}:{port}" for port in ports]
     options = {"chunk_tokens": CHUNK_TOKENS, "load_timeout_seconds": 60}

@@ -29,6 +29,11 @@ class Place(NamedTuple):
     address: str
     pid: int | None
 
+    @property
+    def prefix(self) -> list[str]:
+        """Of a command that shall run there."""
+        return [] if self.pid is None else _inside(self.pid)
+
 
 class NoNamespacesError(Exception):
     """Why there are none."""
