@@ -9,9 +9,9 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,22 +36,18 @@ class Answer(NamedTuple):
     logits: Any
     logprobs: tuple[dict[int, float], ...]
     num_external: int
-    num_cached: int
     params: dict[str, Any] | None
 
 
-@dataclass
 class Log(logging.Handler):
     """Keeps messages."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-
-    __hash__ = logging.Handler.__hash__
 
 
 class EngineProcess:
@@ -114,7 +110,7 @@ class EngineProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with suppress(ProcessLookupError):
+        if self.process.is_alive():
             self.signal(signal.SIGCONT)
         self._ours.close()
         self.process.join(ANSWER_SECONDS)
@@ -160,7 +156,6 @@ class _Engine:
                 done.first_logits,
                 tuple(each.top for each in done.logprobs),
                 done.num_external_tokens,
-                done.num_cached_tokens,
                 done.params,
             )
             for done in self.llm.generate(prompts, wanted)
@@ -193,15 +188,17 @@ class _Engine:
     def counts(self) -> dict[str, float]:
         return self.counters.snapshot()
 
-    def forget(self) -> None:
-        """The blocks of the engine's own prefix cache."""
-        self.llm.reset_prefix_cache()
-
     def settled(self, seconds: float) -> tuple[int, int, int]:
-        """Blocks that are in use, slots that are pinned, and loans, when nothing is under way."""
+        """Blocks that are in use, slots that are pinned, and loans, as soon as there are none."""
+        until = time.monotonic() + seconds
         assert self.llm.drain(seconds), "work is left"
         pool, host = self.llm.scheduler.pool, self.llm._roles.scheduler._role.pool
-        return pool.num_usable - pool.num_free, host.num_taken, len(host.loans._lent)
+        while True:
+            blocks = pool.num_usable - pool.num_free
+            taken = (blocks, host.num_taken, len(host.loans._lent))
+            if not any(taken) or time.monotonic() > until:
+                return taken
+            self.llm.step()
 
     def log(self) -> list[str]:
         return self._log.messages

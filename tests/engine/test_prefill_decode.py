@@ -52,25 +52,20 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def start(key_file):
-    """Factory of engines at a port each, that read from all `ports`."""
+    """Factory of engines that are served at `here`, and read from all `others`."""
     with ExitStack() as running:
 
-        def make(path, port, ports, *, host=LOCALHOST, namespace=None, dtype="float32", **config):
-            url = "peer://" + ",".join(
-                each if isinstance(each, str) else f"{LOCALHOST}:{each}" for each in ports
-            )
-            return running.enter_context(
-                EngineProcess(
-                    path,
-                    namespace=namespace,
-                    store=f"{url}?key_file={key_file}",
-                    connector_options={**OPTIONS, "serve": f"{host}:{port}?key_file={key_file}"},
-                    dtype=dtype,
-                    **config,
-                )
-            )
+        def make(path, here, others, **config):
+            key = f"key_file={key_file}"
+            config = {"dtype": "float32", "store": f"peer://{','.join(others)}?{key}", **config}
+            options = {**OPTIONS, "serve": f"{here}?{key}"}
+            return running.enter_context(EngineProcess(path, connector_options=options, **config))
 
         yield make
+
+
+def local_addresses(count):
+    return [f"{LOCALHOST}:{port}" for port in free_ports(count)]
 
 
 def single(path, prompts, dtype="float32", **config):
@@ -100,10 +95,10 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
     """kv heads: split evenly, in two windows, likewise with sinks, one latent. All four engines
     list the three others."""
     path, prompts = model_dir(arch), [prompt(NUM_TOKENS, seed=seed) for seed in range(4)]
-    ports = free_ports(4)
+    places = local_addresses(4)
     engines = [
-        start(path, port, [each for each in ports if each != port], **shape._asdict())
-        for port, shape in zip(ports, PREFILLS + DECODES, strict=True)
+        start(path, here, [each for each in places if each != here], **shape._asdict())
+        for here, shape in zip(places, PREFILLS + DECODES, strict=True)
     ]
     cold, local = single(path, prompts)
     prefilled = [
@@ -119,34 +114,35 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
         assert counts["hit_tokens/peer"] == 4 * shape.hit
         assert (counts["remote_prefills"], counts["remote_prefills_computed"]) == (4, 0)
         lines = [line for line in decoder.call("log") if "prefilled by another" in line]
-        assert sorted(told(line, shape) for line in lines) == sorted(ports[:2] * 2)
+        assert sorted(told(line, shape) for line in lines) == sorted(places[:2] * 2)
 
 
 def told(line, shape):
-    """The port that the line of a request names, which says what came from where at what rate."""
+    """The address in the line of a request, which says what came from where at what rate."""
     found = re.fullmatch(
-        rf"request \S+, prefilled by another engine at {LOCALHOST}:(\d+): of 230 tokens "
+        r"request \S+, prefilled by another engine at (\S+): of 230 tokens "
         rf"{shape.hit} from peer at \d+\.\d{{3}} GB/s, {230 - shape.hit} computed \(partial\)",
         line,
     )
     assert found, line
-    return int(found[1])
+    return found[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_bfloat16_a_handover_is_as_near_as_a_local_hit(model_dir, start, ranks):
     """From one rank to the bit. Two ranks round other sums, in a single engine, too."""
     path, prompts = model_dir(), [prompt(NUM_TOKENS, seed=seed) for seed in range(3)]
-    ports, shape = free_ports(2), {"block_size": 32, "kv_layout": "NHD"}
-    prefiller = start(path, ports[0], ports[1:], dtype="bfloat16", tensor_parallel_size=ranks)
-    decoder = start(path, ports[1], ports[:1], dtype="bfloat16", **shape)
+    one, other = local_addresses(2)
+    shape = {"block_size": 32, "kv_layout": "NHD"}
+    prefiller = start(path, one, [other], dtype="bfloat16", tensor_parallel_size=ranks)
+    decoder = start(path, other, [one], dtype="bfloat16", **shape)
     _, local = single(path, prompts, dtype="bfloat16", **shape)
     _, of_ranks = single(path, prompts, dtype="bfloat16", tensor_parallel_size=ranks)
     answers = decode(decoder, prompts, prefiller.ask(prompts, ASKED))
     assert [each.num_external for each in answers] == [224] * 3
     rounding = max(
-        np.abs(one.first_logits - other.first_logits).max()
-        for one, other in zip(local, of_ranks, strict=True)
+        np.abs(ours.first_logits - theirs.first_logits).max()
+        for ours, theirs in zip(local, of_ranks, strict=True)
     )
     for answer, hit in zip(answers, local, strict=True):
         assert np.abs(answer.logits - hit.first_logits).max() <= 2 * rounding
@@ -160,22 +156,13 @@ def test_across_two_networks(model_dir, start, key_file, tmp_path):
     prompts = [prompt(NUM_TOKENS, seed=seed) for seed in range(3)]
     (other_key := tmp_path / "other.key").write_bytes(b"o" * 32)
     other_key.chmod(0o600)
-    ports = free_ports(2)
     with two_places() as places:
-        far = [f"{place.address}:{port}" for place, port in zip(places, ports, strict=True)]
-        prefiller, decoder = (
-            start(
-                path,
-                port,
-                [other],
-                host=place.address,
-                namespace=place.pid,
-                **shape._asdict(),
-            )
-            for port, other, place, shape in zip(
-                ports, reversed(far), places, (PREFILLS[0], DECODES[0]), strict=True
-            )
+        # Other ports, too, for where both are on loopback.
+        near, far = (
+            f"{place.address}:{port}" for place, port in zip(places, free_ports(2), strict=True)
         )
+        prefiller = start(path, near, [far], namespace=places[0].pid, **PREFILLS[0]._asdict())
+        decoder = start(path, far, [near], namespace=places[1].pid, **DECODES[0]._asdict())
         cold, _ = single(path, prompts)
         prefilled = prefiller.ask(prompts[:2], ASKED)
         assert [each.params["remote_host"] for each in prefilled] == [places[0].address] * 2
@@ -188,7 +175,7 @@ def test_across_two_networks(model_dir, start, key_file, tmp_path):
         with EngineProcess(
             path,
             namespace=places[1].pid,
-            store=f"peer://{far[0]}?key_file={other_key}",
+            store=f"peer://{near}?key_file={other_key}",
             connector_options={**OPTIONS, "load_timeout_seconds": 0.5},
         ) as stranger:
             (answer,) = decode(stranger, prompts[:1], prefilled[:1])

@@ -5,6 +5,7 @@ Any user may make them where the kernel lets users have namespaces; nothing outs
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import warnings
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _SECONDS = 20.0
+_ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+"""Some tools are where only administrators look."""
+
 _HOLD = ("sh", "-c", "ip link set lo up && echo up && exec cat")
 """Until its standard input ends, as it does with the tests."""
 
@@ -40,7 +44,9 @@ class NoNamespacesError(Exception):
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=_ENVIRONMENT
+    )
     if done.returncode:
         raise NoNamespacesError(f"{' '.join(command)}: {done.stderr.strip()}")
 
@@ -58,6 +64,7 @@ def _hold(stack: ExitStack, command: Sequence[str]) -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=_ENVIRONMENT,
         )
     )
     stack.callback(holder.kill)
@@ -75,7 +82,7 @@ def two_places() -> Iterator[tuple[Place, Place]]:
     with ExitStack() as stack:
         try:
             for tool in ("unshare", "nsenter", "ip"):
-                if shutil.which(tool) is None:
+                if shutil.which(tool, path=_ENVIRONMENT["PATH"]) is None:
                     raise NoNamespacesError(f"no {tool!r} is installed")
             near = _hold(stack, ["unshare", "--user", "--map-root-user", "--net"])
             far = _hold(stack, [*_inside(near), "unshare", "--net"])
