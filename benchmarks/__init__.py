@@ -23,6 +23,7 @@ BENCHMARKS: Mapping[str, str] = {
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
+    "serving": "prefill while another process reads what was computed, beside nobody reading",
     "step": "time inside our hooks on a decode step without hits",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }

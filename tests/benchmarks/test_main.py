@@ -49,6 +49,10 @@ ROWS = {
             "verified_all_threads_gb_per_s", "memcpy_gb_per_s",
         },
     ),
+    "serving": (
+        ["not read", "read once", "read without a pause"],
+        {"case", "tokens_per_s", "ratio", "read_gb_per_s"},
+    ),
     "step": ([32], {"layers", "us_per_step"}),
 }  # fmt: skip
 """The first value of each row, and all names. A machine may add rows, of its tmpfs and its GPU."""

@@ -106,10 +106,12 @@ class Process:
     Attributes:
         log: receives the engine's log.
         env: beyond the environment of the tests.
+        prefix: of the command, to run it elsewhere.
     """
 
     log: Path
     env: dict[str, str] = field(default_factory=dict)
+    prefix: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Process:
         self.usable = True
@@ -126,7 +128,7 @@ class Process:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", str(DRIVER), str(write_fd)],
+                [*self.prefix, sys.executable, "-u", str(DRIVER), str(write_fd)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -3,8 +3,11 @@ the parameters are those of vLLM's toy_proxy_server.py."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import (
@@ -17,6 +20,7 @@ from tests.real_vllm.harness import (
     records,
     wait_for_records,
 )
+from tests.servers.namespaces import two_places
 from tests.servers.process import LOCALHOST, free_ports
 
 TOY_PROXY = {
@@ -131,3 +135,45 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
             assert answers.counted("hook_failed", "contract_violation") == 0
     log = second.log.read_text(errors="replace")
     assert f"another engine at {LOCALHOST}:{here}: of 777 tokens 768 from peer" in log
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("default:no network namespaces")
+def test_across_two_networks(
+    tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle
+) -> None:
+    """Each engine in a network of its own, with a cable between them, there and back."""
+    prompts, back = [make_prompt(n) for n in (300, 777)], make_prompt(400)
+    own, [own_back] = oracle(prompts), oracle([back])
+    (key_file := tmp_path / "peers.key").write_bytes(b"k" * 32)
+    key_file.chmod(0o600)
+    ports = free_ports(2)
+    with ExitStack() as stack:
+        places = stack.enter_context(two_places())
+        near, far = (
+            stack.enter_context(
+                Process(tmp_path / f"{name}.log", {"VLLM_HOST_IP": place.address}, place.prefix)
+            )
+            for name, place in zip(("near", "far"), places, strict=True)
+        )
+        engines = []
+        for number, process in enumerate((near, far)):
+            here, there = places[number], places[1 - number]
+            serve = f"{here.address}:{ports[number]}?key_file={key_file}"
+            store = f"peer://{there.address}:{ports[1 - number]}?key_file={key_file}"
+            connector = kvferry(store, serve=serve, load_timeout_seconds=30)
+            engine = process.engine(models["plain"], connector, block_size=(128, 32)[number])
+            engines.append(stack.enter_context(engine))
+        prefiller, decoder = engines
+        given = prefill(prefiller, prompts)
+        assert {params["remote_host"] for params in given} == {places[0].address}
+        warm = decoder.generate([ask(*pair) for pair in zip(prompts, given, strict=True)])
+        assert_same(own, warm)
+        assert warm.external == 256 + 768
+        assert warm.counted("remote_prefills_computed") == 0
+        [returned] = prefill(decoder, [back])
+        said = prefiller.generate([ask(back, returned)])
+        assert_same([own_back], said)
+        assert said.external == 384
+    log = (tmp_path / "far.log").read_text(errors="replace")
+    assert f"another engine at {places[0].address}:{ports[0]}: of 777 tokens 768 from peer" in log

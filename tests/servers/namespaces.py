@@ -1,0 +1,99 @@
+"""Two network namespaces with a cable between them, for processes of tests to run in.
+
+Any user may make them where the kernel lets users have namespaces; nothing outside changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_SECONDS = 20.0
+_ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+"""Some tools are where only administrators look."""
+
+_HOLD = ("sh", "-c", "ip link set lo up && echo up && exec cat")
+"""Until its standard input ends, as it does with the tests."""
+
+
+class Place(NamedTuple):
+    """Where one side of a connection is.
+
+    Attributes:
+        address: at which the other side reaches it.
+        pid: of a process in its namespaces; None: they are those of the tests.
+    """
+
+    address: str
+    pid: int | None
+
+    @property
+    def prefix(self) -> list[str]:
+        """Of a command that shall run there."""
+        return [] if self.pid is None else _inside(self.pid)
+
+
+class NoNamespacesError(Exception):
+    """Why there are none."""
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=_ENVIRONMENT
+    )
+    if done.returncode:
+        raise NoNamespacesError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _inside(pid: int) -> list[str]:
+    return ["nsenter", "--target", f"{pid}", "--user", "--net", "--preserve-credentials"]
+
+
+def _hold(stack: ExitStack, command: Sequence[str]) -> int:
+    """The id of a process in new namespaces, which lives as long as `stack`."""
+    holder = stack.enter_context(
+        subprocess.Popen(
+            [*command, *_HOLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_ENVIRONMENT,
+        )
+    )
+    stack.callback(holder.kill)
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "up\n":
+        assert holder.stderr is not None
+        raise NoNamespacesError(f"{' '.join(command)}: {holder.stderr.read().strip()}")
+    return holder.pid
+
+
+@contextmanager
+def two_places() -> Iterator[tuple[Place, Place]]:
+    """Two namespaces joined by a cable. Where the kernel or a missing tool forbids them, two
+    addresses of loopback, and the reason as a warning."""
+    with ExitStack() as stack:
+        try:
+            for tool in ("unshare", "nsenter", "ip"):
+                if shutil.which(tool, path=_ENVIRONMENT["PATH"]) is None:
+                    raise NoNamespacesError(f"no {tool!r} is installed")
+            near = _hold(stack, ["unshare", "--user", "--map-root-user", "--net"])
+            far = _hold(stack, [*_inside(near), "unshare", "--net"])
+            cable = f"ip link add near type veth peer name far netns {far}"
+            _run([*_inside(near), *cable.split()])
+            for pid, name, address in zip((near, far), ("near", "far"), _ADDRESSES, strict=True):
+                _run([*_inside(pid), *f"ip address add {address}/24 dev {name}".split()])
+                _run([*_inside(pid), *f"ip link set {name} up".split()])
+        except NoNamespacesError as error:
+            reason = f"no network namespaces here, so both sides are on loopback: {error}"
+            warnings.warn(reason, stacklevel=3)
+            yield Place("127.0.0.1", None), Place("127.0.0.2", None)
+        else:
+            yield Place(_ADDRESSES[0], near), Place(_ADDRESSES[1], far)
