@@ -49,7 +49,8 @@ class SharedStorageConfig:
         weights_version: name of the weights, for engines whose weights change in place.
         record: file to which a line for each request is appended, with its keys and its answer.
         serve: where other engines read what host memory holds, as `host:port` or
-            `host:port?key_file=/path&advertise=host:port`; see docs/disaggregation.md, "Peers".
+            `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
+            docs/disaggregation.md, "Peers".
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
