@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -108,12 +109,14 @@ class Relay:
         fault: for the connections that begin: after how many bytes, both ways together, it is
             "cut", becomes "silent", has a bit "flipped", or is "held" until `resume`; None: not.
         reached: connections that had their fault.
+        watch: gets all that passes.
     """
 
     def __init__(self, port: int) -> None:
         self.fault: tuple[int, str] | None = None
         self.reached = 0
         self.resume = threading.Event()
+        self.watch: Callable[[bytes], None] = lambda _: None
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -149,6 +152,7 @@ class Relay:
                     if not content:
                         return
                     passed += len(content)
+                    self.watch(content)
                     if fault and passed == fault[0]:
                         self.reached += 1
                         if fault[1] == "cut":

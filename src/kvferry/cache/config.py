@@ -45,7 +45,8 @@ class SharedStorageConfig(StoreOptions):
             computation of two chunks on average; see docs/identity.md.
         record: file to which a line for each request is appended, with its keys and its answer.
         serve: where other engines read what host memory holds, as `host:port` or
-            `host:port?key_file=/path&advertise=host:port`; see docs/disaggregation.md, "Peers".
+            `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
+            docs/disaggregation.md, "Peers".
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password

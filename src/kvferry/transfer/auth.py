@@ -2,7 +2,7 @@
 
 Both sides prove that they have the key, over nonces of both and the incarnation of the server, so
 that nothing that was said before proves anything. What follows on the connection is not protected:
-on a network that others can write to, run peers inside TLS or a VPN.
+on a network that others can write to, give peers certificates (`tls`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from kvferry.transfer.messages import (
     part_lengths,
 )
 from kvferry.transfer.stream import Stream
+from kvferry.transfer.tls import TlsStream
 from kvferry.types import ChunkKey
 
 CONNECT_SECONDS = 2.0
@@ -58,17 +60,26 @@ class PeerClient:
         host: name or address.
         namespace: of the records; a peer that has those of another one refuses.
         key: that the peer has, too.
+        tls: what TLS is spoken with, of `open_tls`; None: connections are in clear.
 
     Attributes:
         incarnation: of the server that answered last; empty before.
     """
 
-    def __init__(self, host: str, port: int, namespace: bytes, key: SharedKey) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        namespace: bytes,
+        key: SharedKey,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.host = host
         self.port = port
         self.incarnation = b""
         self._namespace = namespace
         self._key = key
+        self._tls = tls
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
@@ -192,7 +203,7 @@ class PeerClient:
             except OSError as error:
                 fault = error
                 continue
-            connection = _Connection(Stream(stream), limit)
+            connection = _Connection(self._wrap(stream), limit)
             with self._lock:
                 self._busy.add(connection)
                 is_closed = self._closed
@@ -206,6 +217,13 @@ class PeerClient:
             self.incarnation = connection.incarnation
             return connection
         raise fault
+
+    def _wrap(self, stream: socket.socket) -> Stream:
+        try:
+            return Stream(stream) if self._tls is None else TlsStream(stream, self._tls, self.host)
+        except BaseException:
+            stream.close()
+            raise
 
     def __str__(self) -> str:
         return join_host(self.host, self.port)
@@ -226,6 +244,7 @@ class _Connection:
 
     def greet(self, namespace: bytes, key: SharedKey) -> None:
         """Prove that we have the key, and have the peer prove it."""
+        self.stream.begin(self.deadline)
         nonce = secrets.token_bytes(32)
         challenge = self._greeting(Challenge)
         if challenge.version != VERSION:

@@ -11,6 +11,7 @@ import re
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from kvferry.transfer.messages import (
     part_lengths,
 )
 from kvferry.transfer.stream import Stream
+from kvferry.transfer.tls import TlsStream, open_tls
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -68,24 +70,29 @@ class Listen:
             network address translation; it is what `PeerServer.address` says.
         key_file: of the key that all peers share. None, which only loopback may have: that of this
             user's processes on this machine.
+        cert_file, cert_key_file, ca_file: for TLS; see `open_tls`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
     key_file: str | None = None
+    cert_file: str | None = None
+    cert_key_file: str | None = None
+    ca_file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Listen:
-        """Read `host:port`, with `key_file` and `advertise` behind a `?`. Raises ConfigError."""
+        """Read `host:port`, with the other attributes behind a `?`. Raises ConfigError."""
         place, _, query = text.partition("?")
         found = _HOST_AND_PORT.fullmatch(place)
         host = found and (found[1] or found[2])
         if not found or not host or found[3] is None:
             raise ConfigError(f"serve {place!r} is not host:port; port 0 takes a free one")
         options = dict(option.partition("=")[::2] for option in query.split("&") if option)
-        for name in options.keys() - {"key_file", "advertise"}:
-            raise ConfigError(f"serve: {unknown('option', name, ('key_file', 'advertise'))}")
+        known = [name for name in cls.__slots__ if name not in ("host", "port")]
+        for name in options.keys() - set(known):
+            raise ConfigError(f"serve: {unknown('option', name, known)}")
         return cls(host=host, port=int(found[3]), **options)
 
     def __post_init__(self) -> None:
@@ -110,6 +117,18 @@ class Listen:
                 "key is given; name a key_file, or listen on 127.0.0.1"
             )
         return user_key()
+
+    def open_tls(self) -> ssl.SSLContext | None:
+        """Raises ConfigError; see `kvferry.transfer.tls.open_tls`."""
+        try:
+            return open_tls(
+                "server",
+                cert_file=self.cert_file,
+                cert_key_file=self.cert_key_file,
+                ca_file=self.ca_file,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"serve: {error}") from None
 
 
 class PeerServer:
@@ -144,6 +163,7 @@ class PeerServer:
         self.incarnation = secrets.token_bytes(16)
         bounds = bounds if bounds is not None else Bounds()
         key = listen.open_key()
+        self._tls = listen.open_tls()
         self._desk = _Desk(lender, namespace, key, self.incarnation, bounds)
         self._bounds = bounds
         self._observer = observer if observer is not None else Observer()
@@ -178,7 +198,8 @@ class PeerServer:
             time.sleep(0.01)
             return
         try:
-            client = _Client(Stream(accepted))
+            tls = self._tls
+            client = _Client(Stream(accepted) if tls is None else TlsStream(accepted, tls))
         except OSError:  # it went away again
             accepted.close()
             return
@@ -316,6 +337,7 @@ class _Desk:
         """Have both sides prove that they know the key. Raises TransferError."""
         stream = client.stream
         deadline = time.monotonic() + self._bounds.handshake_seconds
+        stream.begin(deadline)
         nonce = secrets.token_bytes(32)
         stream.send(Challenge(VERSION, self._incarnation, nonce), deadline)
         hello = stream.receive(GREETINGS, MAX_GREETING_BYTES, deadline)

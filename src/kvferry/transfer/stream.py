@@ -50,6 +50,9 @@ class Stream:
         self._frame = memoryview(bytearray(_HEAD_BYTES + MAX_FRAME_BYTES))
         self._ahead = self._frame[:0]  # what was read, and belongs to what comes next
 
+    def begin(self, deadline: float) -> None:
+        """What both sides do before the first frame: here nothing."""
+
     def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
         """Send a frame, and bytes behind it."""
         views = [memoryview(encode(message)), *buffers]
@@ -87,7 +90,8 @@ class Stream:
     def end(self) -> None:
         """Wake the thread that uses the connection, which fails, and closes it. Any thread."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not that of TLS, which would let the other thread go on in clear.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """By the thread that uses it: else another thread could read what belongs to another file

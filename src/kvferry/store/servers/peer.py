@@ -30,6 +30,7 @@ from kvferry.store.tiers.tiered import TieredStore
 from kvferry.transfer.auth import read_key, user_key
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import CALL_SECONDS, PeerClient
+from kvferry.transfer.tls import open_tls
 from kvferry.types import ChunkKey
 
 MAX_WRONG = 3
@@ -48,12 +49,24 @@ class PeerOptions:
     Attributes:
         key_file: of the key that all peers share. Peers on this machine need none: processes of one
             user find one.
+        cert_file, cert_key_file, ca_file: for TLS; see `kvferry.transfer.tls.open_tls`.
     """
 
     key_file: str | None = None
+    cert_file: str | None = None
+    cert_key_file: str | None = None
+    ca_file: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_relative(key_file=self.key_file)
+        refuse_relative(key_file=self.key_file, **self.tls_files)
+
+    @property
+    def tls_files(self) -> dict[str, str | None]:
+        return {
+            "cert_file": self.cert_file,
+            "cert_key_file": self.cert_key_file,
+            "ca_file": self.ca_file,
+        }
 
 
 class PeerStore(ServerStore):
@@ -195,13 +208,14 @@ def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
         )
     try:
         key = user_key() if options.key_file is None else read_key(options.key_file)
+        tls = open_tls("client", **options.tls_files)
     except ConfigError as error:
         raise ConfigError(f"{url.where}: {error}") from None
     stores = []
     for host, port in dict.fromkeys(url.hosts):
         if port is None:
             raise ConfigError(f"{url.where}: {host!r} has no port; write peer://host:port")
-        client = PeerClient(host, port, opening.namespace, key)
+        client = PeerClient(host, port, opening.namespace, key, tls)
         stores.append(PeerStore(client, observer=opening.observer, learns=opening.index))
     return stores[0] if len(stores) == 1 else PeerStores(stores)
 

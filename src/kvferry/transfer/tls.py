@@ -1,0 +1,130 @@
+"""TLS around the connections of peers, by option: both sides show a certificate, and check it.
+
+The certificate says which machine it is, the proof of the shared key (`auth`) that it is a peer:
+both are asked for.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import suppress
+from typing import Literal
+
+from kvferry.errors import ConfigError, TransferError, TransferTimeout
+from kvferry.network import seconds_left
+from kvferry.transfer.messages import PeerFault
+from kvferry.transfer.stream import Stream
+
+
+def open_tls(
+    side: Literal["client", "server"],
+    *,
+    cert_file: str | None,
+    cert_key_file: str | None,
+    ca_file: str | None,
+) -> ssl.SSLContext | None:
+    """What one side speaks TLS 1.3 with; None without any file, which is a connection in clear.
+
+    Args:
+        cert_file: PEM of this machine's certificate, and of those between it and the authority.
+            Clients check that it names the address that they connect to.
+        cert_key_file: PEM of its key, without a password.
+        ca_file: PEM of the authority that signed the certificates of all peers.
+
+    Raises:
+        ConfigError: not all three, or one that is absent or holds something else.
+    """
+    files = {"cert_file": cert_file, "cert_key_file": cert_key_file, "ca_file": ca_file}
+    missing = [name for name, file in files.items() if file is None]
+    if len(missing) == len(files):
+        return None
+    if cert_file is None or cert_key_file is None or ca_file is None:
+        raise ConfigError(f"TLS needs {', '.join(files)}; add {' and '.join(missing)}")
+    is_server = side == "server"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    if is_server:
+        context.num_tickets = 0  # nothing is sent unasked: see `is_quiet`
+    shown = f"{cert_file} and {cert_key_file}"
+    try:
+        # A password, which is wrong: else one that is needed is asked for at the terminal.
+        context.load_cert_chain(cert_file, cert_key_file, password="")
+        shown = ca_file
+        context.load_verify_locations(ca_file)
+    except OSError as error:  # an SSLError is one
+        is_pem = not isinstance(error, ssl.SSLError)
+        reason = error.strerror if is_pem else "no usable PEM, or a key that does not fit"
+        raise ConfigError(f"{shown}: {reason}") from None
+    return context
+
+
+class TlsStream(Stream):
+    """A `Stream` inside TLS. Python's own timeouts count: OpenSSL tries again after the kernel's.
+
+    Args:
+        context: of `open_tls`.
+        host: that the other side's certificate has to name; None at a server.
+    """
+
+    _socket: ssl.SSLSocket
+
+    def __init__(
+        self, stream: socket.socket, context: ssl.SSLContext, host: str | None = None
+    ) -> None:
+        super().__init__(stream)
+        self._socket = context.wrap_socket(
+            stream,
+            server_side=host is None,
+            server_hostname=host,
+            do_handshake_on_connect=False,
+        )
+
+    def begin(self, deadline: float) -> None:
+        try:
+            self._arm(0, deadline)
+            self._socket.do_handshake()
+        except TimeoutError:
+            raise TransferTimeout("no answer in time") from None
+        except ssl.SSLCertVerificationError as error:
+            raise PeerFault(f"its certificate is refused: {error.verify_message}") from None
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise TransferError("it closed the connection") from None
+        except ssl.SSLError as error:
+            raise PeerFault(_reason_of(error)) from None
+        except OSError as error:
+            raise TransferError(error.strerror or type(error).__name__) from None
+
+    def is_quiet(self) -> bool:
+        if self._ahead or self._socket.pending():
+            return False
+        with suppress(OSError):
+            self._socket.settimeout(0)
+            try:
+                socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return True
+        return False
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        try:
+            return self._socket.send(views[0])
+        except ssl.SSLError as error:
+            raise TransferError(_reason_of(error)) from None
+
+    def _receive_some(self, views: list[memoryview], flags: int = 0) -> int:
+        try:
+            num_bytes = self._socket.recv_into(views[0])
+        except ssl.SSLError as error:
+            raise TransferError(_reason_of(error)) from None
+        if not num_bytes:
+            raise TransferError("it closed the connection")
+        return num_bytes
+
+    def _arm(self, option: int, deadline: float) -> None:
+        self._socket.settimeout(seconds_left(deadline))
+
+
+def _reason_of(error: ssl.SSLError) -> str:
+    return f"TLS failed: {(error.reason or 'unknown').replace('_', ' ').lower()}"
