@@ -93,12 +93,15 @@ class BlockCopies:
         self._pins = ExitStack()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
-        """Bind the engine's tensors, and pin the memory of all slots for their device.
+        """Bind the engine's tensors, and the first time pin the memory of all slots for their
+        device.
 
         Raises:
             LayoutError: see `PagedTables.register`.
         """
         self.paged.register(kv_caches, self._setup.copies)
+        if self.stream.overlaps:
+            return
         self.stream = self._setup.stream(self.paged.device)
         if not self.stream.overlaps:
             return
@@ -106,6 +109,19 @@ class BlockCopies:
             self._pins.enter_context(self._setup.pin(slots, self.paged.device))
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
+
+    def unregister(self, timeout: float) -> None:
+        """Let copies under way end and drop the engine's tensors, until the next `register`.
+        Idempotent.
+
+        Raises:
+            TransferError: they did not end within `timeout` seconds; nothing was dropped.
+        """
+        if self.stream.overlaps and not self.stream.end().wait(timeout):
+            raise TransferError(
+                f"copies out of the KV memory did not end in {timeout:.0f} s: it must stay"
+            )
+        self.paged.unregister()
 
     def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
         """Copy tokens of a chunk from its slot into the blocks, which are not written before

@@ -69,6 +69,7 @@ class PagedTables:
         self._tables = Tables(spec)
         self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
+        self._is_bound = False
         self.device = torch.device("cpu")
 
     def register(
@@ -107,6 +108,11 @@ class PagedTables:
         self.device = next(iter(devices), self.device)
         self._of_group = tuple(tuple(parts) for parts in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
+        self._is_bound = True
+
+    def unregister(self) -> None:
+        """Drop the tensors, until the next `register`."""
+        self._of_group, self._of_table, self._is_bound = (), {}, False
 
     def load_runs(
         self,
@@ -124,8 +130,8 @@ class PagedTables:
             held: groups that the chunk's slot holds.
 
         Raises:
-            LayoutError: a block id outside the cache, a null block, a table too short, or a table
-                that needs a group which the slot lacks.
+            LayoutError: a block id outside the cache, a null block, a table too short, a table
+                that needs a group which the slot lacks, or no tensors.
         """
         stop = min(hit[1], first_token + self._rows.schema.chunk_tokens)
         runs = self._runs(blocks, lambda table: max(first_token, table.fill_start(*hit)), stop)
@@ -141,7 +147,8 @@ class PagedTables:
         """Where all tokens of a chunk lie.
 
         Raises:
-            LayoutError: a block id outside the cache, a null block, or a table too short.
+            LayoutError: a block id outside the cache, a null block, a table too short, or no
+                tensors.
         """
         stop = first_token + self._rows.schema.chunk_tokens
         return self._runs(blocks, lambda _table: first_token, stop)
@@ -150,6 +157,8 @@ class PagedTables:
         self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
     ) -> Runs:
         """Where the tokens from `first_of(table)` to `stop` lie in each table."""
+        if not self._is_bound:
+            raise LayoutError("the engine has taken its KV memory away, as it does to sleep")
         result = {}
         for table in self._tables.tables:
             first = first_of(table)

@@ -55,6 +55,10 @@ class GuardedWorker(WorkerRole):
         """Not guarded: a layout that cannot be served is refused at start-up."""
         self._role.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Not guarded: the engine must not take memory away that is still copied."""
+        self._role.unregister_kv_caches()
+
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         lost: frozenset[int] = frozenset()
         if isinstance(plan, RepairedPlan):

@@ -36,13 +36,23 @@ class WorkerRole(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Receive the engine's KV tensors, once, in layer order.
+        """Receive the engine's KV tensors in layer order: once, and again after
+        `unregister_kv_caches`.
 
         Args:
             kv_caches: layer name to tensor; shapes by the connector's configured layout.
 
         Raises:
             LayoutError: a shape, stride or dtype that the layout does not allow.
+        """
+
+    def unregister_kv_caches(self) -> None:  # noqa: B027 - optional
+        """Let copies under way end and drop the engine's tensors, whose memory goes away until they
+        are registered again. Until then a load fails and nothing is saved. Called between steps;
+        idempotent. A role that keeps tensors must override it.
+
+        Raises:
+            TransferError: copies did not end in time: the memory must stay.
         """
 
     @abstractmethod

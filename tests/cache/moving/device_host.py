@@ -92,13 +92,12 @@ class DeviceHost:
         options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
         self.cache = PrefixCache(spec, options, self.observer, store=store)
         self.worker = self.cache.worker(setup)
-        self.worker.register_kv_caches(
-            {
-                name: tensor
-                for cache, several in zip(self.caches, names, strict=True)
-                for name, tensor in zip(several, cache.tensors, strict=True)
-            }
-        )
+        self.tensors = {
+            name: tensor
+            for cache, several in zip(self.caches, names, strict=True)
+            for name, tensor in zip(several, cache.tensors, strict=True)
+        }
+        self.worker.register_kv_caches(self.tensors)
         self.held, self.missed, self.saved, self.invalid = [], [], [], set()
         self.sealed = []
 

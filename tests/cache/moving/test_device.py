@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,10 +17,12 @@ from kvferry.cache.moving import slot_io as slot_io_module
 from kvferry.cache.moving import worker as worker_module
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.errors import TransferError
+from kvferry.layout.device import TorchCopies
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.stores.hooks import wait_until
 from tests.cache.moving.device_host import (
     CHUNK,
     FETCH_SLOTS,
@@ -450,3 +455,90 @@ def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(mak
     device.drain()
     host.settle(held=4)
     assert_rows(host.rows(LOADED), expected)
+
+
+class Memory(bytearray):
+    """Memory of a tensor, that can be seen to go away."""
+
+
+@pytest.mark.parametrize("copies", [None, TorchCopies])
+def test_a_sleeping_engine_has_its_memory_back(make, copies):
+    device = SimulatedDevice()
+    host = make(setup=DeviceSetup(stream=lambda _device: device, pin=device._pin, copies=copies))
+    for _ in range(2):
+        host.worker.unregister_kv_caches()
+        device.drain()
+    memory = {n: Memory(tensor.untyped_storage().nbytes()) for n, tensor in host.tensors.items()}
+    host.worker.register_kv_caches(
+        {
+            name: torch.frombuffer(memory[name], dtype=tensor.dtype).as_strided(
+                tensor.shape, tensor.stride()
+            )
+            for name, tensor in host.tensors.items()
+        }
+    )
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3)
+    assert is_stored(host)
+    left = [weakref.ref(each) for each in memory.values()]
+    del memory
+    gc.collect()
+    assert all(each() is not None for each in left)
+    device.drain()
+    host.worker.unregister_kv_caches()
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
+
+
+def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back(make):
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup())
+    host.fetch()
+    host.begin(saves=saves())
+    device.compute(host.fill)
+    host.end()
+    under_way = len(device.queues["side"])
+    asleep = threading.Thread(target=host.worker.unregister_kv_caches)
+    asleep.start()
+    wait_until(lambda: len(device.queues["side"]) > under_way, "it asks for the end of the copies")
+    assert asleep.is_alive()
+    device.drain()
+    asleep.join(60)
+    assert not asleep.is_alive()
+    host.settle(saved=3)
+
+    before = host.snapshot()
+    host.begin(loads=(host.load(),))
+    host.end()
+    host.begin(saves=saves(slots=(6, 7, 0)), failures_known=(1,))
+    host.end()
+    device.drain()
+    assert host.invalid == {block for table in LOADED for block in table}
+    assert host.missed == [Filled(slot, REFUSED) for slot in (6, 7, 0)]
+    for cache, old in zip(host.caches, before, strict=True):
+        assert torch.equal(cache.whole, old)
+
+    host.worker.register_kv_caches(host.tensors)
+    assert device.pinned == 1
+    host.invalid.clear()
+    host.begin(loads=(host.load(),))
+    host.end()
+    device.drain()
+    assert not host.invalid
+    assert_rows(host.rows(LOADED), expected)
+
+
+def test_memory_that_is_still_copied_does_not_go(make, monkeypatch):
+    monkeypatch.setattr(worker_module, "DEVICE_SECONDS", 0.05)
+    device = SimulatedDevice()
+    host = make(setup=device.setup())
+    host.begin(saves=saves())
+    host.end()
+    with pytest.raises(TransferError, match="it must stay"):
+        host.worker.unregister_kv_caches()
+    device.drain()
+    host.settle(saved=3)
+    assert is_stored(host)

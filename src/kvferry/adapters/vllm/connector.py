@@ -79,7 +79,7 @@ class FerryConnector(OneRole):
         self._gauges_at = 0.0
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
-        self._places: dict[str, int] | None = None  # addresses of the registered tensors, by layer
+        self._kv_caches: dict[str, torch.Tensor] = {}  # the host's, as registered
         is_worker = role.name == "WORKER"
         options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         hands_over = options.pop("handover", True)
@@ -165,15 +165,28 @@ class FerryConnector(OneRole):
             ConfigError: another engine in this process already uses vLLM's only worker-side
                 connector; its hits would be copied into the wrong engine's blocks.
         """
-        places = {name: tensor.data_ptr() for name, tensor in kv_caches.items()}
-        if self._places is not None and places != self._places:
+        if self._kv_caches and _addresses(kv_caches) != _addresses(self._kv_caches):
             raise ConfigError(
                 "another engine in this process uses kvferry, and vLLM keeps one connector per "
                 "process: shut that engine down first, or set VLLM_ENABLE_V1_MULTIPROCESSING=1"
             )
-        self._places = places
+        self._kv_caches = dict(kv_caches)
         layers = self._host_config.compilation_config.static_forward_context
         super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
+
+    # Since vLLM 0.33, around the time in which the memory of the tensors is not mapped. Their
+    # addresses stay, so the second registration takes the same tensors.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.role.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._kv_caches:
+            self.register_kv_caches(self._kv_caches)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         # kvferry's roles count through the observer only.
@@ -217,6 +230,10 @@ def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[An
 
     attributes = {"host": host, "stats_class": stats_class, "prom_class": prom_class}
     return type("KVFerryConnector", (FerryConnector, host.base, host.hma), attributes)
+
+
+def _addresses(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in kv_caches.items()}
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from kvferry.cache.messages import (
     SlotRegion,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import SavedChunk, SlotIO
+from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SavedChunk, SlotIO
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -136,6 +136,10 @@ class SharedStorageWorker(WorkerRole):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._copies.register(kv_caches, self._memory.view)
         self._memory.make_ready()
+
+    def unregister_kv_caches(self) -> None:
+        # Comparisons under way read slots only.
+        self._copies.unregister(DEVICE_SECONDS)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
