@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -12,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvferry.errors import ConfigError
 
 from .released import Release, calls_of, number, versions
-from .versioned_config import make_config, make_model
+from .versioned_config import CHUNK, NUM_TOKENS, make_config, options, prompt, whole_blocks
 from .versioned_host import VersionedHost
 from .versioned_kv import BACKENDS, BLOCK, layer_names, shapes_of
 
@@ -22,39 +21,10 @@ OLDEST = (0, 11, 1)
 SERVED = [version for version in versions() if number(version) >= OLDEST]
 REFUSED = [version for version in versions() if number(version) < OLDEST]
 
-NUM_TOKENS = 37
-CHUNK = 6
-"""No multiple of the block size, nor the other way round: chunks straddle blocks."""
-
-
-def whole_blocks(num_tokens: int) -> int:
-    """The hit that a stored prompt gives to an equal one."""
-    return min(num_tokens // CHUNK * CHUNK, num_tokens - 1) // BLOCK * BLOCK
-
 
 @pytest.fixture(params=SERVED)
 def release(request):
     return Release(request.param)
-
-
-@pytest.fixture
-def plugin(release):
-    with release.installed() as module:
-        yield module
-
-
-@pytest.fixture
-def model(tmp_path):
-    return make_model(tmp_path / "model")
-
-
-def options(tmp_path: Path, **more: object) -> dict[str, object]:
-    store = f"file://{tmp_path}/store"
-    return {"store": store, "chunk_tokens": CHUNK, "audit": "off", "memory_bytes": 4 << 20, **more}
-
-
-def prompt(start: int = 1, count: int = NUM_TOKENS) -> list[int]:
-    return [(start + 13 * token) % 61 for token in range(count)]
 
 
 def test_every_abstract_method_is_written(release, plugin):
@@ -85,24 +55,6 @@ def test_is_built_in_every_way_in_which_the_host_builds_one(release, plugin, mod
             connector = plugin.KVFerryConnector(config, role, *arguments)
             connector.shutdown()
             connector.shutdown()
-
-
-@pytest.fixture
-def engine(release, plugin, model, tmp_path):
-    """Makes engines of the release over one store, as processes that follow each other would be."""
-    made = []
-
-    def make(backend="FlashAttentionBackend", *, world=1, extra=None, kernels="vec", **options_):
-        release.cpu_kernels = kernels if backend == "CPUAttentionBackend" else None
-        config = make_config(release, model, world=world, extra=options(tmp_path, **(extra or {})))
-        made.append(
-            VersionedHost(release, plugin.KVFerryConnector, config, backend=backend, **options_)
-        )
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.shutdown()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

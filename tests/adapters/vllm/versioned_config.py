@@ -14,6 +14,10 @@ from .fakes import OWN_CODE
 from .released import Release
 from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
 
+NUM_TOKENS = 37
+CHUNK = 6
+"""No multiple of the block size, nor the other way round: chunks straddle blocks."""
+
 
 def make_model(folder: Path, seed: int = 0) -> Path:
     """A model directory: a config, and weights that identify it."""
@@ -153,3 +157,17 @@ def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
         kv_cache_groups=[group],
         kv_cache_layout="LBHNC",
     )
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """The hit that a stored prompt gives to an equal one."""
+    return min(num_tokens // CHUNK * CHUNK, num_tokens - 1) // BLOCK * BLOCK
+
+
+def options(tmp_path: Path, **more: object) -> dict[str, object]:
+    store = f"file://{tmp_path}/store"
+    return {"store": store, "chunk_tokens": CHUNK, "audit": "off", "memory_bytes": 4 << 20, **more}
+
+
+def prompt(start: int = 1, count: int = NUM_TOKENS) -> list[int]:
+    return [(start + 13 * token) % 61 for token in range(count)]

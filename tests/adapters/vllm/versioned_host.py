@@ -45,6 +45,7 @@ class VersionedHost:
         backend: attention backend, one of `BACKENDS`.
         in_multi: hand over counters and messages as `MultiConnector` does.
         resumes_as_new: show resumed requests as new ones, as the second model runner does.
+        saves_last: ask for a step's report before `wait_for_save`, as with speculative decoding.
     """
 
     def __init__(
@@ -56,11 +57,14 @@ class VersionedHost:
         backend: str = "FlashAttentionBackend",
         in_multi: bool = False,
         resumes_as_new: bool = False,
+        saves_last: bool = False,
         num_blocks: int = 64,
     ) -> None:
         self.release = release
         self.world = vllm_config.parallel_config.tensor_parallel_size
         self._resumes_as_new = resumes_as_new
+        self._saves_last = saves_last
+        self._salvaged: list[Any] = []
         self._in_multi = in_multi
         role = release.types["KVConnectorRole"]
         axes = shapes_of(release)[backend]
@@ -137,8 +141,16 @@ class VersionedHost:
         request.view.all_token_ids.append(token)
         request.view.num_tokens = len(request.tokens)
 
-    def admit(self, request: Running, timeout: float = 20.0) -> int:
-        """Ask until there is an answer, allocate, tell. Returns the hit."""
+    def admit(
+        self, request: Running, timeout: float = 20.0, *, limit: int = 10**9, steps_before: int = 0
+    ) -> int:
+        """Ask until there is an answer, allocate, tell. Returns the hit.
+
+        Args:
+            timeout: of the asking, in seconds.
+            limit: tokens of the hit that the host takes.
+            steps_before: steps between the answer and the allocation.
+        """
 
         def ask() -> int | None:
             hit, is_async = self.scheduler.get_num_new_matched_tokens(request.view, 0)
@@ -157,6 +169,9 @@ class VersionedHost:
         assert hit is not None
         assert 0 <= hit < len(request.tokens)
         assert hit % BLOCK == 0
+        for _ in range(steps_before):
+            self.step([])
+        hit = min(hit, limit)
         request.hit = request.num_computed = hit
         self._grow(request, len(request.tokens))
         blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
@@ -209,14 +224,31 @@ class VersionedHost:
             quiet = quiet + 1 if self.counters == before else 0
             time.sleep(0.002)
 
+    def sleep(self) -> None:
+        """Between requests: reset, take the KV memory away. Twice, as after a discard."""
+        assert self.scheduler.reset_cache() is not False
+        for worker, layers in zip(self.workers, self.layers, strict=True):
+            for _ in range(2 if self.release.has("unregister_kv_caches") else 0):
+                worker.unregister_kv_caches()
+            for kv in layers:
+                kv.tensor.fill_(float("nan"))
+
+    def wake(self) -> None:
+        if self.release.has("restore_kv_caches"):
+            for worker in (*self.workers, *self.workers):
+                worker.restore_kv_caches()
+        if self.release.has("set_xfer_handshake_metadata_pp_aware"):
+            self.scheduler.set_xfer_handshake_metadata_pp_aware({})
+
     def shutdown(self) -> None:
         for connector in (*self.workers, self.scheduler):
             connector.shutdown()
 
     # -- one step -------------------------------------------------------------------------------
 
-    def step(self, scheduled: Sequence[tuple[Running, int]]) -> None:
-        """`schedule`, the workers, `update_from_output`."""
+    def step(self, scheduled: Sequence[tuple[Running, int]], *, fails: bool = False) -> None:
+        """`schedule`, the workers, `update_from_output`. Of a step that fails behind the workers'
+        reports, these join the next one's."""
         output = self._scheduler_output(scheduled)
         metadata = self.scheduler.build_connector_meta(output)
         assert isinstance(metadata, self.release.types["KVConnectorMetadata"])
@@ -231,7 +263,10 @@ class VersionedHost:
             request.view.num_computed_tokens = request.num_computed
             request.shown, request.resumed = True, False
         self._finished = set()
-        self._update(self._fold(reports))
+        self._salvaged += reports
+        if not fails:
+            reports, self._salvaged = self._salvaged, []
+            self._update(self._fold(reports))
 
     def _work(
         self,
@@ -267,12 +302,13 @@ class VersionedHost:
                 worker.save_kv_layer(name, kv.tensor, None)
         if loads_late:
             worker.start_load_kv(context)
-        if scheduled or not self.hooks_skipped_at_rest:
-            worker.wait_for_save()
-        return self._report(worker, finished)
+        saves = bool(scheduled) or not self.hooks_skipped_at_rest
+        return self._report(worker, finished, saves=saves)
 
-    def _report(self, worker: Any, finished: set[str]) -> Any:
+    def _report(self, worker: Any, finished: set[str], *, saves: bool) -> Any:
         release = self.release
+        if saves and not self._saves_last:
+            worker.wait_for_save()
         if release.has("get_transfer_results"):
             results = worker.get_transfer_results(finished)
             values = {name: getattr(results, name) for name in _RESULTS}
@@ -287,6 +323,8 @@ class VersionedHost:
         ):
             if release.has(getter):
                 values[field_name] = getattr(worker, getter)()
+        if saves and self._saves_last:
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         if release.has("has_connector_metadata"):
             assert not worker.has_connector_metadata()

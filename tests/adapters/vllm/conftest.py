@@ -1,0 +1,37 @@
+"""Engines of a release; a test file says by a fixture `release` of which."""
+
+from __future__ import annotations
+
+import pytest
+
+from .versioned_config import make_config, make_model, options
+from .versioned_host import VersionedHost
+
+
+@pytest.fixture
+def plugin(release):
+    with release.installed() as module:
+        yield module
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def engine(release, plugin, model, tmp_path):
+    """Makes engines of the release over one store, as processes that follow each other would be."""
+    made = []
+
+    def make(backend="FlashAttentionBackend", *, world=1, extra=None, kernels="vec", **options_):
+        release.cpu_kernels = kernels if backend == "CPUAttentionBackend" else None
+        config = make_config(release, model, world=world, extra=options(tmp_path, **(extra or {})))
+        made.append(
+            VersionedHost(release, plugin.KVFerryConnector, config, backend=backend, **options_)
+        )
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.shutdown()
