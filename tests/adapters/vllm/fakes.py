@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,15 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
     return config
 
 
+class QuantMode(enum.IntEnum):
+    """Some of vLLM's."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    CUSTOM = 15
+
+
 @dataclass
 class FullAttentionSpec:
     block_size: int = 4
@@ -109,6 +119,7 @@ class FullAttentionSpec:
     sliding_window: int | None = None
     page_size_padded: int | None = None
     prefix_replay_tokens: int = 0
+    kv_quant_mode: QuantMode = QuantMode.NONE
     extra_bytes: int = 0
 
     @property

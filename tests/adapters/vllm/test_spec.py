@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvferry.adapters.vllm.spec import engine_spec
+from kvferry.cache.build import PrefixCache
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
+from kvferry.observe import Counters
 
 from .fakes import (
     FullAttentionSpec,
@@ -14,6 +17,7 @@ from .fakes import (
     KVCacheConfig,
     MambaSpec,
     MLAAttentionSpec,
+    QuantMode,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     make_config,
@@ -148,8 +152,30 @@ REFUSED = {
         SlidingWindowSpec(prefix_replay_tokens=8),
         "prefix_replay_tokens=8",
     ),
+    "a type of a platform's own": (
+        FullAttentionSpec(dtype=torch.uint8, kv_quant_mode=QuantMode.CUSTOM),
+        "keeps its KV as CUSTOM",
+    ),
+    "scales for each token": (
+        FullAttentionSpec(dtype=torch.int8, kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD),
+        "keeps its KV as INT8_PER_TOKEN_HEAD",
+    ),
     "more than keys and values": (FullAttentionSpec(extra_bytes=64), "what else is in it"),
 }
+
+
+@pytest.mark.parametrize("mode", [QuantMode.NONE, QuantMode.FP8_PER_TENSOR])
+def test_kv_of_one_scale_is_stored_as_it_is(model, mode):
+    kv_spec = FullAttentionSpec(dtype=torch.uint8, kv_quant_mode=mode)
+    assert spec_of(make_config(model), Group(names(0), kv_spec)).groups[0].dtype == "uint8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
+def test_kv_of_a_type_that_no_record_has_is_refused_in_one_line(model, dtype):
+    spec = spec_of(make_config(model), Group(names(0), FullAttentionSpec(dtype=dtype)))
+    with pytest.raises(ConfigError, match=r"KV dtype '.*' cannot be stored") as caught:
+        PrefixCache(spec, {"store": "memory://?max_bytes=1MiB"}, Counters())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("kv_spec", "part"), REFUSED.values(), ids=REFUSED.keys())

@@ -167,6 +167,13 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN
                 f"layer {name} has {attribute}={getattr(spec, attribute)}, which kvferry does not "
                 "store; serve this model without it"
             )
+    # Others have scales in the blocks or beside them, or are of a platform's own.
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if mode not in ("NONE", "FP8_PER_TENSOR"):
+        raise ConfigError(
+            f"layer {name} keeps its KV as {mode}, which kvferry does not store; set another "
+            "--kv-cache-dtype"
+        )
     if getattr(spec, "prefix_replay_tokens", 0):
         raise ConfigError(
             f"layer {name} has prefix_replay_tokens={spec.prefix_replay_tokens}: it computes the "
