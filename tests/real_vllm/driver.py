@@ -102,7 +102,19 @@ class Driver:
         return {}
 
     def sleep(self, level: int) -> Json:
+        """Sleep and wake, with what a worker of 0.33 does around it where it has a device: tell the
+        connector, and come back with other bytes in the KV memory."""
+
+        def lose_memory(worker: Any) -> None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            get_kv_transfer_group().unregister_kv_caches()
+            for tensor in worker.model_runner.kv_caches:
+                tensor.fill_(7.0)
+            get_kv_transfer_group().restore_kv_caches()
+
         self.llm.sleep(level)
+        self.llm.collective_rpc(lose_memory)
         self.llm.wake_up()
         return {}
 

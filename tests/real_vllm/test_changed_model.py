@@ -121,16 +121,21 @@ def test_after_weights_changed_in_place_a_reset_keeps_the_old_kv_from_the_new_mo
 def test_an_engine_that_slept_reads_nothing_from_before(
     level: int, tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process
 ) -> None:
-    """On a CPU the weights stay where they are: what is tested is that vLLM resets."""
+    """On a CPU weights and memory stay where they are: what is tested is that vLLM resets, and that
+    the connector takes the tensors again."""
     prompt = make_prompt(400)
     with first.engine(models["plain"], kvferry(tmp_path)) as engine:
         before = engine.generate([prompt])
         engine.wait_until_known(wait_for_records(tmp_path, 3))
         first.call("sleep", 60, level=level)
         after = engine.generate([prompt])
+        engine.wait_until_known(wait_for_records(tmp_path, 6))
+        assert first.call("reset", 30, connector=False)["done"]
+        again = engine.generate([prompt])
     assert (after.local, after.external) == (0, 0)
     assert_same(before, after)
-    assert len(records(tmp_path)) >= 3
+    assert (again.local, again.external) == (0, 384)
+    assert_same(before, again)
 
 
 def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
