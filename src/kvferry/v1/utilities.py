@@ -372,7 +372,8 @@ def yield_req_data(
 
     Yields:
         Request id; new block ids per KV group, None if no block was added; whether the request was
-        preempted and now resumes: its new blocks then replace those it had.
+        preempted and now resumes: its new blocks then replace those it had. (vLLM 0.33 says True
+        for new requests, too: there the blocks are the whole table.)
 
     Raises:
         ContractError: parallel lists of the step differ in length.
