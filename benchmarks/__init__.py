@@ -24,6 +24,7 @@ BENCHMARKS: Mapping[str, str] = {
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
     "step": "time inside our hooks on a decode step without hits",
+    "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
 """Name to what it measures."""
