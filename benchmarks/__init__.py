@@ -25,6 +25,7 @@ BENCHMARKS: Mapping[str, str] = {
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
     "serving": "prefill while another process reads what was computed, beside nobody reading",
     "step": "time inside our hooks on a decode step without hits",
+    "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
 """Name to what it measures."""

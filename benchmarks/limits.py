@@ -42,7 +42,7 @@ class PlainFiles:
     def __init__(self, directory: Path, file_bytes: int, num_bytes: int) -> None:
         self._directory = directory
         self._buffer = memoryview(mmap.mmap(-1, file_bytes))
-        self._buffer[:] = os.urandom(1 << 20) * (file_bytes >> 20)
+        self._buffer[:] = os.urandom(file_bytes)
         self._count = num_bytes // file_bytes
 
     def write(self, threads: int) -> None:

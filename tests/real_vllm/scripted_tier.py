@@ -14,7 +14,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, as it is imported
-    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure")  # as of 0.29
+    pytest.importorskip("vllm.v1.kv_offload.config")  # as of 0.29
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_offload.base import (
@@ -43,6 +43,10 @@ SECONDS = 60.0
 ROW = 8192
 NUM_ROWS = 4
 
+# 0.29 has other names.
+PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
+_GROUP = {"group_id": 0} if "group_id" in OffloadingGroupConfig.__dataclass_fields__ else {}
+
 
 def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
     """Of an engine with rows of two pages."""
@@ -60,7 +64,7 @@ def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig
     )
     row_bytes = changes.get("worker_kv_bytes_per_block", ROW)
     config = OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0),),
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), **_GROUP),),
         worker_kv_bytes_per_block=ROW,
         enable_kv_cache_events=True,
         extra_config={"cpu_bytes_to_use": row_bytes * NUM_ROWS, **extra},
@@ -141,7 +145,8 @@ class Scripted:
             found = self.manager.prepare_store([key(each) for each in numbers], context)
             if found is None:
                 return False
-            for place, stored in zip(found.store_spec.chunk_ids, found.keys_to_store, strict=True):
+            places = getattr(found.store_spec, PLACES)
+            for place, stored in zip(places, found.keys_to_store, strict=True):
                 number = int.from_bytes(stored[:32], "big")
                 self.row(int(place))[:] = content(number, self.row_bytes, epoch)
             if found.keys_to_store:
@@ -162,7 +167,7 @@ class Scripted:
             if found is not LookupResult.HIT:
                 return found, None
             spec = self.manager.prepare_load([key(number)], context)
-            held = bytes(self.row(int(spec.chunk_ids[0])))
+            held = bytes(self.row(int(getattr(spec, PLACES)[0])))
             self.manager.complete_load([key(number)], context)
         return found, held
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.adapters.rows import RowsOptions
+from kvferry.adapters.vllm.host import load_host
+from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.errors import ConfigError
 from tests.real_vllm.scripted_tier import (
     ROW,
@@ -101,6 +105,39 @@ def test_rows_of_another_meaning_are_never_found(
         assert one.lookup(1) == (LookupResult.MISS, None)
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         assert one.lookup(1)[0] is LookupResult.HIT
+
+
+def test_rows_of_another_release_are_never_found(vllm_config: Any) -> None:
+    def namespace(release: str) -> bytes:
+        config, options = offloading_config({}), RowsOptions(store="memory://x")
+        return rows_namespace(
+            vllm_config, config, load_host(), release, options, row_bytes=ROW
+        ).digest
+
+    assert namespace("0.32.0") == namespace("0.32.1")
+    assert namespace("0.32.0") != namespace("0.33.0")
+
+
+def test_tiers_of_other_chunks_and_other_rows_share_a_directory(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    wide = OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)
+    with ExitStack() as stack:
+        tiers = [
+            stack.enter_context(scripted(vllm_config, tmp_path.as_uri(), **changes))
+            for changes in (
+                {},
+                {"cache": wide, "worker_kv_bytes_per_block": ROW // 2},
+                {"worker_kv_bytes_per_block": 2 * ROW},
+            )
+        ]
+        assert [one.row_bytes for one in tiers] == [ROW, ROW, 2 * ROW]
+        for one in tiers:
+            assert one.lookup(1) == (LookupResult.MISS, None)
+            one.store(1)
+            one.store(*range(100, 100 + len(one.view)))  # and so memory has it no more
+        for one in tiers:
+            assert one.lookup(1) == (LookupResult.HIT, content(1, one.row_bytes))
 
 
 @pytest.mark.parametrize("canonical", [False, True])

@@ -16,6 +16,7 @@ import pytest
 from kvferry.errors import ConfigError
 from tests.real_vllm.scripted_tier import (
     NUM_ROWS,
+    PLACES,
     TIER,
     JobResult,
     Locality,
@@ -59,9 +60,9 @@ class Jobs:
         job = TransferJob(
             job_id=self._number,
             keys=[key(number) for number in numbers],
-            chunk_ids=np.array(places, dtype=np.int32),
             is_promotion=loads,
             req_context=ReqContext(req_id=request),
+            **{PLACES: np.array(places, dtype=np.int32)},
         )
         (self.one.tier.submit_load if loads else self.one.tier.submit_store)(job)
         return self._number

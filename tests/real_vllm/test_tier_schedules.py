@@ -29,21 +29,27 @@ STEPS = st.lists(
 class Schedule:
     """Requests of one engine after another on one store.
 
+    Args:
+        url: of the store.
+        options: of the tier.
+
     Attributes:
         epoch: of the weights; 0 are those of every start.
+        num_looks: look-ups so far.
+        num_hits: those of them that hit, each with the right bytes.
     """
 
-    def __init__(self, vllm_config: Any, store: Path, stack: ExitStack) -> None:
-        self._config, self._store, self._stack = vllm_config, store, stack
-        self._resets = 0
+    def __init__(self, vllm_config: Any, url: str, stack: ExitStack, **options: Any) -> None:
+        self._config, self._url, self._stack, self._options = vllm_config, url, stack, options
+        self._resets = self.num_looks = self.num_hits = 0
         self._start()
 
     def _start(self) -> None:
         self.epoch = 0
         self._open: list[Any] = []
         self._running = self._stack.enter_context(ExitStack())
-        url = self._store.as_uri()
-        self._one: Scripted = self._running.enter_context(scripted(self._config, url))
+        one = scripted(self._config, self._url, self._options)
+        self._one: Scripted = self._running.enter_context(one)
 
     def begin(self) -> None:
         self._open.append(self._one.request())
@@ -52,7 +58,9 @@ class Schedule:
         for context in self._open[:2]:
             for number in numbers:
                 found, held = self._one.look(number, context)
+                self.num_looks += 1
                 if found is LookupResult.HIT:
+                    self.num_hits += 1
                     assert held == content(number, self._one.row_bytes, self.epoch)
 
     def offer(self, numbers: list[int]) -> None:
@@ -72,16 +80,6 @@ class Schedule:
         self._one.reset()
         self._resets += 1
         self.epoch = self._resets
-
-    def damage(self, *, delete: bool) -> None:
-        for record in sorted(self._store.glob("records/*/*.safetensors"))[:2]:
-            with suppress(FileNotFoundError):
-                if delete:
-                    record.unlink()
-                else:
-                    held = bytearray(record.read_bytes())
-                    held[-1] ^= 1
-                    record.write_bytes(held)
 
     def stop(self) -> None:
         """An engine ends while jobs are under way: each of them is reported, once."""
@@ -104,10 +102,19 @@ class Schedule:
     def do(self, what: str, numbers: list[int]) -> None:
         if what in ("look", "offer"):
             getattr(self, what)(numbers)
-        elif what in ("damage", "delete"):
-            self.damage(delete=what == "delete")
         else:
             getattr(self, what)()
+
+
+def damage(store: Path, *, delete: bool) -> None:
+    for record in sorted(store.glob("records/*/*.safetensors"))[:2]:
+        with suppress(FileNotFoundError):
+            if delete:
+                record.unlink()
+            else:
+                held = bytearray(record.read_bytes())
+                held[-1] ^= 1
+                record.write_bytes(held)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -116,10 +123,14 @@ def test_any_schedule_reports_each_job_once_and_holds_nothing(
     vllm_config: Any, steps: list[tuple[str, list[int]]], *, settles: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        schedule = Schedule(vllm_config, Path(folder) / "store", stack)
+        store = Path(folder) / "store"
+        schedule = Schedule(vllm_config, store.as_uri(), stack)
         schedule.begin()
         for what, numbers in steps:
-            schedule.do(what, numbers)
+            if what in ("damage", "delete"):
+                damage(store, delete=what == "delete")
+            else:
+                schedule.do(what, numbers)
         if settles:
             schedule.settle()
         schedule.stop()

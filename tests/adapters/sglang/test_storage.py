@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvferry.adapters.sglang import identity
 from kvferry.adapters.sglang.identity import watch_weights
 from kvferry.errors import ConfigError
 from tests.adapters.sglang import host
@@ -107,13 +108,27 @@ def test_pages_of_another_meaning_are_never_found(
         {"weights_version": "v2"},
         {"pool": other_dtype},
         {"pool": HostPool("page_first_direct")},
+        {"pool": host.UnequalPool()},  # another number of bytes
     ):
         assert attach(**options).backend.batch_exists(KEYS, None) == 0, options
     assert attach(narrow).backend.batch_exists(KEYS, None) == 0
     monkeypatch.setenv("SGLANG_FP8_OF_SOME_KIND", "1")
     assert attach().backend.batch_exists(KEYS, None) == 0
     monkeypatch.delenv("SGLANG_FP8_OF_SOME_KIND")
+    with monkeypatch.context() as patched:
+        patched.setattr(identity, "__version__", "0.5.24")
+        assert attach().backend.batch_exists(KEYS, None) == 0
     assert_comes_back(attach(config={"model_name": "another name"}), written)
+
+
+def test_back_ends_of_other_pages_share_a_directory(attach: Attach) -> None:
+    both = [attach(pool) for pool in (HostPool(), host.UnequalPool())]
+    written = []
+    for controller in both:
+        assert controller.backend.batch_exists(KEYS, None) == 0
+        written.append(fill(controller))
+    for controller, pages in zip(both, written, strict=True):
+        assert_comes_back(controller, pages)
 
 
 def test_ranks_that_hold_the_same_latents_share_them(attach: Attach) -> None:

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     RequestOffloadingContext,
 )
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.version import __version__
 
 from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
@@ -49,6 +49,10 @@ from kvferry.observe import Counters
 logger = logging.getLogger("vllm.kvferry")
 
 EVENTS = f"{PREFIX}_tier_events"
+
+# vLLM 0.29 has other names for rows, and takes no bytes of a job.
+_PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
+_TAKES_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 
 R = TypeVar("R")
 
@@ -93,13 +97,14 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         **options: Any,
     ) -> None:
         """Raises ConfigError for an option, a store or a model that cannot be used."""
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        # No argument of 0.29, which does not give one either.
+        detector = () if backpressure_detector is None else (backpressure_detector,)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         self.locality = None if locality is None else Locality(locality)
         config = build_config(RowsOptions, options, where=f"secondary tier {tier_type}")
         self.counters = Counters()
-        flat = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
-        rows = flat.reshape(-1, self._block_size_bytes)
-        namespace = self._namespace(config)
+        rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
+        namespace = self._namespace(config, rows.shape[1])
         store, schema = open_rows(config, namespace, self.counters)
         self._rows = TierRows(
             store,
@@ -116,10 +121,10 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             store.url,
             namespace.digest.hex()[:16],
             namespace.title,
-            format_size(self._block_size_bytes),
+            format_size(rows.shape[1]),
         )
 
-    def _namespace(self, options: RowsOptions) -> Namespace:
+    def _namespace(self, options: RowsOptions, row_bytes: int) -> Namespace:
         vllm_config = constructing_config()
         if vllm_config is None:
             raise ConfigError(
@@ -132,7 +137,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             load_host(),
             str(__version__),
             options,
-            row_bytes=self._block_size_bytes,
+            row_bytes=row_bytes,
         )
 
     # ---- look-ups
@@ -178,7 +183,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """Submit a job. If that fails, report it as failed: vLLM keeps the rows of a job pinned
         until it is reported."""
         try:
-            submit(list(job.keys), [int(place) for place in job.chunk_ids])
+            submit(list(job.keys), [int(place) for place in getattr(job, _PLACES)])
         except Exception:  # the host boundary
             self.counters.count("hook_failed")
             logger.exception("kvferry: a job of the tier failed")
@@ -246,5 +251,5 @@ def _result(ended: Finished) -> JobResult:
         success=ended.success,
         successful_keys=tuple(ended.right) or None,
         transfer_time=ended.seconds,
-        transfer_bytes=ended.num_bytes,
+        **({"transfer_bytes": ended.num_bytes} if _TAKES_BYTES else {}),
     )
