@@ -279,8 +279,8 @@ def _runs_as(namespace: Namespace) -> str:
     """The model, and what commonly parts the namespaces of one."""
     config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
     dtype = config.get("dtype") if isinstance(config, Mapping) else None
-    of_tenant = f"tenant {_cut(tenant)}" if tenant else None
-    return ", ".join(filter(None, (namespace.title, dtype and _cut(dtype), of_tenant)))
+    said = (namespace.title, _cut(dtype) if dtype else "", f"tenant {_cut(tenant)}" if tenant else "")
+    return ", ".join(filter(None, said))
 
 
 def _summary(answer: PromptAnswer) -> str:

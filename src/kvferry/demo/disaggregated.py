@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.run import default_document, load_tokenizer, make_prompts
+from kvferry.demo.run import (
+    default_document,
+    interrupts_held,
+    load_tokenizer,
+    make_prompts,
+)
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.keys import JsonValue
@@ -284,9 +290,10 @@ class _EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve_engine, args=(options, here, there, shape, theirs)
+            target=_serve_engine, args=(options, here, there, shape, theirs), daemon=True
         )
-        self._process.start()
+        with interrupts_held():
+            self._process.start()
         theirs.close()
 
     def wait_ready(self) -> None:
@@ -316,8 +323,10 @@ class _EngineProcess:
     def __enter__(self) -> _EngineProcess:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._ours.close()
+        if kind is not None:  # it may load, or answer, for long
+            self._process.terminate()
         self._process.join(_END_SECONDS)
         self._process.kill()  # does nothing if it ended
         self._process.join()
@@ -331,7 +340,7 @@ def _serve_engine(
 
     Runs in: the process of an engine.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its ranks and files go with it
     logging.getLogger().addHandler(logging.NullHandler())
     counters = Counters()
     with closing(asked):

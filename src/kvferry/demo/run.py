@@ -12,9 +12,10 @@ import logging
 import multiprocessing
 import shutil
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -305,11 +306,13 @@ def _run_phase(
     `advance` is called after each answer."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer_all, args=(options, stores, theirs))
-    process.start()
-    theirs.close()
+    # Where an interrupt leaves no time to kill it, the end of this process does.
+    process = context.Process(target=_answer_all, args=(options, stores, theirs), daemon=True)
     answers: list[TimedAnswer] = []
     try:
+        with interrupts_held():
+            process.start()
+        theirs.close()
         while len(answers) < len(stores):
             if not ours.poll(_ANSWER_SECONDS):
                 raise StoreError(f"the {name} phase gave no answer in {_ANSWER_SECONDS} s")
@@ -325,8 +328,21 @@ def _run_phase(
         process.join(_END_SECONDS)  # it closes its store
         return answers
     finally:
-        process.kill()  # does nothing if it ended; otherwise we were interrupted
-        process.join()
+        if process.pid is not None:
+            process.kill()  # does nothing if it ended; otherwise we were interrupted
+            process.join()
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block ends. A process that is started in it never sees one: it
+    inherits that the signal is blocked, and needs no time to say so itself."""
+    resource_tracker.ensure_running()  # by the first process otherwise, and it would end the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection) -> None:
@@ -334,8 +350,6 @@ def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection
 
     Runs in: the process of a phase.
     """
-    # Ctrl-C reaches the whole process group; the parent ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger().addHandler(logging.NullHandler())  # the report has all that matters
     with closing(answers):
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections import deque
@@ -101,8 +100,6 @@ def report_failure(channel: Channel, run: Callable[[Channel], None]) -> int:
 
 def main() -> None:
     """Runs in: a child process of the first rank."""
-    # Ctrl-C goes to the whole process group; the first rank decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     status = report_failure(channel, run_rank)
     sys.stdout.flush()

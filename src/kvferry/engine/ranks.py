@@ -144,6 +144,7 @@ def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", "kvferry.engine.rank_process", str(end.fileno())],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is for the first rank, which decides what it means
     )
 
 

@@ -1,0 +1,180 @@
+"""Ctrl-C to the whole process group of a command that works, engines of several processes included:
+one line, exit code 130, and nothing stays behind."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.models import make_tiny_model
+from tests.cli.test_every_command import OF_FILES, servers, url_of
+from tests.tokenizers import save_tiny_tokenizer
+
+SECONDS = 120
+INTERRUPTED = (130, -signal.SIGINT)
+"""Python itself ends by the signal where that came in an `exec`, as in some imports; a shell says
+130 of both."""
+
+DEMO = ["--document-tokens", "3000", "--chunk-tokens", "32", "--dir", "{place}/demo"]
+COMMANDS = {
+    "simulate": ["{place}/trace", "--capacities", "100,1000,3000"],
+    "size": ["{model}"],
+    "generate": ["{model}", "Hello", "--max-tokens", "3000", "--store", "file://{place}/store"],
+    "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],
+    "demo": ["--model-dir", "{model}", *DEMO],
+    "demo-disaggregated": ["--model-dir", "{model}", *DEMO],
+    "bench": ["stores"],
+}
+"""Each with enough to do."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    (tmp_path / "temporary").mkdir()
+    prompts = ([3 + (7 * row + column) % 200 for column in range(2000)] for row in range(200))
+    (tmp_path / "prompts").write_text("".join(f"{json.dumps(each)}\n" for each in prompts))
+    requests = (
+        {"timestamp": row, "input_length": 10240, "output_length": 1,
+         "hash_ids": [row * column % 5000 for column in range(20)]}
+        for row in range(100_000)
+    )  # fmt: skip
+    (tmp_path / "trace").write_text("".join(f"{json.dumps(each)}\n" for each in requests))
+    return tmp_path
+
+
+class Running:
+    """A command in a process group of its own, as a shell starts it in the foreground."""
+
+    def __init__(self, command: list[str], place: Path) -> None:
+        self.place = place
+        self.temporary = place / "temporary"
+        self._shared = set(os.listdir("/dev/shm"))
+        with (place / "out").open("wb") as out, (place / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry.cli", *command],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def others(self) -> list[str]:
+        """The command lines of the processes that it has started and that still run."""
+        found, mark = [], str(self.temporary).encode()
+        for each in Path("/proc").iterdir():
+            try:
+                is_other = each.name.isdigit() and int(each.name) != self.process.pid
+                if is_other and mark in (each / "environ").read_bytes():
+                    found.append((each / "cmdline").read_text())
+            except OSError:  # it has ended, or is not ours
+                continue
+        return [each for each in found if each]  # of a zombie, nothing is left
+
+    def await_moment(self, is_there: Callable[[Running], object]) -> None:
+        until = time.monotonic() + SECONDS
+        while not is_there(self):
+            assert self.process.poll() is None, (self.place / "err").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def interrupt(self) -> tuple[int, list[str]]:
+        """The exit code, and the lines on stderr that are no progress."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        code = self.process.wait(SECONDS)
+        lines = (self.place / "err").read_text().splitlines()
+        return code, [each for each in lines if not each.startswith(("demo: ", "warming"))]
+
+    def left(self) -> list[str]:
+        """What it has left behind."""
+        until = time.monotonic() + SECONDS
+        while self.others() and time.monotonic() < until:
+            time.sleep(0.01)
+        shared = sorted(set(os.listdir("/dev/shm")) - self._shared)
+        files = {*os.listdir(self.temporary)} - {
+            f"torchinductor_{getpass.getuser()}"
+        }  # torch's own
+        return [*self.others(), *files, *(each for each in shared if "kvferry" in each)]
+
+
+def maps(what: str) -> Callable[[Running], bool]:
+    return lambda ran: what in Path(f"/proc/{ran.process.pid}/maps").read_text()
+
+
+def says(ran: Running) -> object:
+    return (ran.place / "out").read_bytes()
+
+
+def has(pattern: str) -> Callable[[Running], object]:
+    return lambda ran: next(ran.place.glob(pattern), None)
+
+
+def runs(what: str, number: int = 1) -> Callable[[Running], bool]:
+    return lambda ran: sum(what in each for each in ran.others()) >= number
+
+
+MOMENTS = [
+    ("size", "imports", maps("/torch/")),
+    ("simulate", "reads", maps("numpy")),
+    ("bench", "measures", has("temporary/kvferry-bench-*/*")),
+    ("generate", "imports", maps("/torch/")),
+    ("generate", "streams", says),
+    ("warm", "stores", has("store/records/*/*.safetensors")),
+    ("demo", "a phase starts", runs("spawn_main")),
+    ("demo", "a phase stores", has("demo/kvferry-demo-run/store/records/*/*.safetensors")),
+    ("demo-disaggregated", "engines start", runs("spawn_main", 2)),
+    ("demo-disaggregated", "a rank starts", runs("rank_process")),
+]
+
+
+def test_every_command_that_works_for_long_is_here():
+    assert {name for name, _, _ in MOMENTS} == set(COMMANDS) == set(OF_FILES) - {"import"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("command", "moment", "is_there"), MOMENTS, ids=[f"{name}, {at}" for name, at, _ in MOMENTS]
+)
+def test_ctrl_c_is_one_line_and_leaves_nothing(place, model_dir, command, moment, is_there):
+    given = [each.format(place=place, model=model_dir) for each in COMMANDS[command]]
+    for _ in range(5):  # where this process stalls, a command is done before it is interrupted
+        running = Running([command, *given], place)
+        try:
+            running.await_moment(is_there)
+            code, lines = running.interrupt()
+            assert running.left() == []
+        finally:
+            running.process.kill()
+            running.process.wait()
+        if code != 0:
+            break
+    assert code in INTERRUPTED
+    assert lines == ["error: interrupted"]
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_before_all_commands_are_imported_is_one_line(place):
+    with servers(1) as held:  # which it would wait for
+        running = Running(["ls", url_of("valkey", held[0])], place)
+        try:
+            running.await_moment(maps("_json"))
+            code, lines = running.interrupt()
+        finally:
+            running.process.kill()
+            running.process.wait()
+    assert code in INTERRUPTED
+    assert lines == ["error: interrupted"]
