@@ -3,13 +3,15 @@
 The other process serves records of one size. In rounds, one after the other: a plain socket that
 the other process fills without a pause; a plain socket that is asked for each record, as a store
 asks; our transport; reads that verify each record into its slot, on one thread and on several; and
-a copy of as many bytes in memory. All plain reads are `recv_into` with MSG_WAITALL.
+a copy of as many bytes in memory; and NIXL, where it is installed (`nixl_reads`). All plain reads
+are `recv_into` with MSG_WAITALL.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
 import socket
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from pathlib import Path
 
 from benchmarks import Options
 from benchmarks.limits import Seconds, timed
+from benchmarks.nixl_reads import IS_INSTALLED, NixlReads, offer
 from kvferry.bench import Row
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -68,7 +71,7 @@ def record_of(schema: RecordSchema, number: int, seed: int) -> bytes:
 
 
 def serve(key_file: str, payload_bytes: int, seed: int) -> None:
-    """The other process: prints the ports of the peer, and of the two plain sockets."""
+    """The other process: prints the ports of the peer, of the two plain sockets, and of NIXL."""
     schema, memory = schema_of(payload_bytes), MemoryStore()
     records = [record_of(schema, number, seed) for number in range(NUM_RECORDS)]
     for number, record in enumerate(records):
@@ -94,7 +97,7 @@ def serve(key_file: str, payload_bytes: int, seed: int) -> None:
         threading.Thread(target=work, daemon=True).start()
     with PeerServer(memory, lambda: SPACE, Listen(key_file=key_file)) as server:
         ports = [server.address[1], asked.getsockname()[1], flood.getsockname()[1]]
-        print(*ports, flush=True)
+        print(*ports, offer(records) if IS_INSTALLED else 0, flush=True)
         sys.stdin.read()
 
 
@@ -103,7 +106,7 @@ def served(directory: Path, payload_bytes: int, seed: int) -> Iterator[tuple[Pat
     """The key file and ports of the other process."""
     key_file = directory / "peers.key"
     key_file.touch(0o600)
-    key_file.write_bytes(os.urandom(32))
+    key_file.write_text(secrets.token_hex(32))
     command = [
         sys.executable,
         "-m",
@@ -124,7 +127,7 @@ def served(directory: Path, payload_bytes: int, seed: int) -> Iterator[tuple[Pat
         try:
             assert process.stdout is not None
             ports = process.stdout.readline().split()
-            if len(ports) != 3:
+            if len(ports) != 4:
                 raise StoreError("the process that serves records did not start")
             yield key_file, list(map(int, ports))
         finally:
@@ -147,11 +150,14 @@ class Reads:
         self.client = PeerClient("127.0.0.1", ports[0], SPACE, read_key(key_file))
         self.store = PeerStore(self.client, learns=False)
         self._pool = ThreadPoolExecutor(threads)
+        self._nixl = NixlReads(ports[3], self._slots) if ports[3] else None
 
     def close(self) -> None:
         self._pool.shutdown()
         self._asked.close()
         self.store.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def plain_stream(self) -> None:
         with socket.create_connection(("127.0.0.1", self._flood_port)) as stream:
@@ -195,6 +201,10 @@ class Reads:
             )
         )
 
+    def nixl(self) -> None:
+        assert self._nixl is not None
+        self._nixl.read(self.count)
+
     def memcpy(self) -> None:
         for number in range(self.count):
             self._slots[number % NUM_RECORDS][:] = self._source
@@ -216,6 +226,8 @@ def measure(options: Options, payload_bytes: int) -> Row:
             "verified_all": partial(reads.verified_by_all, options.threads),
             "memcpy": reads.memcpy,
         }
+        if IS_INSTALLED:
+            cases["nixl"] = reads.nixl
         runs: dict[str, list[Seconds]] = {name: [] for name in cases}
         order = list(cases)
         try:
@@ -243,7 +255,7 @@ def measure(options: Options, payload_bytes: int) -> Row:
         "verified_ratio": rate("verified") / rate("asked"),
         "verified_all_threads_gb_per_s": rate("verified_all"),
         "memcpy_gb_per_s": rate("memcpy"),
-    }
+    } | ({"nixl_gb_per_s": rate("nixl")} if IS_INSTALLED else {})
 
 
 def run(options: Options) -> list[Row]:

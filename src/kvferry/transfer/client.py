@@ -118,7 +118,7 @@ class PeerClient:
             return connection.read(key, ranges)
 
         answer = self._call(ask, deadline)
-        if answer.state not in KeyState.__members__.values():
+        if answer.state > KeyState.HELD:
             raise PeerFault(f"peer {self}: an answer that makes no sense")
         return KeyState(answer.state), answer.size
 
