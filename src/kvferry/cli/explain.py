@@ -279,8 +279,12 @@ def _runs_as(namespace: Namespace) -> str:
     """The model, and what commonly parts the namespaces of one."""
     config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
     dtype = config.get("dtype") if isinstance(config, Mapping) else None
-    said = (namespace.title, _cut(dtype) if dtype else "", f"tenant {_cut(tenant)}" if tenant else "")
-    return ", ".join(filter(None, said))
+    said = [namespace.title]
+    if dtype:
+        said.append(_cut(dtype))
+    if tenant:
+        said.append(f"tenant {_cut(tenant)}")
+    return ", ".join(said)
 
 
 def _summary(answer: PromptAnswer) -> str:
