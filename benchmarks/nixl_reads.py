@@ -26,7 +26,7 @@ _ASK_BYTES = 64
 
 def _make_agent(name: str) -> Any:  # noqa: ANN401 - of a package that may be absent
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else it writes to the standard output
-    from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]  # an extra of its own
+    from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 

@@ -13,7 +13,18 @@ from kvferry.cli.output import JsonOption, JsonRow, emit
 from kvferry.config import unknown
 from kvferry.errors import ConfigError
 
-IN_REPOSITORY = ("audit", "away", "datapath", "layout", "lookup", "peer", "step", "vllm")
+IN_REPOSITORY = (
+    "audit",
+    "away",
+    "datapath",
+    "layout",
+    "lookup",
+    "peer",
+    "serving",
+    "step",
+    "tier",
+    "vllm",
+)
 """Benchmarks that stand in the repository alone."""
 
 
