@@ -165,7 +165,6 @@ class PeerServer:
         key = listen.open_key()
         self._tls = listen.open_tls()
         self._desk = _Desk(lender, namespace, key, self.incarnation, bounds)
-        self._bounds = bounds
         self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
         self._connections: dict[_Client, threading.Thread] = {}  # the oldest first
@@ -221,7 +220,7 @@ class PeerServer:
         """Whether there is a place for one more. Where all are taken, the oldest that has not
         proved itself loses its own: those who have no key keep no peer out."""
         with self._lock:
-            if len(self._connections) < self._bounds.max_connections:
+            if len(self._connections) < self._desk.bounds.max_connections:
                 return not self._closed
             strangers = (each for each in self._connections.items() if not each[0].namespace)
             stranger, thread = next(strangers, (None, None))
@@ -274,7 +273,7 @@ class PeerServer:
         if was_closed:
             return
         self._wake[0].send(b"x")
-        deadline = time.monotonic() + self._bounds.close_seconds
+        deadline = time.monotonic() + self._desk.bounds.close_seconds
         for thread in threads:
             with suppress(RuntimeError):  # it has not started yet
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -330,13 +329,13 @@ class _Desk:
         self._namespace = namespace
         self._key = key
         self._incarnation = incarnation
-        self._bounds = bounds
+        self.bounds = bounds
         self._room = _Room(bounds.max_bytes)
 
     def greet(self, client: _Client) -> None:
         """Have both sides prove that they know the key. Raises TransferError."""
         stream = client.stream
-        deadline = time.monotonic() + self._bounds.handshake_seconds
+        deadline = time.monotonic() + self.bounds.handshake_seconds
         stream.begin(deadline)
         nonce = secrets.token_bytes(32)
         stream.send(Challenge(VERSION, self._incarnation, nonce), deadline)
@@ -355,9 +354,9 @@ class _Desk:
     def answer(self, client: _Client) -> int:
         """Answer the next question; how many bytes of a record were sent. Raises TransferError."""
         stream = client.stream
-        deadline = time.monotonic() + self._bounds.idle_seconds
+        deadline = time.monotonic() + self.bounds.idle_seconds
         question = stream.receive(QUESTIONS, MAX_FRAME_BYTES, deadline)
-        deadline = time.monotonic() + self._bounds.answer_seconds
+        deadline = time.monotonic() + self.bounds.answer_seconds
         self._check_namespace(client, deadline)
         if question.number <= client.number:
             self._refuse(stream, "a question that was asked before", deadline)
