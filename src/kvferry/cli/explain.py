@@ -279,8 +279,12 @@ def _runs_as(namespace: Namespace) -> str:
     """The model, and what commonly parts the namespaces of one."""
     config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
     dtype = config.get("dtype") if isinstance(config, Mapping) else None
-    of_tenant = f"tenant {_cut(tenant)}" if tenant else None
-    return ", ".join(filter(None, (namespace.title, dtype and _cut(dtype), of_tenant)))
+    parts = [namespace.title]
+    if dtype:
+        parts.append(_cut(dtype))
+    if tenant:
+        parts.append(f"tenant {_cut(tenant)}")
+    return ", ".join(parts)
 
 
 def _summary(answer: PromptAnswer) -> str:
