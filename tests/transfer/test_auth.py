@@ -37,6 +37,19 @@ def test_a_key_that_can_be_guessed_or_is_none_is_refused(size):
         SharedKey(b"k" * size)
 
 
+def test_every_byte_of_a_random_key_counts_but_not_the_newline_of_a_text(tmp_path):
+    def read(content):
+        path = tmp_path / "some.key"
+        path.touch(0o600)
+        path.write_bytes(content)
+        return read_key(path)
+
+    assert is_same(read(b"a" * 44 + b"\n"), read(b"a" * 44))
+    for space in b" \t\n\r\v\f":
+        key = bytes([space]) + b"\xff" * 30 + bytes([space])
+        assert is_same(read(key), SharedKey(key))
+
+
 def test_one_of_racing_processes_makes_the_key_of_the_user(tmp_path):
     keys = []
     barrier = threading.Barrier(8)

@@ -54,7 +54,7 @@ class SharedKey:
 
 
 def read_key(path: str | Path) -> SharedKey:
-    """The key in a file that an operator names.
+    """The key in a file that an operator names: its text without spaces around, or its bytes.
 
     Raises:
         ConfigError: the file cannot be read, or others can read or change it.
@@ -62,7 +62,7 @@ def read_key(path: str | Path) -> SharedKey:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            content = file.read(MAX_KEY_BYTES + 1).strip()
+            content = file.read(MAX_KEY_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the key of peers cannot be read: {error.strerror}; {_ADVICE}") from None
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o027:
@@ -70,7 +70,8 @@ def read_key(path: str | Path) -> SharedKey:
             f"the key of peers belongs to user {status.st_uid}, with mode "
             f"{stat.S_IMODE(status.st_mode):o}; others must not read or change it: chmod 600"
         )
-    return SharedKey(content)
+    # A copied text may gain or lose its last newline; of random bytes any may look like one.
+    return SharedKey(content.strip() if content.isascii() else content)
 
 
 def user_key(directory: Path | None = None) -> SharedKey:
