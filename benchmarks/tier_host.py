@@ -32,6 +32,9 @@ Json = dict[str, Any]
 
 TIMEOUT_SECONDS = 120.0
 
+IDLE_STEP_SECONDS = 0.001
+"""What vLLM's engine sleeps after a step that ran nothing, so that threads of connectors go on."""
+
 
 def offloading_spec(tier: Json, row_bytes: int, num_rows: int) -> Any:
     """Of an engine of one rank whose chunk is one block."""
@@ -188,7 +191,7 @@ _STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
 def _pause(started: float) -> None:
     if time.perf_counter() > started + TIMEOUT_SECONDS:
         raise StoreError(f"a tier did not end in {TIMEOUT_SECONDS} s")
-    time.sleep(0.0001)
+    time.sleep(IDLE_STEP_SECONDS)
 
 
 @contextmanager

@@ -32,12 +32,14 @@ class RecordRead:
         first_token: position of the chunk in its prompt.
         head: scratch of at least `schema.head_bytes`.
         rows: the rows wanted, and where their bytes shall land.
+        image: `head` and `rows` in one piece, where they are a whole record as it is stored.
     """
 
     key: ChunkKey
     first_token: int
     head: memoryview
     rows: Sequence[tuple[RowRange, memoryview]]
+    image: memoryview | None = None
 
 
 def read_record(
@@ -71,8 +73,10 @@ def _read(
     store: Store, schema: RecordSchema, read: RecordRead, deadline: float
 ) -> MissReason | None:
     head = read.head[: schema.head_bytes]
-    ranges = [(schema.offset_of(rows), buffer) for rows, buffer in read.rows]
-    size = store.read(read.key, [(0, head), *ranges], deadline)
+    ranges = [(0, head), *((schema.offset_of(rows), buffer) for rows, buffer in read.rows)]
+    if read.image is not None:
+        ranges = [(0, read.image)]
+    size = store.read(read.key, ranges, deadline)
     if size is None:
         return MissReason.ABSENT
     reason = check_head(schema, read.key, read.first_token, size, head[:size])

@@ -125,7 +125,8 @@ class _Named(NamedTuple):
 
 
 class RecordClient:
-    """Reads and writes of many records of one schema, on `io_threads` threads for each direction.
+    """Reads and writes of many records of one schema, on `io_threads` threads for reads, and half
+    as many for writes.
 
     `exists`, `get` and `put` never block. `get_leading` and `put_all` block, until their deadline;
     one thread at a time calls these two.
@@ -147,7 +148,8 @@ class RecordClient:
         self._schema = schema
         self._observer = observer
         self._readers = IOPool(io_threads, f"{name}-load")
-        self._writers = IOPool(io_threads, f"{name}-save")
+        # A write is more steps of the interpreter: more threads would wait for each other's.
+        self._writers = IOPool(-(-io_threads // 2), f"{name}-save")
         self._spare: deque[memoryview] = deque(maxlen=2 * io_threads)
         self._stalled_until = 0.0
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
@@ -216,6 +218,7 @@ class RecordClient:
             first_token=named.first_token,
             head=image[: named.schema.head_bytes],
             rows=[(rows, image[start:stop]) for rows, start, stop in self._parts()],
+            image=image,
         )
         reason = read_record(self._store, named.schema, read, self._observer, deadline)
         kept = False

@@ -117,11 +117,13 @@ class SlotIO:
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
         mark = self._read_by_device.get(chunk.slot)
+        is_whole = self._is_alone and self._rows.all_groups <= set(fetch.groups)
         record = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
             head=self._rows.head_of(memory),
             rows=self._rows.rows_of(memory, fetch.groups),
+            image=self._rows.image_of(memory) if is_whole else None,
         )
 
         def run(job: Job[Filled]) -> Filled:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import file_system
-from kvferry.store.file.fileio import as_views, open_at, write_all
+from kvferry.store.file.fileio import as_views, open_at, open_below, write_all
 from kvferry.types import ChunkKey
 
 STORE_FORMAT_VERSION = 2
@@ -109,6 +109,10 @@ class Directory:
         """Handle of the directory `names` under the root, which is made if `make`."""
         fd = os.open(self.root, _DIRECTORY | os.O_CLOEXEC)  # which may be a link
         try:
+            below = open_below(names, _DIRECTORY, fd) if len(names) > 1 else None
+            if below is not None:
+                os.close(fd)
+                fd, names = below, ()
             for name in names:
                 try:
                     inner = open_at(name, _DIRECTORY, fd)
@@ -320,9 +324,13 @@ class Directory:
 
     def _open_file(self, name: str, *within: str) -> tuple[int, int] | None:
         try:
-            with self.opened(*within) as directory:
-                # Without O_NONBLOCK a fifo would wait for a writer for ever.
-                fd = open_at(name, os.O_RDONLY | os.O_NONBLOCK, directory)
+            # Without O_NONBLOCK a fifo would wait for a writer for ever.
+            flags = os.O_RDONLY | os.O_NONBLOCK
+            with self.opened() as root:
+                fd = open_below((*within, name), flags, root)
+            if fd is None:
+                with self.opened(*within) as directory:
+                    fd = open_at(name, flags, directory)
         except _ABSENT:
             return None
         except OSError as error:

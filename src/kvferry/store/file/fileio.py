@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,15 @@ _MAX_READ_BYTES = 16 << 20
 _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_OPENAT2 = 437
+"""The number of the system call on every machine that Python runs on."""
+_RESOLVE_NO_SYMLINKS = 0x04
+_LIBC = ctypes.CDLL(None)
+_LIBC.syscall.restype = ctypes.c_long
+_LIBC.syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_int, ctypes.c_char_p),
+    *(ctypes.c_void_p, ctypes.c_size_t),
+)
 _UNSUPPORTED = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENOENT}
 )
@@ -63,6 +73,28 @@ class FileSettings:
 def open_at(name: str, flags: int, directory: int) -> int:
     """Open a file in a directory, through no link; one that is made is private to the user."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+
+
+def open_below(names: Sequence[str], flags: int, directory: int) -> int | None:
+    """Open what lies several directories below, through no link, in one system call: with each of
+    them another thread takes the interpreter's lock. None if that fails, or there is no such call:
+    go step by step, which says why."""
+    if sys.platform != "linux":
+        return None
+    how = _OpenHow(flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_NO_SYMLINKS)
+    path = os.fsencode("/".join(names))
+    fd: int = _LIBC.syscall(_OPENAT2, directory, path, ctypes.byref(how), ctypes.sizeof(how))
+    return fd if fd >= 0 else None
+
+
+class _OpenHow(ctypes.Structure):
+    """What `openat2` takes; see its manual."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
 
 
 def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:
