@@ -23,7 +23,7 @@ class StoredKVConfig(StoreOptions):
     Attributes:
         chunk_tokens: tokens per stored record; records of another value are not read.
         save_timeout_seconds: after this, `save` starts no more records and returns.
-        io_threads: threads for reads, and as many for writes.
+        io_threads: threads for reads, and half as many for writes.
         audit: how often a hit is checked against what the model itself computes: "first" for the
             first hit, a number for that part of later hits too, "off" for never. Costs the
             computation of two chunks.

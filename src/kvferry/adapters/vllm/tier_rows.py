@@ -297,22 +297,23 @@ def _end(batch: Batch[MissReason] | Batch[PutResult], result: MissReason | PutRe
 
 
 class _Learner:
-    """Asks a store about keys that it does not know, once a step where it has to ask its medium."""
+    """Asks a store about keys that it does not know, once a step. The first of a step shows whether
+    the store has to ask its medium, and so whether the answers come later."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._asks_medium = False
+        self._asks_medium: bool | None = None
         self._waiting: list[ChunkKey] = []
 
     def ask(self, key: ChunkKey) -> bool | None:
         """A first question: False, True, or None where the answer comes later."""
-        if self._asks_medium:
-            self._waiting.append(key)
-            return None
-        self._store.probe([key])
-        found = self._store.contains(key)
-        self._asks_medium = found is None
-        return found
+        if self._asks_medium is None:
+            self._store.probe([key])
+            found = self._store.contains(key)
+            self._asks_medium = found is None
+            return found
+        self._waiting.append(key)
+        return None if self._asks_medium else False
 
     def answer(self, key: ChunkKey) -> bool | None:
         return self._store.contains(key)
@@ -321,6 +322,8 @@ class _Learner:
         if self._waiting:
             self._store.probe(self._waiting)
             self._waiting = []
+        if not self._asks_medium:
+            self._asks_medium = None
 
 
 class _Watch:
