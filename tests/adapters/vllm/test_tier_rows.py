@@ -209,6 +209,21 @@ def test_a_store_that_asks_its_medium_is_waited_for(host):
     assert found is False
 
 
+def test_the_misses_of_a_step_are_asked_about_together(host):
+    asked = []
+
+    class Known(WrapperStore):
+        def probe(self, keys):
+            asked.append(len(keys))
+
+    one = host(Known(MemoryStore()))
+    for step in range(2):
+        found = [one.tier.lookup(key(10 * step + each), "r") for each in range(5)]
+        assert found == [False] * 5
+        one.tier.flush()
+    assert asked == [1, 4, 1, 4]
+
+
 def test_removed_rows_are_told_once(host, filled):
     one = host(filled)
     one.store([6, 7])
