@@ -148,7 +148,7 @@ class RecordClient:
         self._schema = schema
         self._observer = observer
         self._readers = IOPool(io_threads, f"{name}-load")
-        # A write is more steps of the interpreter: more threads would wait for each other's.
+        # A write takes the interpreter's lock more often: more threads would wait for each other.
         self._writers = IOPool(-(-io_threads // 2), f"{name}-save")
         self._spare: deque[memoryview] = deque(maxlen=2 * io_threads)
         self._stalled_until = 0.0

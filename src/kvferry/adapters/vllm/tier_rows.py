@@ -297,8 +297,8 @@ def _end(batch: Batch[MissReason] | Batch[PutResult], result: MissReason | PutRe
 
 
 class _Learner:
-    """Asks a store about keys that it does not know, once a step. The first of a step shows whether
-    the store has to ask its medium, and so whether the answers come later."""
+    """Asks a store about keys that it does not know, once a step. Until the store has shown that
+    it asks its medium, so that answers come later, the first key of a step is asked about alone."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

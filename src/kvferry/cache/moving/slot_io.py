@@ -117,7 +117,7 @@ class SlotIO:
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
         mark = self._read_by_device.get(chunk.slot)
-        is_whole = self._is_alone and self._rows.all_groups <= set(fetch.groups)
+        is_whole = self._is_alone and self._rows.all_groups.issubset(fetch.groups)
         record = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,

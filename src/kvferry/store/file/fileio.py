@@ -35,7 +35,7 @@ _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _OPENAT2 = 437
-"""The number of the system call on every machine that Python runs on."""
+"""The number of the system call, on every architecture but Alpha."""
 _RESOLVE_NO_SYMLINKS = 0x04
 _LIBC = ctypes.CDLL(None)
 _LIBC.syscall.restype = ctypes.c_long
@@ -76,8 +76,8 @@ def open_at(name: str, flags: int, directory: int) -> int:
 
 
 def open_below(names: Sequence[str], flags: int, directory: int) -> int | None:
-    """Open what lies several directories below, through no link, in one system call: with each of
-    them another thread takes the interpreter's lock. None if that fails, or there is no such call:
+    """Open what lies several directories below, through no link, in one system call: after each,
+    a thread waits for the interpreter's lock. None if that fails, or there is no such call:
     go step by step, which says why."""
     if sys.platform != "linux":
         return None
