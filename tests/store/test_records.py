@@ -9,6 +9,7 @@ import pytest
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
+from kvferry.store.file import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.records import Batch, RecordClient
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -72,6 +73,18 @@ def test_what_was_put_is_brought(caller):
     assert batch.wait(SECONDS)
     assert batch.results == [None] * 5
     assert one.filled() == [0, 1, 2, 3, 4]
+
+
+def test_threads_write_as_many_at_a_time_as_share_a_cost(caller, tmp_path):
+    with FileStore(tmp_path / "store", max_bytes=1 << 20) as store:
+        assert store.wait_indexed(SECONDS)
+        one = caller(store)
+        assert one.put().wait(SECONDS)
+        assert one.get().wait(SECONDS)
+        assert one.filled() == [0, 1, 2, 3, 4]
+        assert one.put().wait(SECONDS)
+        assert one.counts.snapshot()["put_stored"] == one.counts.snapshot()["put_exists"] == 5
+        assert one.client.close(SECONDS)
 
 
 def test_only_what_is_there_and_right_lands(caller):

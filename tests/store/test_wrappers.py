@@ -10,7 +10,11 @@ from kvferry.testing.faults import FailingStore
 from kvferry.testing.stores import make_key
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Store) if not name.startswith("_")])
+@pytest.mark.parametrize(
+    "name",
+    # A wrapper that changes `put` changes those of values that are put together, too.
+    [n for n in vars(Store) if not n.startswith("_") and n not in ("put_all", "values_per_put")],
+)
 def test_every_call_goes_to_the_inner_store(name):
     """A method that the wrapper forgot would be answered by its default."""
     assert name in vars(WrapperStore) or name in vars(WrapperStore(MemoryStore()))

@@ -24,6 +24,9 @@ Buffer = memoryview | bytearray | bytes
 ReadRange = tuple[int, memoryview]
 """Where to read in a value, in bytes, and the buffer to fill."""
 
+Value = tuple[ChunkKey, Sequence[Buffer]]
+"""A key, and buffers that hold its value one after the other."""
+
 NO_DEADLINE = math.inf
 
 ASK_SECONDS = 0.25
@@ -138,6 +141,11 @@ class Store(ABC):
         return True
 
     @property
+    def values_per_put(self) -> int:
+        """How many values of a `put_all` share its cost."""
+        return 1
+
+    @property
     def refusal(self) -> str:
         """Why the last `put` was FAILED, in one line without a credential; empty if
         that is not known. For a log line."""
@@ -177,6 +185,10 @@ class Store(ABC):
         says so, and evicts nothing for a value that can never fit. Does not sync to the medium.
         The buffers together hold at least one byte and may be reused as soon as this returns.
         """
+
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
+        """Store each of `values` as `put` does; their results, in order."""
+        return [self.put(key, buffers, deadline) for key, buffers in values]
 
     @abstractmethod
     def discard(self, key: ChunkKey, reason: str) -> None:

@@ -22,14 +22,17 @@ from typing import Generic, NamedTuple, TypeVar
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import NO_DEADLINE, PutResult, Store
+from kvferry.store.base import NO_DEADLINE, PutResult, Store, Value
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.store.recordio import RecordRead, read_record, seal_record
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=str)
+
+WRITE_BYTES = 16 << 20
+"""Records that one thread writes at a time hold no more, if they are several."""
 
 STALLED_SECONDS = 30.0
 """How long a store that brought nothing before a deadline is not asked again."""
@@ -150,7 +153,7 @@ class RecordClient:
         self._readers = IOPool(io_threads, f"{name}-load")
         # A write takes the interpreter's lock more often: more threads would wait for each other.
         self._writers = IOPool(-(-io_threads // 2), f"{name}-save")
-        self._spare: deque[memoryview] = deque(maxlen=2 * io_threads)
+        self._spare: deque[memoryview] = deque()  # as many as threads ever used at once
         self._stalled_until = 0.0
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
         # Of the last `put_all`, and the writes under way that an earlier one gave up on.
@@ -198,7 +201,7 @@ class RecordClient:
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
             named = _Named(self._schema, key, first_token)
             read = partial(self._read, batch, place, named, land, deadline)
-            self._submit(self._readers, batch, place, read, MissReason.IO_ERROR)
+            self._submit(self._readers, batch, [place], read, MissReason.IO_ERROR)
         return batch
 
     def _read(
@@ -302,47 +305,55 @@ class RecordClient:
     ) -> Batch[PutResult]:
         """Hash and store records that `fill` fills; `deadline` as of `get`."""
         batch: Batch[PutResult] = Batch(len(keys))
-        for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
-            named = _Named(self._schema, key, first_token)
-            write = partial(self._copy_and_write, batch, place, named, fill, deadline)
-            self._submit(self._writers, batch, place, write, PutResult.FAILED)
+        named = [_Named(self._schema, *each) for each in zip(keys, first_tokens, strict=True)]
+        share = -(-len(named) // self._writers.num_threads)
+        size = min(self._store.values_per_put, WRITE_BYTES // self._schema.record_bytes, share)
+        for places in _parts_of(range(len(named)), max(1, size)):
+            write = partial(self._copy_and_write, batch, places, named, fill, deadline)
+            self._submit(self._writers, batch, places, write, PutResult.FAILED)
         return batch
 
     def _copy_and_write(
         self,
         batch: Batch[PutResult],
-        place: int,
-        named: _Named,
+        places: Sequence[int],
+        named: Sequence[_Named],
         fill: Fill,
         deadline: float,
     ) -> None:
         """Runs in: I/O thread."""
-        if not batch.has_ended(place):
-            image = self._new_image()
-            if batch.copy(place, partial(fill, place, image)):
-                self._write(batch, place, named, image, deadline)
-            self._spare.append(image)
+        filled = {}
+        for place in places:
+            if not batch.has_ended(place):
+                image = self._new_image()
+                if batch.copy(place, partial(fill, place, image)):
+                    filled[place] = named[place], image
+                else:
+                    self._spare.append(image)
+        self._write(batch, filled, deadline)
+        self._spare.extend(image for _, image in filled.values())
 
     def _write(
         self,
         batch: Batch[PutResult],
-        place: int,
-        named: _Named,
-        image: memoryview,
+        filled: Mapping[int, tuple[_Named, memoryview]],
         deadline: float,
     ) -> None:
-        """Runs in: I/O thread."""
-        digests = b"".join(
-            leaf_digests(self._schema.components[rows.component], image[start:stop])
-            for rows, start, stop in self._parts()
-        )
-        result = put_record(
-            self._store, named.schema, named.key, named.first_token, digests, image, deadline
-        )
-        self._observer.count(f"put_{result}")
-        if result is PutResult.STORED:
-            self._observer.count("saved_bytes", len(image))
-        batch.end(place, result)
+        """Seal and store images, given by place. Runs in: I/O thread."""
+        values: list[Value] = []
+        for record, image in filled.values():
+            digests = b"".join(
+                leaf_digests(record.schema.components[rows.component], image[start:stop])
+                for rows, start, stop in self._parts()
+            )
+            seal_record(record.schema, record.key, record.first_token, digests, image)
+            values.append((record.key, [image]))
+        results = self._store.put_all(values, deadline)
+        for (place, (_, image)), result in zip(filled.items(), results, strict=True):
+            self._observer.count(f"put_{result}")
+            if result is PutResult.STORED:
+                self._observer.count("saved_bytes", len(image))
+            batch.end(place, result)
 
     def put_all(self, images: Iterable[tuple[ChunkKey, int, memoryview]], deadline: float) -> int:
         """Hash and store chunks, given as key, first token and payload. Returns how many were
@@ -359,8 +370,8 @@ class RecordClient:
             key, first_token, image = found
             batch: Batch[PutResult] = Batch(1)
             named = _Named(self._schema, key, first_token)
-            write = partial(self._write, batch, 0, named, image, NO_DEADLINE)
-            self._submit(self._writers, batch, 0, write, PutResult.FAILED)
+            write = partial(self._write, batch, {0: (named, image)}, NO_DEADLINE)
+            self._submit(self._writers, batch, [0], write, PutResult.FAILED)
             self._writes.append(batch)
         return self._num_stored
 
@@ -394,8 +405,17 @@ class RecordClient:
             yield RowRange(index, 0, component.num_rows), start, start + component.num_bytes
 
     def _submit(
-        self, pool: IOPool, batch: Batch[R], place: int, work: Callable[[], None], failed: R
+        self,
+        pool: IOPool,
+        batch: Batch[R],
+        places: Sequence[int],
+        work: Callable[[], None],
+        failed: R,
     ) -> None:
+        def end() -> None:
+            for place in places:
+                batch.end(place, failed)
+
         def run(_job: Job[None]) -> None:
             try:
                 work()
@@ -404,14 +424,18 @@ class RecordClient:
                 self._observer.count("load_failed" if reads else "save_failed")
                 logger.exception("%s a record failed", "reading" if reads else "storing")
             finally:
-                batch.end(place, failed)
+                end()
 
         job = pool.submit(run)
         if job.poll():  # no thread for it, or closed
-            batch.end(place, failed)
+            end()
 
     def close(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for reads and writes under way; True if all ended."""
         deadline = time.monotonic() + timeout
         done = self._readers.close(timeout)
         return self._writers.close(max(0.0, deadline - time.monotonic())) and done
+
+
+def _parts_of(places: range, size: int) -> Iterator[range]:
+    return (places[start : start + size] for start in range(0, len(places), size))

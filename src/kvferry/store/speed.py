@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.store.base import Store
 from kvferry.store.file.directory import Directory
 from kvferry.store.file.fileio import write_all
+from kvferry.store.file.writing import Writing
 from kvferry.store.kind import StoreUrl
 from kvferry.store.url import MODULES, kind_of_scheme, parse_store_url
 from kvferry.types import ChunkKey
@@ -46,16 +48,12 @@ def _measure_write(url: StoreUrl, num_bytes: int) -> float | None:
     if url.scheme != "file":
         return None
     data = memoryview(bytearray(os.urandom(1 << 16)) * (num_bytes >> 16))
-    directory = Directory(url.path)
     try:
-        name, fd = directory.begin(ChunkKey(os.urandom(32)))
-        try:
+        with closing(Writing(Directory(url.path), ChunkKey(os.urandom(32)))) as writing:
+            fd = writing.begin()
             started = time.perf_counter()
             write_all(fd, [data], 0)
             return len(data) / (time.perf_counter() - started)
-        finally:
-            os.close(fd)
-            directory.drop("writing", name)
     except OSError:
         return None
 

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.store.file import FileSettings, FileStore, database, directory, fileio, store, upkeep
+from kvferry.store.file import (
+    FileSettings,
+    FileStore,
+    database,
+    directory,
+    fileio,
+    store,
+    upkeep,
+    writing,
+)
 from kvferry.store.file.directory import record_path
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
@@ -94,7 +103,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     made = Bench(tmp_path / "store")
-    for module in (directory, fileio, store):
+    for module in (directory, fileio, store, writing):
         monkeypatch.setattr(module, "os", made.io)
     yield made
     made.io.fail.clear()

@@ -16,10 +16,10 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, read_value
+from tests.store.file.halves import begin, finish
 from tests.store.file.test_maintenance import make_record
 
 
@@ -40,11 +40,11 @@ class Machine:
 
     def begin(self, number: int) -> bool:
         """Start to write a value."""
-        self._writing = self._store._begin(make_key(number), len(value_of(number)))
-        return not isinstance(self._writing, PutResult)
+        self._writing = begin(self._store, make_key(number), value_of(number))
+        return True
 
     def commit(self, number: int) -> str:
-        return self._store._finish(self._writing, [memoryview(value_of(number))]).name
+        return finish(self._store, self._writing).name
 
     def contains(self, number: int) -> bool:
         return self._store.contains(make_key(number))

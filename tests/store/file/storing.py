@@ -16,13 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import StoreError
-from kvferry.store.file import FileStore, database, directory, fileio, index, store
+from kvferry.store.file import FileStore, database, directory, fileio, index, store, writing
 from kvferry.store.file.index import Index
 from kvferry.testing.stores import read_value
 from kvferry.types import ChunkKey
 
 NUM_KEYS = 64
 MAX_VALUE = 100_000
+MAX_WRITING = 3 * MAX_VALUE
+"""Of one process beside the quota: values that it puts together."""
+
 QUOTA = 400_000
 
 
@@ -96,8 +99,9 @@ def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
         with suppress(StoreError):  # the index cannot be asked
             opened.gc(max_bytes=max_value * 2)
     else:
-        value = value_of(number, max_value)
-        opened.put(key_of(number), [value[:32], value[32:]])
+        values = [value_of(each % NUM_KEYS, max_value) for each in range(number, number + 3)]
+        keys = [key_of(each % NUM_KEYS) for each in range(number, number + 3)]
+        opened.put_all([(key, [v[:32], v[32:]]) for key, v in zip(keys, values, strict=True)])
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
@@ -138,7 +142,7 @@ class DyingOS:
         return os.open(path, flags, *args, **named)
 
     def install(self) -> None:
-        for module in (directory, fileio, store, index, database):
+        for module in (directory, fileio, store, index, database, writing):
             module.os = self
         for name in TRANSACTIONS:
             setattr(Index, name, self._counted(getattr(Index, name), twice=True))

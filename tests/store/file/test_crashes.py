@@ -13,7 +13,7 @@ from kvferry.observe import Counters
 from kvferry.store.file import FileStore
 from tests.store.file import storing
 from tests.store.file.conftest import Children
-from tests.store.file.storing import MAX_VALUE, QUOTA, assert_index_agrees, disk_bytes
+from tests.store.file.storing import MAX_VALUE, MAX_WRITING, QUOTA, assert_index_agrees, disk_bytes
 
 NUM_PROCESSES = 4
 
@@ -52,9 +52,9 @@ def kill_some(root: Path, children: Children, num_kills: int) -> None:
         if kill % 10 == 9:
             for pid in list(children.alive):
                 children.kill(pid)
-            assert disk_bytes(root) <= QUOTA + NUM_PROCESSES * MAX_VALUE
+            assert disk_bytes(root) <= QUOTA + NUM_PROCESSES * MAX_WRITING
             assert_sound_after_recovery(root, counters)
-    assert QUOTA / 2 < most <= QUOTA + NUM_PROCESSES * MAX_VALUE
+    assert QUOTA / 2 < most <= QUOTA + NUM_PROCESSES * MAX_WRITING
     assert children.complaints() == []
 
 
@@ -84,7 +84,7 @@ def test_a_process_may_die_before_any_of_its_calls(tmp_path, children, start):
             max_bytes=QUOTA,
         )
         children.wait(pid)
-        assert disk_bytes(root) <= QUOTA + MAX_VALUE
+        assert disk_bytes(root) <= QUOTA + MAX_WRITING
         if number % 3 == 2:
             assert_sound_after_recovery(root, counters)
     assert_sound_after_recovery(root, counters)
@@ -135,6 +135,6 @@ def test_processes_sharing_a_full_store_stay_below_its_quota(tmp_path, children)
     root.with_name("stop").touch()
     for pid in list(children.alive):
         children.wait(pid)
-    assert QUOTA / 2 < most <= QUOTA + NUM_PROCESSES * MAX_VALUE
+    assert QUOTA / 2 < most <= QUOTA + NUM_PROCESSES * MAX_WRITING
     assert children.complaints() == []
     assert_sound_after_recovery(root, Counters())

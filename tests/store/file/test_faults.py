@@ -12,6 +12,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
 from kvferry.testing.stores import make_key, make_value, read_value
+from tests.store.file import storing
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,37 @@ def test_a_failing_write_is_an_answer_and_gives_its_space_back(
     assert store.stat().used_bytes == 10_000
     assert read_value(store, make_key(1)) is None
     assert read_value(store, make_key(2)) == make_value(5000)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "link"])
+def test_values_put_together_on_a_full_disk_leave_nothing(bench, call):
+    store = bench.open(max_bytes=100_000)
+    values = [(make_key(number), [make_value(2000 + number)]) for number in range(8)]
+    bench.io.fail[call] = errno.ENOSPC
+    assert store.put_all(values) == [PutResult.NO_SPACE] * 8
+    assert bench.counters["store_put_no_space"] <= 3
+    assert storing.disk_bytes(bench.root) == store.stat().used_bytes == 0
+    bench.io.fail.clear()
+    bench.clock.advance(60.0)
+    assert store.put_all(values) == [PutResult.STORED] * 8
+    storing.assert_index_agrees(bench.root)
+
+
+def test_a_key_that_is_none_leaves_nothing_of_the_values_before_it(bench):
+    store = bench.open()
+    with pytest.raises(ValueError, match="32 bytes"):
+        store.put_all([(make_key(), [b"value"]), (b"short", [b"value"])])
+    assert storing.disk_bytes(bench.root) == 0
+
+
+def test_values_put_together_share_a_transaction(bench):
+    store = bench.open(max_bytes=100_000)
+    store.put(make_key(), [b"value"])
+    statements = []
+    store.index.database._db.set_trace_callback(statements.append)
+    store.put_all([(make_key(number), [make_value(100)]) for number in range(1, 9)])
+    assert [line for line in statements if line.startswith("BEGIN")] == ["BEGIN IMMEDIATE"]
+    assert store.stat().num_records == 9
 
 
 def test_a_full_disk_costs_nothing_after_a_while(bench, caplog):

@@ -17,6 +17,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
+from tests.store.file.halves import begin, finish
 
 pytestmark = pytest.mark.usefixtures("patient_locks")
 
@@ -122,6 +123,7 @@ import os, sys, threading
 from pathlib import Path
 from kvferry.store.file import FileStore
 from kvferry.types import ChunkKey
+from tests.store.file.halves import begin, finish
 
 def key_of(number):
     return ChunkKey(bytes([number]) * 32)
@@ -170,10 +172,10 @@ def test_a_forked_child_ends_as_any_interpreter_does(tmp_path):
 
 def test_a_child_that_closes_leaves_its_parents_half_written_record(bench):
     store = bench.open(max_bytes=100_000)
-    writing = store._begin(make_key(), 1000)
+    writing = begin(store, make_key(), make_value(1000))
     store.touch([make_key()])
     assert run_child(store.close) == 0
-    assert store._finish(writing, [memoryview(make_value(1000))]) is PutResult.STORED
+    assert finish(store, writing) is PutResult.STORED
     assert read_value(store, make_key()) == make_value(1000)
 
 

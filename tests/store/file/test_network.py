@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 
@@ -15,6 +16,7 @@ from kvferry.store.file import FileSettings, FileStore, directory, upkeep
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
+from tests.store.file.halves import begin, finish
 
 HOUR = 3600
 
@@ -104,20 +106,19 @@ def test_an_old_listing_beside_a_new_time_is_not_the_last(machine, bench, monkey
 
 def test_a_lock_of_another_mount_of_this_machine_is_not_believed(machine, bench, monkeypatch):
     one, other = machine("one"), machine("other")
-    writing = one._begin(make_key(), 1000)
-    monkeypatch.setattr(directory, "_machine", lambda fd: "0" * 8)
-    monkeypatch.setattr(directory.fcntl, "flock", lambda *_: None)  # it sees none
+    writing = begin(one, make_key(), make_value(1000))
+    monkeypatch.setattr(directory, "machine_of", lambda fd: "0" * 8)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # it sees none
     other.maintain()
-    assert one._finish(writing, [memoryview(make_value(1000))]) is PutResult.STORED
+    assert finish(one, writing) is PutResult.STORED
 
 
 def test_where_hard_links_get_lost_records_are_renamed(machine, bench, monkeypatch):
     monkeypatch.setattr(directory, "file_system", lambda root: "fuse.seaweedfs")
     one, other = machine("one"), machine("other")
-    writings = [store._begin(make_key(), 1000) for store in (one, other)]
+    writings = [begin(store, make_key(), make_value(1000)) for store in (one, other)]
     results = [
-        store._finish(writing, [memoryview(make_value(1000))])
-        for store, writing in zip((one, other), writings, strict=True)
+        finish(store, writing) for store, writing in zip((one, other), writings, strict=True)
     ]
     assert results == [PutResult.STORED, PutResult.EXISTS]
     assert read_value(other, make_key()) == make_value(1000)
@@ -178,16 +179,17 @@ def test_the_quota_is_exceeded_by_no_more_than_the_other_wrote_and_is_kept_again
 def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
     strange = FakeClock(time.time() + ahead)
     one, other = machine("one", max_bytes=100_000), machine("other", wall=strange)
-    writing = one._begin(make_key(), 1000)
-    dead = machine("dead", wall=strange)._begin(make_key(1), 1000).file  # its process is gone
-    for name in (writing.file, dead):  # the server's clock is as far from that of this machine
+    writing = begin(one, make_key(), make_value(1000))
+    gone = machine("dead", wall=strange)
+    dead = begin(gone, make_key(1), make_value(1000)).name
+    for name in (writing.name, dead):  # the server's clock is as far from that of this machine
         os.utime(bench.root / "writing" / name, (time.time() - ahead,) * 2)
     for store in (other, one, other):
         bench.clock.advance(120)
         store.maintain()
         store.upkeep.clean()
     assert (bench.root / "writing" / dead).exists()
-    assert one._finish(writing, [memoryview(make_value(1000))]) is PutResult.STORED
+    assert finish(one, writing) is PutResult.STORED
     other.maintain()
     assert other.contains(make_key())
     assert other.put(make_key(2), [make_value(1000)]) is PutResult.STORED
@@ -196,10 +198,13 @@ def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
 
 def test_what_a_dead_machine_was_writing_goes_after_an_hour(machine, bench):
     one, other = machine("one"), machine("other")
-    writings = {name: other._begin(make_key(n), 1000) for n, name in enumerate(["old", "young"])}
-    for writing in writings.values():  # nobody there touches them any more
-        os.close(writing.fd)
-    sessions = {name: writing.file for name, writing in writings.items()}
+    writings = {
+        name: begin(other, make_key(n), make_value(1000)) for n, name in enumerate(["old", "young"])
+    }
+    sessions = {name: writing.name for name, writing in writings.items()}
+    for writing in writings.values():  # its process is killed: only the files stay
+        writing.name = ""
+        writing.close()
     files = {}
     for name, age in (("old", HOUR + 60), ("young", HOUR - 600)):
         key, machine, rest = sessions[name].split(".")
@@ -219,9 +224,9 @@ def test_where_files_cannot_be_locked_abandoned_ones_go_after_an_hour(
     def fail(*_):
         raise OSError(number, "no locks here")
 
-    monkeypatch.setattr(directory.fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     one, other = machine("one"), machine("other")
-    sessions = [other._begin(make_key(n), 1000).file for n in range(2)]
+    sessions = [begin(other, make_key(n), make_value(1000)).name for n in range(2)]
     for session, age in zip(sessions, (HOUR + 60, HOUR - 600), strict=True):
         os.utime(bench.root / "writing" / session, (time.time() - age,) * 2)
     one.maintain()
@@ -236,7 +241,8 @@ def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
         settings = FileSettings(index_file=tmp_path / "one" / "index.sqlite3")
         with FileStore(bench.root, max_bytes=10_000, background=False, settings=settings) as dying:
             dying.maintain()
-            os._exit(isinstance(dying._begin(make_key(1), 9000), PutResult))
+            begin(dying, make_key(1), make_value(9000))
+            os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert one.put(make_key(2), [make_value(5000)]) is PutResult.STORED
     one.maintain()

@@ -14,12 +14,12 @@ import pytest
 
 from kvferry.store.base import PutResult
 from kvferry.store.file import index as index_module
-from kvferry.store.file import store as store_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
-from kvferry.store.file.directory import Directory
+from kvferry.store.file.writing import Writing
 from kvferry.testing.stores import make_key, make_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
+from tests.store.file.halves import begin, finish
 from tests.store.file.storing import assert_index_agrees, disk_bytes
 
 QUOTA = 100_000
@@ -207,14 +207,14 @@ def test_hostile_numbers_of_rows_are_repaired(bench, caplog, damage):
 def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):
     store = bench.open(max_bytes=QUOTA, wall=time.time)
     store.maintain()
-    writing = store._begin(make_key(), SIZE)
+    writing = begin(store, make_key(), make_value(SIZE))
     path = bench.path(make_key())
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(make_value(SIZE))
     long_ago = time.time() - 100
     os.utime(path.parent, (long_ago, long_ago))
     store.maintain()
-    assert store._finish(writing, [memoryview(b"head")]) is PutResult.EXISTS
+    assert finish(store, writing) is PutResult.EXISTS
     for _ in range(3):
         store.upkeep._due["compare"] = 0.0
         store.upkeep.step(rests=False)
@@ -239,14 +239,14 @@ def test_a_folder_that_is_replaced_all_the_time_keeps_no_other_waiting(bench):
 
 def test_a_record_removed_by_hand_as_it_is_stored_leaves_no_row(bench, monkeypatch):
     store = bench.open()
-    place = store.directory.place
+    place = Writing.place
 
-    def vanishing(file, key):
-        won = place(file, key)
-        bench.path(key).unlink()
+    def vanishing(writing):
+        won = place(writing)
+        bench.path(writing.key).unlink()
         return won
 
-    monkeypatch.setattr(store.directory, "place", vanishing)
+    monkeypatch.setattr(Writing, "place", vanishing)
     store.put(make_key(), [b"value"])
     store.maintain()
     assert store.stat().num_records == 0
@@ -255,14 +255,14 @@ def test_a_record_removed_by_hand_as_it_is_stored_leaves_no_row(bench, monkeypat
 @pytest.mark.parametrize("what", ["place", "execute"])
 def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
     store = bench.open()
-    place = store.directory.place
+    place = Writing.place
 
     def failing(*arguments):
         if what == "place":  # a network file system that lost the answer
             place(*arguments)
         raise IndexUnavailable(errno.EIO, "after the link")
 
-    patched = store.directory if what == "place" else index_module
+    patched = Writing if what == "place" else index_module
     with monkeypatch.context() as patch:
         patch.setattr(patched, what, failing)
         assert store.put(make_key(), [b"value"]) is PutResult.FAILED
@@ -345,7 +345,7 @@ def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypat
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "write_all", full)
+        patch.setattr(Writing, "write", full)
         full_write = store.put(make_key(), [b"value"])
     assert full_write is PutResult.NO_SPACE
     store.maintain()
@@ -388,8 +388,7 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
     def test_nor_when_it_was_there_before(self, bench, monkeypatch, removed_by):
         store = bench.open()
         bench.open().put(make_key(), [b"value"])
-        find = store.directory.find
-        monkeypatch.setattr(store.directory, "find", removed_by(find, store))
+        monkeypatch.setattr(Writing, "is_taken", removed_by(Writing.is_taken, store))
         assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
         monkeypatch.undo()
         store.maintain()
@@ -426,6 +425,6 @@ def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch
     def full(self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Directory, "begin", full)
+    monkeypatch.setattr(Writing, "begin", full)
     report = store.gc(max_bytes=SIZE * 3)
     assert report.removed_records == 7

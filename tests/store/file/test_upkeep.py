@@ -19,6 +19,7 @@ from kvferry.store.file.index import KnownKeys
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
+from tests.store.file.halves import begin, finish
 
 
 def make_keys(num_keys):
@@ -191,10 +192,10 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
 
 def test_a_write_is_counted_once_it_has_ended(bench):
     store, other = bench.open(), bench.open()
-    writing = other._begin(make_key(), 5000)
+    writing = begin(other, make_key(), make_value(5000))
     store.maintain()
     assert store.stat().used_bytes == 0
-    assert other._finish(writing, [memoryview(bytes(5000))]) is PutResult.STORED
+    assert finish(other, writing) is PutResult.STORED
     store.maintain()
     assert other.stat().used_bytes == store.stat().used_bytes == 5000
     assert bench.counters["store_index_corrected"] == 0

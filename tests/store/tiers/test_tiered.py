@@ -11,13 +11,14 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters, Observer
-from kvferry.store.base import PutResult
+from kvferry.store.base import NO_DEADLINE, PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Health, Patience
 from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
+from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
 from kvferry.testing.stores import (
@@ -31,6 +32,7 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
+SIZE = 1000
 MAX_FAILURES = Patience().max_failures
 QUICK = Patience(look_seconds=0.01)
 """Of threads whose clock a test moves."""
@@ -138,6 +140,50 @@ def test_what_is_stored_reaches_every_tier(make_tiers):
     assert store.put(make_key(), [b"value"]) is PutResult.STORED
     assert held(tiers[0])
     wait_until(lambda: held(tiers[1]) and held(tiers[2]), "the others have it, too")
+
+
+class PutsSeveral(WrapperStore):
+    """Notes how many values came at once."""
+
+    values_per_put = 4
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.seen = []
+
+    def put_all(self, values, deadline=NO_DEADLINE):
+        self.seen.append(len(values))
+        return super().put_all(values, deadline)
+
+
+def several(count):
+    return [(make_key(number), [make_value(SIZE, number)]) for number in range(count)]
+
+
+def test_values_put_together_reach_a_store_as_it_shares_their_cost(make_tiers):
+    near, far = PutsSeveral(MemoryStore()), MemoryStore()
+    store = make_tiers(near, far)
+    assert store.values_per_put == 4
+    assert store.put_all(several(10)) == [PutResult.STORED] * 10
+    assert near.seen == [4, 4, 2]
+    wait_until(lambda: all(held(far, number) for number in range(10)), "the other has them, too")
+
+
+def test_of_values_put_together_a_farther_tier_takes_what_the_nearest_does_not(make_tiers):
+    near, far = MemoryStore(max_bytes=100), MemoryStore()
+    near.put(make_key(0), [b"there"])
+    store = make_tiers(near, far)
+    assert store.put_all(several(3)) == [PutResult.EXISTS, PutResult.STORED, PutResult.STORED]
+    assert not held(near, 1)
+    assert held(far, 1)
+    assert held(far, 2)
+
+
+def test_of_values_put_together_none_waits_for_a_store_that_failed(make_tiers):
+    near = FailingStore(MemoryStore(), operations=["put"])
+    store = make_tiers(near)
+    assert store.put_all(several(10)) == [PutResult.FAILED] * 10
+    assert near.num_failed == 1
 
 
 def test_what_only_a_far_tier_has_is_read_and_brought_nearer(make_tiers):
@@ -884,7 +930,7 @@ def test_a_store_that_fails_as_soon_as_it_is_open_stays_open():
     clock.advance(QUICK.longest_pause_seconds)
     tier.try_if_due()
     assert tier.up is store
-    assert tier.put(make_key(), [b"value"], math.inf) is PutResult.STORED
+    assert tier.put_all([(make_key(), [b"value"])], math.inf) == [PutResult.STORED]
 
 
 def test_a_tier_that_got_no_thread_at_its_start_gets_one_later(make_tiers, monkeypatch):

@@ -49,11 +49,9 @@ _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
-_MAX_TRIES = 8
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system itself or by a process that died while it made this very store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 # SeaweedFS lets two machines link to one name at once, and one that saw a file under its first name
 # never finds it under its second.
 _LOSES_LINKS = frozenset({"fuse.seaweedfs"})
@@ -104,16 +102,30 @@ class Directory:
     def __init__(self, root: str) -> None:
         self.root = root
 
+    @cached_property
+    def loses_links(self) -> bool:
+        """Whether values get their names by being renamed."""
+        return file_system(self.root) in _LOSES_LINKS
+
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
+        """A handle as of `open`, which is closed afterwards."""
+        fd = self.open(*names, make=make)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def open(self, *names: str, make: bool = False) -> int:
         """Handle of the directory `names` under the root, which is made if `make`."""
+        if len(names) == 1:
+            with suppress(FileNotFoundError):
+                return open_at(f"{self.root}/{names[0]}", _DIRECTORY)
         fd = os.open(self.root, _DIRECTORY | os.O_CLOEXEC)  # which may be a link
+        below = None
         try:
             below = open_below(names, _DIRECTORY, fd) if len(names) > 1 else None
-            if below is not None:
-                os.close(fd)
-                fd, names = below, ()
-            for name in names:
+            for name in () if below is not None else names:
                 try:
                     inner = open_at(name, _DIRECTORY, fd)
                 except FileNotFoundError:
@@ -124,9 +136,13 @@ class Directory:
                     inner = open_at(name, _DIRECTORY, fd)
                 os.close(fd)
                 fd = inner
-            yield fd
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        if below is None:
+            return fd
+        os.close(fd)
+        return below
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
         """Descriptor and size of a record; None if it is absent. May raise `NotAFile`."""
@@ -141,8 +157,8 @@ class Directory:
     def find(self, key: ChunkKey) -> Found | None:
         """What the directory says of a record; None if no regular file has its name."""
         with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
-            status = _lstat(record_name(key), shard)
-            return _found(status) if stat.S_ISREG(status.st_mode) else None
+            status = lstat_at(record_name(key), shard)
+            return found_of(status) if stat.S_ISREG(status.st_mode) else None
         return None
 
     def list_shard(self, shard: int) -> set[ChunkKey]:
@@ -161,40 +177,22 @@ class Directory:
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
         """Changes whenever a file came into this shard or left it."""
         with suppress(OSError), self.opened("records") as records:
-            status = _lstat(f"{shard:02x}", records)
+            status = lstat_at(f"{shard:02x}", records)
             return status.st_ino, status.st_mtime_ns
         return 0, 0  # absent, or listing it will say why
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove what stands in a record's place. False if there is nothing."""
         with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
-            self._remove_any(record_name(key), shard)
+            remove_any(record_name(key), shard)
             return True
         return False
-
-    def begin(self, key: ChunkKey) -> tuple[str, int]:
-        """Make a file to be written: its name and its descriptor. The system drops its lock when
-        the process dies, so the lock shows that the writer lives."""
-        for _ in range(_MAX_TRIES):
-            with self.opened("writing", make=True) as writing:
-                name = f"{key.hex()}.{_machine(writing)}.{secrets.token_hex(12)}"
-                fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, writing)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_ours = os.fstat(fd).st_nlink > 0
-            except OSError as error:
-                is_ours = error.errno != errno.EWOULDBLOCK  # a file system may have no locks
-            if is_ours:
-                return name, fd
-            os.close(fd)  # taken for a dead writer's before it was locked
-            self.drop("writing", name)
-        raise OSError(errno.EAGAIN, "no file can be locked")
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
         """Key of a file of `writing`, and whether its writer's lock can be seen here."""
         key, machine, _ = name.split(".")
         with self.opened("writing") as writing:
-            return ChunkKey(bytes.fromhex(key)), machine == _machine(writing)
+            return ChunkKey(bytes.fromhex(key)), machine == machine_of(writing)
 
     def open_writing(self, name: str) -> int | None:
         """Descriptor of a file being written; None if there is none of that name."""
@@ -203,56 +201,12 @@ class Directory:
                 return open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
         return None
 
-    def place(self, name: str, key: ChunkKey) -> bool:
-        """Give a written file its name. False if the key is taken: the first writer wins."""
-        target = record_name(key)
-        with (
-            self.opened("writing") as writing,
-            self.opened(*shard_of(key), make=True) as shard,
-        ):
-            is_taken = False
-            with suppress(FileNotFoundError):
-                status = _lstat(target, shard)
-                is_taken = stat.S_ISREG(status.st_mode) and status.st_size > 0
-                if not is_taken:
-                    self._remove_any(target, shard)  # no record, and in its way
-            if self._loses_links:
-                if not is_taken:
-                    os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
-                return not is_taken
-            try:
-                os.link(name, target, src_dir_fd=writing, dst_dir_fd=shard, follow_symlinks=False)
-            except OSError as error:
-                with suppress(FileNotFoundError):
-                    # Linked if it is ours: a network file system sent the request twice.
-                    return os.path.samestat(_lstat(target, shard), _lstat(name, writing))
-                if error.errno not in _NO_LINKS:
-                    raise
-                # Without hard links two writers of one key can both believe to be first: the later
-                # one replaces the earlier with equal bytes.
-                os.rename(name, target, src_dir_fd=writing, dst_dir_fd=shard)
-            return True
-
-    @cached_property
-    def _loses_links(self) -> bool:
-        return file_system(self.root) in _LOSES_LINKS
-
-    def unplace(self, name: str, key: ChunkKey) -> None:
-        """Undo `place`, as far as it went. Never raises: what stays is found later."""
-        with (
-            suppress(OSError),
-            self.opened("writing") as writing,
-            self.opened(*shard_of(key)) as shard,
-        ):
-            if os.path.samestat(_lstat(record_name(key), shard), _lstat(name, writing)):
-                os.unlink(record_name(key), dir_fd=shard)
-
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
             with suppress(OSError):
                 with suppress(FileNotFoundError), self.opened(folder) as directory:
-                    self._remove_any(name, directory)
+                    remove_any(name, directory)
                 return True
         return False
 
@@ -261,7 +215,7 @@ class Directory:
         found = {}
         for name in filter(_FILE_NAMES[folder].fullmatch, self.listed(folder)):
             with suppress(*_ABSENT), self.opened(folder) as directory:
-                found[name] = _found(_lstat(name, directory))
+                found[name] = found_of(lstat_at(name, directory))
         return found
 
     def drop_abandoned(self, name: str, *, is_old: bool, first: Callable[[], object]) -> bool:
@@ -289,13 +243,13 @@ class Directory:
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened(*shard_of(key)) as shard:
-            status = _lstat(record_name(key), shard)
+            status = lstat_at(record_name(key), shard)
             if not stat.S_ISREG(status.st_mode):
-                self._remove_any(record_name(key), shard)
+                remove_any(record_name(key), shard)
                 return None
             with self.opened("quarantine", make=True) as aside:
                 os.rename(record_name(key), name, src_dir_fd=shard, dst_dir_fd=aside)
-        return name, _found(status).num_bytes
+        return name, found_of(status).num_bytes
 
     def write_text(self, name: str, text: str, *within: str) -> None:
         """Make or replace a file, whole or not at all."""
@@ -354,17 +308,6 @@ class Directory:
             return os.read(opened[0], limit)
         finally:
             os.close(opened[0])
-
-    def _remove_any(self, name: str, directory: int) -> None:
-        try:
-            os.unlink(name, dir_fd=directory)
-        except (IsADirectoryError, PermissionError):  # the latter is what POSIX says of directories
-            if not stat.S_ISDIR(_lstat(name, directory).st_mode):
-                raise
-            try:
-                shutil.rmtree(name, dir_fd=directory)
-            except RecursionError as error:
-                raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
 
 
 def open_root(root: Path, *, create: bool) -> Directory:
@@ -452,16 +395,29 @@ def _kernel() -> str:
 _KERNEL = _kernel()
 
 
-def _machine(directory: int) -> str:
+def machine_of(directory: int) -> str:
     """Names all whose file locks can be seen here: those that use this mount on this machine."""
     whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
 
 
-def _lstat(name: str, directory: int) -> os.stat_result:
+def remove_any(name: str, directory: int) -> None:
+    """Remove a file, or a directory with all that is in it."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except (IsADirectoryError, PermissionError):  # the latter is what POSIX says of directories
+        if not stat.S_ISDIR(lstat_at(name, directory).st_mode):
+            raise
+        try:
+            shutil.rmtree(name, dir_fd=directory)
+        except RecursionError as error:
+            raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
+
+
+def lstat_at(name: str, directory: int) -> os.stat_result:
     return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
 
-def _found(status: os.stat_result) -> Found:
+def found_of(status: os.stat_result) -> Found:
     on_disk = max(status.st_blocks * 512, 4096)  # small files may lie within their inode
     return Found(min(status.st_size, on_disk), status.st_mtime)

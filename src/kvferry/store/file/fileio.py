@@ -70,8 +70,9 @@ class FileSettings:
     wall: Callable[[], float] = time.time
 
 
-def open_at(name: str, flags: int, directory: int) -> int:
-    """Open a file in a directory, through no link; one that is made is private to the user."""
+def open_at(name: str, flags: int, directory: int | None = None) -> int:
+    """Open a file in a directory, not through a link of this name; one that is made is private to
+    the user."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
 
 

@@ -36,6 +36,7 @@ from kvferry.store.file.database import (
 )
 from kvferry.store.file.directory import Directory
 from kvferry.store.file.pins import Pins
+from kvferry.store.file.writing import Writing
 from kvferry.types import ChunkKey
 
 MAX_REMOVALS = 16384
@@ -80,6 +81,10 @@ _SCHEMA = (
         for event, sign, row in (("INSERT", "+", "new"), ("DELETE", "-", "old"))
     ),
 )
+
+
+class NoRoomError(Exception):
+    """There is nothing left to evict."""
 
 
 class Totals(NamedTuple):
@@ -184,33 +189,54 @@ class Index:
 
     def add_written(
         self,
-        key: ChunkKey,
-        num_bytes: int,
-        head: bytes,
+        written: Sequence[Writing],
         max_bytes: int,
-        place: Callable[[], PutResult],
-    ) -> PutResult | None:
-        """Make room for a value, give its file its name by `place`, and add its row if that stored
-        it; in one transaction, so that nothing is evicted that is not yet there. Returns what
-        `place` did, NO_SPACE, or None if more has to be evicted than one transaction may."""
+        refused: Callable[[OSError], PutResult],
+    ) -> list[PutResult] | None:
+        """Make room for values, give their files their names, and add a row for each that got its
+        own; in one transaction, so that nothing is evicted that is not yet there.
+
+        Args:
+            refused: the result of a value whose file cannot be named, and of all after it.
+
+        Returns:
+            A result for each; None if more has to be evicted than one transaction may.
+
+        Raises:
+            NoRoomError: all of them are more than the quota leaves.
+        """
+        num_bytes = sum(value.num_bytes for value in written)
         with self._transaction(writes=True) as db:
             if max_bytes < NO_QUOTA:
                 if not self.totals.is_complete:
                     raise IndexUnavailable(errno.EAGAIN, "the index is being made")
+                if num_bytes > max_bytes:
+                    raise NoRoomError
                 has_evicted = self._evict(db, max_bytes - num_bytes)
                 if self._read_totals(db).num_bytes + num_bytes > max_bytes:
                     if has_evicted:
                         return None
                     self._check_totals(db)
-                    self._observer.count("store_put_no_space")
-                    return PutResult.NO_SPACE
-            result = place()
-            if result is PutResult.STORED:
-                db.execute("DELETE FROM records WHERE key = ?", (key,))  # its file had vanished
-                row = (key, num_bytes, self.wall(), namespace_of(head) or b"")
-                execute(db, _INSERT, [row])
-                self.known.note_written(key)
-        return result
+                    raise NoRoomError
+            results: list[PutResult] = []
+            rows = []
+            for value in written:
+                try:
+                    result = PutResult.STORED if value.place() else PutResult.EXISTS
+                except OSError as error:
+                    results += [refused(error)] * (len(written) - len(results))
+                    break
+                results.append(result)
+                if result is PutResult.STORED:
+                    namespace = namespace_of(value.head) or b""
+                    rows.append((value.key, value.num_bytes, self.wall(), namespace))
+            if rows:
+                keys = [row[:1] for row in rows]  # of files that had vanished, rows may be left
+                execute(db, "DELETE FROM records WHERE key IN ({})", keys)
+                execute(db, _INSERT, rows)
+                for key, *_ in rows:
+                    self.known.note_written(key)
+        return results
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
         """Evict, as `_evict` does, in batches between which other processes get a turn."""

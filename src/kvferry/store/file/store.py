@@ -7,11 +7,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import is_of_one_machine, why_untrusted
@@ -26,20 +25,23 @@ from kvferry.store.base import (
     Removal,
     Store,
     StoreStat,
+    Value,
 )
 from kvferry.store.expected import ExpectedKeys
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import HEAD_BYTES, NUM_SHARDS, NotAFile, open_root, record_name
-from kvferry.store.file.fileio import FileSettings, OpenRecord, as_views, write_all
+from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
+from kvferry.store.file.fileio import FileSettings, OpenRecord, as_views
 from kvferry.store.file.index import (
     NO_QUOTA,
     PAUSE_SECONDS,
     Index,
     KnownKeys,
+    NoRoomError,
     private_index,
 )
 from kvferry.store.file.upkeep import Upkeep
+from kvferry.store.file.writing import Writing
 from kvferry.store.kind import StoreUrl
 from kvferry.types import ChunkKey
 
@@ -54,23 +56,14 @@ _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 _Found = TypeVar("_Found")
 
 
-class _Writing(NamedTuple):
-    """A value that is hidden until it is placed."""
-
-    key: ChunkKey
-    num_bytes: int
-    file: str
-    fd: int
-
-
 class FileStore(Store):
     """Values as files under one directory. Thread-safe; any number of processes may open it.
 
     Guarantees, for every process that is killed at any instant:
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
-    - Records and quarantine stay within the quota. Beside them, each writer has the one value that
-      it writes; what dead writers left is removed by others.
+    - Records and quarantine stay within the quota. Beside them, each writer has the values of one
+      call of `put` or `put_all`; what dead writers left is removed by others.
     - No operation raises for a full, read-only, failing or vanished directory, except
       `read` of a record that is there and cannot be read.
 
@@ -80,6 +73,7 @@ class FileStore(Store):
 
     multi_process = True
     quarantines = True
+    values_per_put = 8
 
     def __init__(
         self,
@@ -216,9 +210,19 @@ class FileStore(Store):
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
-        views = as_views(buffers)
-        writing = self._begin(key, sum(view.nbytes for view in views))
-        return writing if isinstance(writing, PutResult) else self._finish(writing, views)
+        return self.put_all([(key, buffers)], deadline)[0]
+
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
+        found: list[Writing | PutResult] = []
+        try:
+            for key, buffers in values:
+                found.append(self._write(key, as_views(buffers)))
+            ended = iter(self._finish([each for each in found if isinstance(each, Writing)]))
+            return [next(ended) if isinstance(each, Writing) else each for each in found]
+        finally:
+            for each in found:
+                if isinstance(each, Writing):
+                    each.close()
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         if not self._writes():
@@ -379,66 +383,64 @@ class FileStore(Store):
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self.index.is_ours
 
-    def _begin(self, key: ChunkKey, num_bytes: int) -> _Writing | PutResult:
+    def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | PutResult:
+        """A value that is hidden until it is placed, or why it is not written."""
         record_name(key)  # a key of another length is the caller's mistake
         if not self._writes():
             return PutResult.FAILED
         if (resting := self._faults.resting()) is not None:
             return resting
+        writing = None
         try:
-            found = self.directory.find(key)
-            if found is not None and found.num_bytes:
+            writing = Writing(self.directory, key)
+            if writing.is_taken():
                 self.probe([key])
-                return PutResult.EXISTS
-            if num_bytes > self._max_bytes:
-                return PutResult.NO_SPACE
-            if self._waits_for_index:
+                result = PutResult.EXISTS
+            elif sum(view.nbytes for view in views) > self._max_bytes:
+                result = PutResult.NO_SPACE
+            elif self._waits_for_index:
                 self._faults.observer.count("store_put_skipped")
-                return PutResult.FAILED
-            return _Writing(key, num_bytes, *self.directory.begin(key))
-        except OSError as error:
-            return self._faults.write_failed(error)
-
-    def _finish(self, writing: _Writing, views: Sequence[memoryview]) -> PutResult:
-        key = writing.key
-        try:
-            write_all(writing.fd, views, 0)
-            head = os.pread(writing.fd, HEAD_BYTES, 0)
-            os.close(os.dup(writing.fd))  # a network file system says here what it could not write
-            place = partial(self._place, writing)
-            add = partial(
-                self.index.add_written, key, writing.num_bytes, head, self._max_bytes, place
-            )
-            until = self._faults.clock() + ROOM_SECONDS
-            while (result := add()) is None and self._faults.clock() < until:
-                time.sleep(PAUSE_SECONDS)  # others get a turn
+                result = PutResult.FAILED
+            else:
+                writing.write(views)
+                return writing
         except OSError as error:
             result = self._faults.write_failed(error)
-        if result is PutResult.STORED:
-            self._faults.write_succeeded()
-            self._faults.observer.count("store_put_records")
-            self._faults.observer.count("store_put_bytes", writing.num_bytes)
-        else:
-            self.directory.unplace(writing.file, key)  # nothing would count it
-        self._abort(writing)
-        if result is PutResult.EXISTS:
-            self.probe([key])
-        elif result is not PutResult.STORED:
             self._miss(key)
-        return result or PutResult.NO_SPACE
+        if writing is not None:
+            writing.close()
+        return result
 
-    def _place(self, writing: _Writing) -> PutResult:
+    def _finish(self, written: Sequence[Writing]) -> list[PutResult]:
+        """Place values and add them to the index; a result for each."""
+        results = self._add(written) if written else []
+        for writing, result in zip(written, results, strict=True):
+            if result is PutResult.STORED:
+                self._faults.write_succeeded()
+                self._faults.observer.count("store_put_records")
+                self._faults.observer.count("store_put_bytes", writing.num_bytes)
+            else:
+                writing.unplace()  # nothing would count it
+            if result is PutResult.EXISTS:
+                self.probe([writing.key])
+            elif result is not PutResult.STORED:
+                self._miss(writing.key)
+        return results
+
+    def _add(self, written: Sequence[Writing]) -> list[PutResult]:
+        add = partial(self.index.add_written, written, self._max_bytes, self._faults.write_failed)
+        until = self._faults.clock() + ROOM_SECONDS
         try:
-            won = self.directory.place(writing.file, writing.key)
+            while (results := add()) is None and self._faults.clock() < until:
+                time.sleep(PAUSE_SECONDS)  # others get a turn
+        except NoRoomError:
+            if len(written) > 1:  # there may be room for some of them
+                return [self._add([writing])[0] for writing in written]
+            self._faults.observer.count("store_put_no_space")
+            return [PutResult.NO_SPACE]
         except OSError as error:
-            return self._faults.write_failed(error)
-        return PutResult.STORED if won else PutResult.EXISTS
-
-    def _abort(self, writing: _Writing) -> None:
-        """Never raises: what stays is found later."""
-        self.directory.drop("writing", writing.file)
-        with suppress(OSError):
-            os.close(writing.fd)
+            return [self._faults.write_failed(error)] * len(written)
+        return results or [PutResult.NO_SPACE] * len(written)
 
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()

@@ -192,7 +192,7 @@ class TierThread:
             if value is None:
                 return PutResult.FAILED, None
             asked = target
-            return target.put(key, [value], until), target
+            return target.put_all([(key, [value])], until)[0], target
         except StoreError:
             return PutResult.FAILED, asked
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, PutResult, ReadRange, Store, StoreStat, TierStatus
+from kvferry.store.base import PutResult, ReadRange, Store, StoreStat, TierStatus, Value
 from kvferry.store.tiers.health import Health, Limit, Patience, State
 from kvferry.types import ChunkKey
 
@@ -225,30 +225,37 @@ class Tier:
             calls.read_limit.saw(calls.clock() - started)
         return size
 
-    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float) -> PutResult:
-        """See `Store.put`; by the limit, if that is earlier than `deadline`. Not tried while the
-        store is away or failed to do the last write."""
-        store = self.store
-        if store is None or not self.accepts_writes:
-            return self._skipped()
+    def put_all(self, values: Sequence[Value], deadline: float) -> list[PutResult]:
+        """See `Store.put_all`; as many at a time as share a cost, by the limit of a write, if that
+        is earlier than `deadline`. Not tried while the store is away or failed to do the last
+        write."""
+        results: list[PutResult] = []
+        while len(results) < len(values):
+            store, start = self.store, len(results)
+            if store is None or not self.accepts_writes:
+                self.count("writes", "skipped")
+                results.append(PutResult.FAILED)
+            else:
+                some = values[start : start + store.values_per_put]
+                results += self._put_some(store, some, deadline)
+        return results
+
+    def _put_some(self, store: Store, values: Sequence[Value], deadline: float) -> list[PutResult]:
         calls, generation = self.calls, self._health.generation
         started = calls.clock()
-        result = store.put(key, buffers, min(deadline, started + calls.write_limit.seconds))
+        results = store.put_all(values, min(deadline, started + calls.write_limit.seconds))
         seconds = calls.clock() - started
-        if result is not PutResult.EXISTS:
-            calls.write_limit.saw(seconds)
-        if result is PutResult.FAILED:
-            self._event(lambda health: health.write_failed(seconds, generation))
-        elif result is PutResult.NO_SPACE:
-            self._event(lambda health: health.no_room(seconds))
-        elif result is PutResult.STORED:
-            self._event(Health.stored)
-        self.count("writes", result)
-        return result
-
-    def _skipped(self) -> PutResult:
-        self.count("writes", "skipped")
-        return PutResult.FAILED
+        for result in results:
+            if result is not PutResult.EXISTS:
+                calls.write_limit.saw(seconds)
+            if result is PutResult.FAILED:
+                self._event(lambda health: health.write_failed(seconds, generation))
+            elif result is PutResult.NO_SPACE:
+                self._event(lambda health: health.no_room(seconds))
+            elif result is PutResult.STORED:
+                self._event(Health.stored)
+            self.count("writes", result)
+        return results
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """See `Store.discard`; nothing while the store is away."""

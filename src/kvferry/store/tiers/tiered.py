@@ -24,6 +24,7 @@ from kvferry.store.base import (
     Store,
     StoreStat,
     TierStatus,
+    Value,
     ValueCheck,
 )
 from kvferry.store.tiers.health import Patience
@@ -32,6 +33,7 @@ from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
+_THERE = (PutResult.STORED, PutResult.EXISTS)
 
 
 class TieredStore(Store):
@@ -162,15 +164,27 @@ class TieredStore(Store):
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
-        result = PutResult.FAILED
+        return self.put_all([(key, buffers)], deadline)[0]
+
+    @property
+    def values_per_put(self) -> int:
+        """Of the tier that is written now."""
+        stores = (tier.store for tier in self._tiers if tier.accepts_writes)
+        return next((store.values_per_put for store in stores if store is not None), 1)
+
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
+        results = [PutResult.FAILED] * len(values)
+        left = list(range(len(values)))
         for tier in self._tiers:
-            if self._closed:
+            if self._closed or not left:
                 break
-            result = tier.put(key, buffers, deadline)
-            if result in (PutResult.STORED, PutResult.EXISTS):
-                self._write_behind(key, tier)
-                break
-        return result
+            tried = tier.put_all([values[place] for place in left], deadline)
+            for place, result in zip(left, tried, strict=True):
+                results[place] = result
+                if result in _THERE:
+                    self._write_behind(values[place][0], tier)
+            left = [place for place in left if results[place] not in _THERE]
+        return results
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:

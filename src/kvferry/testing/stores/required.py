@@ -107,6 +107,20 @@ class ValueTests(StoreHooks):
         assert read_value(store, make_key()) == b"first"
         assert store.stat().used_bytes >= self.charge(5)
 
+    def test_values_put_together_are_each_as_if_put_alone(self, store: Store) -> None:
+        assert store.put(make_key(1), [b"first"]) is PutResult.STORED
+        values = [(make_key(number), [make_value(SIZE + number, number)]) for number in range(10)]
+        results = store.put_all([*values, (make_key(0), [b"again"])])
+        expected = [PutResult.STORED] * 11
+        expected[1] = expected[10] = PutResult.EXISTS
+        assert results == expected
+        assert same_bytes(read_value(store, make_key(1)), b"first")
+        for number in (0, *range(2, 10)):
+            assert same_bytes(
+                read_value(store, make_key(number)), make_value(SIZE + number, number)
+            )
+        assert store.put_all([]) == []
+
     def test_a_deleted_value_is_gone_and_can_be_put_again(self, store: Store) -> None:
         store.put(make_key(), [b"old"])
         assert store.delete(make_key()) is True
@@ -246,6 +260,17 @@ class QuotaTests(StoreHooks):
             assert store.put(make_key(9), [too_large]) is PutResult.NO_SPACE
             assert store.read(make_key(9), ()) is None
             for number in range(3):
+                assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
+
+    def test_of_values_put_together_those_are_stored_that_fit(self, tmp_path: Path) -> None:
+        with self._full_store(tmp_path) as store:
+            too_large = make_value(3 * self.charge(SIZE) + 1)
+            values = [(make_key(3), make_value(SIZE, 3)), (make_key(4), too_large)]
+            values += [(make_key(number), make_value(SIZE, number)) for number in (5, 6, 7)]
+            results = store.put_all([(key, [value]) for key, value in values])
+            assert results == [PutResult.STORED, PutResult.NO_SPACE] + [PutResult.STORED] * 3
+            assert store.stat().used_bytes <= 3 * self.charge(SIZE)
+            for number in (5, 6, 7):
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
 
     def test_an_existing_key_evicts_nothing(self, tmp_path: Path) -> None:
@@ -403,6 +428,7 @@ class LifecycleTests(StoreHooks):
         store.put(make_key(), [make_value()])
         store.close()
         assert store.put(make_key(1), [b"late"]) is PutResult.FAILED
+        assert store.put_all([(make_key(1), [b"late"])] * 2) == [PutResult.FAILED] * 2
         assert store.read(make_key(), ()) is None
         assert store.contains(make_key()) is False
         assert store.delete(make_key()) is False

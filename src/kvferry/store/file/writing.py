@@ -1,0 +1,147 @@
+"""A value on its way into a directory store: a hidden file, until it is placed under its name."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvferry.store.file.directory import (
+    HEAD_BYTES,
+    Directory,
+    lstat_at,
+    machine_of,
+    record_name,
+    remove_any,
+    shard_of,
+)
+from kvferry.store.file.fileio import open_at, write_all
+from kvferry.types import ChunkKey
+
+_MAX_TRIES = 8
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+class Writing:
+    """One value of a writer: the handles of its file, of the directory that hides it, and of that
+    of its record. Close it; then its file in `writing` goes. Not thread-safe.
+
+    Args:
+        directory: of the store.
+        key: of the value.
+
+    Attributes:
+        key: of the value.
+        name: of its file in `writing`, once it has one.
+        num_bytes, head: of what was written: its size, and its first bytes.
+
+    Raises:
+        OSError: the medium refused; so may every method but `unplace` and `close`.
+    """
+
+    def __init__(self, directory: Directory, key: ChunkKey) -> None:
+        self.key = key
+        self.num_bytes = 0
+        self.head = b""
+        self._loses_links = directory.loses_links
+        self.name = ""
+        self._handles: list[int] = []
+        try:
+            self._shard = self._kept(directory.open(*shard_of(key), make=True))
+            self._folder = self._kept(directory.open("writing", make=True))
+        except OSError:
+            self.close()
+            raise
+
+    def _kept(self, fd: int) -> int:
+        self._handles.append(fd)
+        return fd
+
+    def is_taken(self) -> bool:
+        """Whether a record has this key."""
+        return _is_record(self._find())
+
+    def begin(self) -> int:
+        """Make the hidden file; its descriptor. The system drops its lock when the process dies, so
+        the lock shows that the writer lives."""
+        for _ in range(_MAX_TRIES):
+            name = f"{self.key.hex()}.{machine_of(self._folder)}.{secrets.token_hex(12)}"
+            fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = os.fstat(fd).st_nlink > 0
+            except OSError as error:
+                is_ours = error.errno != errno.EWOULDBLOCK  # a file system may have no locks
+            if is_ours:
+                self.name = name
+                return self._kept(fd)
+            os.close(fd)  # taken for a dead writer's before it was locked
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._folder)
+        raise OSError(errno.EAGAIN, "no file can be locked")
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """Write all of `views` into a new hidden file."""
+        fd = self.begin()
+        write_all(fd, views, 0)
+        self.num_bytes = sum(view.nbytes for view in views)
+        self.head = os.pread(fd, HEAD_BYTES, 0)
+        os.close(os.dup(fd))  # a network file system says here what it could not write
+
+    def place(self) -> bool:
+        """Give the file its record's name. False if the key is taken: the first writer wins."""
+        target, there = record_name(self.key), self._find()
+        if _is_record(there):
+            return False
+        if there is not None:
+            with suppress(FileNotFoundError):
+                remove_any(target, self._shard)  # no record, and in its way
+        handles = {"src_dir_fd": self._folder, "dst_dir_fd": self._shard}
+        if self._loses_links:
+            os.rename(self.name, target, **handles)
+            return True
+        try:
+            os.link(self.name, target, **handles, follow_symlinks=False)
+        except OSError as error:
+            with suppress(FileNotFoundError):
+                # Linked if it is ours: a network file system sent the request twice.
+                return self._has_name(target)
+            if error.errno not in _NO_LINKS:
+                raise
+            # Without hard links two writers of one key can both believe to be first: the later one
+            # replaces the earlier with equal bytes.
+            os.rename(self.name, target, **handles)
+        return True
+
+    def unplace(self) -> None:
+        """Undo `place`, as far as it went. Never raises: what stays is found later."""
+        with suppress(OSError):
+            if self._has_name(target := record_name(self.key)):
+                os.unlink(target, dir_fd=self._shard)
+
+    def close(self) -> None:
+        """Idempotent. Never raises: what stays is found later."""
+        if self.name:
+            with suppress(OSError):
+                remove_any(self.name, self._folder)
+        handles, self._handles = self._handles, []
+        for fd in handles:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _find(self) -> os.stat_result | None:
+        with suppress(FileNotFoundError):
+            return lstat_at(record_name(self.key), self._shard)
+        return None
+
+    def _has_name(self, name: str) -> bool:
+        """Whether it is this file that has a name among the records."""
+        return os.path.samestat(lstat_at(name, self._shard), lstat_at(self.name, self._folder))
+
+
+def _is_record(status: os.stat_result | None) -> bool:
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size > 0
