@@ -100,7 +100,7 @@ class Observer:
         """Record one duration in seconds under `name`."""
 
     def watch(self, read: Callable[[], Gauges]) -> None:
-        """Have `read` called whenever somebody wants to know values as they are now, on any thread.
+        """Have `read` called whenever current values are asked for, on any thread.
         It uses memory only."""
 
 

@@ -101,7 +101,7 @@ class Handover:
         gives: another engine will go on from the KV of this request, so all of its chunks are
             stored.
         answers: the response to the client is to say where that KV is.
-        source: whose KV this one goes on from; None: nobody's.
+        source: whose KV this one goes on from; None: of no other request.
     """
 
     gives: bool = False

@@ -83,8 +83,8 @@ class AsyncPromises(Promises):
             self._owed.pop(request_id, None)
 
     @property
-    def are_kept(self) -> bool:
-        return super().are_kept and not (self._loading or self._freed or self._owed)
+    def is_settled(self) -> bool:
+        return super().is_settled and not (self._loading or self._freed or self._owed)
 
     def settle(self, plan: Plan) -> Plan:
         overdue = self._overdue() if self._owed else frozenset()

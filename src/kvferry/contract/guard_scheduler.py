@@ -171,7 +171,7 @@ class GuardedScheduler(SchedulerRole):
     @property
     def is_idle(self) -> bool:
         try:
-            return self._promises.are_kept and self._role.is_idle
+            return self._promises.is_settled and self._role.is_idle
         except Exception:
             self._faults.fault("is_idle", "the role is called in every step")
             return False

@@ -145,7 +145,7 @@ class Promises:
         """Take the reports of the workers."""
 
     @property
-    def are_kept(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether nothing that was promised still needs a plan or a report, so that steps may be
         left out."""
         return not (self._planned or self._lost or self._suspect)

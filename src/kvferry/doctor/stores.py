@@ -73,7 +73,7 @@ class StoreReport:
 
     Attributes:
         namespaces: those that have records, by digest: what a table shows of each.
-        is_over: set when nobody waits any more; what is under way is cleaned up then.
+        is_over: set when no caller waits any more; what is under way is cleaned up then.
     """
 
     url: str

@@ -25,7 +25,7 @@ MAX_BRANCHES = 400
 """Runs of chunks in the picture: the largest."""
 
 MAX_SPACES = 4096
-"""Namespaces that are told apart; the records of later ones are added up under `OTHER_SPACES`."""
+"""Namespaces that are shown one by one; those of later ones are summed up as `OTHER_SPACES`."""
 
 OTHER_SPACES = b"others"
 
@@ -33,7 +33,7 @@ MAX_STEPS = 60
 """Bars of a picture over time."""
 
 MAX_NAMES = 10
-"""Tiers or reasons that are told apart in a picture over time."""
+"""Tiers or reasons that are shown one by one in a picture over time."""
 
 OTHER = "other"
 
@@ -56,7 +56,7 @@ class TimeSteps:
 
     Attributes:
         seconds: width of a step.
-        names: those told apart, and `OTHER` for the rest.
+        names: those shown one by one, and `OTHER` for the rest.
     """
 
     def __init__(self) -> None:

@@ -223,7 +223,7 @@ class Store(ABC):
         """Have the background find out whether `keys` (a prefix chain, in order) are here, so that
         a later `contains` knows. Dropped when too many wait."""
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:  # noqa: B027  # nobody else stores
+    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:  # noqa: B027  # no other process stores
         """A producer was heard to be making `keys` (a prefix chain, in order): look for them in the
         background until they have come or it is `until` (`time.monotonic()` seconds). Those that
         come late are found as before."""

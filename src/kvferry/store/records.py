@@ -2,7 +2,7 @@
 
 Whole records, verified. I/O never touches memory of a caller: a record is read into an image of the
 client, verified there and then copied, and copied into one before it is hashed and written. So a
-call of a store that outlives its deadline harms nobody, and a caller has its memory back as soon
+call of a store that outlives its deadline does no harm, and a caller has its memory back as soon
 as a batch says that it ended.
 """
 

@@ -26,7 +26,7 @@ _ADVICE = "write one with: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FI
 
 
 class SharedKey:
-    """What all peers know, and nobody else. Nothing shows it."""
+    """A secret of all peers. Nothing shows it."""
 
     def __init__(self, content: bytes) -> None:
         if not KEY_BYTES <= len(content) <= MAX_KEY_BYTES:

@@ -1,6 +1,6 @@
 """What a server of records needs of those who hold them, and what it answers.
 
-A transport moves opaque bytes: a *record* is whatever a lender holds under a key. Whoever reads it
+A transport moves opaque bytes: a *record* is whatever a lender holds under a key. The reader
 verifies it. So a loan keeps bytes in place for the sake of the hit, never for its rightness.
 """
 

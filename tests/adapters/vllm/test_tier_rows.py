@@ -98,7 +98,7 @@ def test_rows_are_found_and_brought(host, filled):
     assert [one.tier.lookup(key(each), "r") for each in (0, 3, 4)] == [True, True, False]
     job = one.load([0, 3])
     (done,) = one.ended()
-    assert (done.job_id, done.success, done.right) == (job, True, [key(0), key(3)])
+    assert (done.job_id, done.success, done.moved) == (job, True, [key(0), key(3)])
     assert (one.rows[1] == content(0)).all()
     assert (one.rows[0] == content(3)).all()
     assert one.tier.finished() == []
@@ -109,7 +109,7 @@ def test_a_failed_load_names_its_keys_and_is_a_miss_for_its_request(host, filled
     assert one.tier.lookup(key(1), "r")
     one.load([1, 5])
     (done,) = one.ended()
-    assert (done.success, done.right) == (False, [])
+    assert (done.success, done.moved) == (False, [])
     assert not one.rows.any()
     assert one.tier.lookup(key(1), "r") is False
     one.tier.forget("r")
@@ -133,7 +133,7 @@ def test_a_hung_load_fails_in_time_and_its_rows_are_left_alone(host, filled):
     one.load([1, 2])
     assert gate.wait_for_arrival()
     (done,) = one.ended()
-    assert (done.success, done.right) == (False, [])
+    assert (done.success, done.moved) == (False, [])
     # The store is not asked again for a while.
     assert one.tier.lookup(key(3), "another") is False
     one.rows[:] = 9
@@ -292,7 +292,7 @@ def test_any_schedule_reports_each_job_once_and_right(steps, faults):
         for done in one.tier.finished():
             places, numbers = open_jobs.pop(done.job_id)  # KeyError: reported twice
             by_key = dict(zip(map(key, numbers), zip(places, numbers, strict=True), strict=True))
-            for each in done.right if places else ():
+            for each in done.moved if places else ():
                 place, number = by_key[each]
                 assert (one.rows[place] == content(number)).all()
             free.update(places)

@@ -112,7 +112,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             load_seconds=self._options.load_timeout_seconds,
         )
         before = self._pools.pop(name, None)
-        if before is not None:  # attached anew
+        if before is not None:  # attached again
             before[1].close(CLOSE_SECONDS)
         self._pools[name] = pages, records
         logger.info(

@@ -57,8 +57,8 @@ _TAKES_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 R = TypeVar("R")
 
 
-def guarded(answer: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep faults of a hook from the engine's core: count and log them, and return `answer()`."""
+def guarded(fallback: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Keep faults of a hook from the engine's core: count and log them, and return `fallback()`."""
 
     def wrap(hook: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(hook)
@@ -68,7 +68,7 @@ def guarded(answer: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[
             except Exception:  # the host boundary
                 self.counters.count("hook_failed")
                 logger.exception("kvferry: %s failed", hook.__name__)
-                found: R = answer()
+                found: R = fallback()
                 return found
 
         return call
@@ -220,8 +220,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         stored = self._rows.take_stored()
         if not self._reports_events:
             return []
-        told = ((stored, False), (self._rows.take_removed(), True))
-        return [self._event(keys, removed=removed) for keys, removed in told if keys]
+        changes = ((stored, False), (self._rows.take_removed(), True))
+        return [self._event(keys, removed=removed) for keys, removed in changes if keys]
 
     def _event(self, keys: list[bytes], *, removed: bool) -> OffloadingEvent:
         return OffloadingEvent(
@@ -249,7 +249,7 @@ def _result(ended: Finished) -> JobResult:
     return JobResult(
         job_id=ended.job_id,
         success=ended.success,
-        successful_keys=tuple(ended.right) or None,
+        successful_keys=tuple(ended.moved) or None,
         transfer_time=ended.seconds,
         **({"transfer_bytes": ended.num_bytes} if _TAKES_BYTES else {}),
     )

@@ -36,11 +36,11 @@ _WATCHED_PER_STEP = 64
 
 
 class Finished(NamedTuple):
-    """A job that ended. `right` are the keys that were moved, in the order of the job."""
+    """A job that ended. `moved` are the keys of rows that were moved, in the order of the job."""
 
     job_id: int
     success: bool
-    right: Sequence[bytes]
+    moved: Sequence[bytes]
     seconds: float
     num_bytes: int
 
@@ -226,20 +226,20 @@ class TierRows:
     def _result(self, job_id: int, job: _Job, now: float) -> Finished:
         sound = (None,) if job.request is not None else (PutResult.STORED, PutResult.EXISTS)
         pairs = list(zip(job.keys, job.batch.results, strict=True))
-        right = [key for key, result in pairs if result in sound]
+        moved = [key for key, result in pairs if result in sound]
         if job.request is None:
             self._stored += [key for key, result in pairs if result is PutResult.STORED]
-        elif len(right) < len(pairs):
-            self._observer.count("loads_failed", len(pairs) - len(right))
+        elif len(moved) < len(pairs):
+            self._observer.count("loads_failed", len(pairs) - len(moved))
             known = self._requests.get(job.request)
             if known is not None:
                 known.missed.update(key for key, result in pairs if result not in sound)
         return Finished(
             job_id,
-            len(right) == len(pairs),
-            right,
+            len(moved) == len(pairs),
+            moved,
             now - job.submitted,
-            len(right) * (self._schema.record_bytes - self._schema.head_bytes),
+            len(moved) * (self._schema.record_bytes - self._schema.head_bytes),
         )
 
     # ---- events

@@ -240,7 +240,7 @@ class HostPool:
         return slot
 
     def _free_place(self) -> int | None:
-        """A place that nobody reads, without a chunk or with the one to evict; None without any."""
+        """An unread place, without a chunk or with the one to evict; None if there is none."""
         for at in reversed(range(len(self._free))):
             if not self.loans.is_lent(self._free[at]):
                 return self._free.pop(at)

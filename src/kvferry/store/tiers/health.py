@@ -312,7 +312,7 @@ class Health:
         return f"{self._what}: answers, but {why}" if is_new else ""
 
     def close(self) -> None:
-        """For good: no event has an effect any more."""
+        """No event has an effect after this."""
         self._stand(State.CLOSED)
 
     def __repr__(self) -> str:
