@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -176,25 +177,32 @@ def test_without_a_terminal_it_is_refused(run, url, command):
 
 
 def in_terminal(answer: bytes | None, *arguments: object) -> tuple[int, bytes]:
-    """Run a command whose terminal gets `answer`, or an interrupt, once it has asked."""
+    """Run a command whose terminal gets `answer`, or an interrupt, once it has asked; and again
+    until it ends: a terminal that gets ready to read drops what came before."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "kvferry.cli.main", *map(str, arguments)]
+    text = b""
     with subprocess.Popen(command, stdin=follower, stderr=follower, stdout=follower) as process:
         os.close(follower)
-        text = b""
         try:
-            while piece := os.read(leader, 1 << 16):
-                text += piece
-                if b"[y/N]" in text:
-                    if answer is None:
-                        process.send_signal(signal.SIGINT)
-                        answer = b""
-                    elif answer:
-                        os.write(leader, answer)
-                        answer = b""
+            while True:
+                if select.select([leader], [], [], 1.0)[0]:
+                    if not (piece := os.read(leader, 1 << 16)):
+                        break
+                    text += piece
+                    if b"[y/N]" not in piece:
+                        continue
+                if b"[y/N]" not in text:
+                    continue
+                if answer is None and b"interrupted" not in text:
+                    process.send_signal(signal.SIGINT)
+                elif answer is not None:
+                    os.write(leader, answer)
         except OSError:  # all is read, and the other end is closed
-            pass
-        os.close(leader)
+            os.close(leader)
+        except BaseException:
+            process.kill()  # else its end would be waited for
+            raise
     return process.returncode, text
 
 

@@ -174,10 +174,13 @@ def test_ctrl_c_is_one_line(prompts):
         with subprocess.Popen(
             [*command, "--prompts", str(prompts)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
         ) as process:
-            while not asked and process.poll() is None:
-                os.sched_yield()
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            try:
+                while not asked and process.poll() is None:
+                    os.sched_yield()
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert (process.returncode, out, err) == (130, b"", b"error: interrupted\n")
 
 
