@@ -83,10 +83,12 @@ def assert_index_agrees(root: Path) -> None:
 def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
     number = rng.randrange(NUM_KEYS)
     action = rng.random()
-    if action < 0.6:
+    if action < 0.4:
         value = value_of(number, max_value)
         middle = rng.randrange(len(value))
         opened.put(key_of(number), [value[:middle], value[middle:]])
+    elif action < 0.6:
+        put_several(opened, [each % NUM_KEYS for each in range(number, number + 3)], max_value)
     elif action < 0.75:
         read_back(opened, number, max_value)
     elif action < 0.83:
@@ -99,9 +101,12 @@ def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
         with suppress(StoreError):  # the index cannot be asked
             opened.gc(max_bytes=max_value * 2)
     else:
-        values = [value_of(each % NUM_KEYS, max_value) for each in range(number, number + 3)]
-        keys = [key_of(each % NUM_KEYS) for each in range(number, number + 3)]
-        opened.put_all([(key, [v[:32], v[32:]]) for key, v in zip(keys, values, strict=True)])
+        value = value_of(number, max_value)
+        opened.put(key_of(number), [value[:32], value[32:]])
+
+
+def put_several(opened: FileStore, numbers: list[int], max_value: int) -> None:
+    opened.put_all([(key_of(number), [value_of(number, max_value)]) for number in numbers])
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
@@ -176,11 +181,11 @@ def follow_script(root: str, calls_left: int, recover_first: bool, max_bytes: in
     opened.close()
 
 
-def put_one(root: str, number: int, calls_left: int, max_bytes: int) -> None:
-    """Store one value, as far as the process gets."""
+def put_some(root: str, numbers: list[int], calls_left: int, max_bytes: int) -> None:
+    """Store values together, as far as the process gets."""
     DyingOS(calls_left).install()
     opened = FileStore(Path(root), max_bytes=max_bytes, background=False)
-    opened.put(key_of(number), [value_of(number, max_bytes // 4)])
+    put_several(opened, numbers, max_bytes // 4)
     os._exit(0)
 
 

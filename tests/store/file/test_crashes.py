@@ -99,8 +99,8 @@ def test_a_record_whose_writer_died_while_committing_is_counted_once(tmp_path, c
     for calls_left in range(1, 24):
         root = tmp_path / f"store{calls_left}"
         FileStore(root, background=False).close()
-        arguments = {"number": 5, "calls_left": calls_left, "max_bytes": QUOTA}
-        children.wait(children.start("put_one", root=str(root), **arguments))
+        arguments = {"numbers": [5], "calls_left": calls_left, "max_bytes": QUOTA}
+        children.wait(children.start("put_some", root=str(root), **arguments))
         with FileStore(root, max_bytes=QUOTA, background=False) as store:
             was_there = read_back(store, 5)
             num_stored += was_there
@@ -116,6 +116,23 @@ def test_a_record_whose_writer_died_while_committing_is_counted_once(tmp_path, c
             if was_there and action != "evict":
                 assert not read_back(store, 5)
     assert 3 <= num_stored < 23
+    assert children.complaints() == []
+
+
+def test_of_values_put_together_each_is_whole_or_absent(tmp_path, children):
+    """Killed before any call: after the recovery all that has a name has a row."""
+    found = set()
+    for calls_left in range(1, 40):
+        root = tmp_path / f"store{calls_left}"
+        FileStore(root, background=False).close()
+        arguments = {"numbers": [1, 2, 3], "calls_left": calls_left, "max_bytes": QUOTA}
+        children.wait(children.start("put_some", root=str(root), **arguments))
+        with FileStore(root, max_bytes=QUOTA, background=False) as store:
+            store.maintain()
+            found.add(sum(read_back(store, number) for number in (1, 2, 3)))
+            assert_index_agrees(root)
+            assert list((root / "writing").glob("*")) == []
+    assert found == {0, 1, 2, 3}
     assert children.complaints() == []
 
 
