@@ -179,3 +179,21 @@ def test_an_error_of_the_caller_ends_its_record(caller):
     assert batch.wait(SECONDS)
     assert batch.results == [MissReason.IO_ERROR] * 5
     assert one.counts["load_failed"] == 5
+
+
+def test_an_error_of_the_caller_leaves_the_records_written_with_it(caller, tmp_path):
+    with FileStore(tmp_path / "store") as store:
+        one = caller(store)
+
+        def fill(place, image):
+            if place == 1:
+                raise BufferError(place)
+            image[SCHEMA.head_bytes :] = payload_of(place)
+
+        batch = one.client.put(KEYS, TOKENS, fill, time.monotonic() + SECONDS)
+        assert batch.wait(SECONDS)
+        expected = [PutResult.STORED] * 5
+        expected[1] = PutResult.FAILED
+        assert batch.results == expected
+        assert one.counts["save_failed"] == 1
+        assert one.client.close(SECONDS)

@@ -44,6 +44,11 @@ class PutResult(StrEnum):
     FAILED = "failed"
     """Read-only, permission, EIO, a store that was fenced off or closed."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has the value now."""
+        return self in (PutResult.STORED, PutResult.EXISTS)
+
 
 class StoreStat(NamedTuple):
     """What a store holds, from memory; never a scan."""
@@ -142,7 +147,7 @@ class Store(ABC):
 
     @property
     def values_per_put(self) -> int:
-        """How many values of a `put_all` share its cost."""
+        """How many values are best given to `put_all` at a time: they share a cost."""
         return 1
 
     @property

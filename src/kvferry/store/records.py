@@ -326,12 +326,22 @@ class RecordClient:
         for place in places:
             if not batch.has_ended(place):
                 image = self._new_image()
-                if batch.copy(place, partial(fill, place, image)):
+                if self._fill(batch, place, fill, image):
                     filled[place] = named[place], image
                 else:
                     self._spare.append(image)
         self._write(batch, filled, deadline)
         self._spare.extend(image for _, image in filled.values())
+
+    def _fill(self, batch: Batch[PutResult], place: int, fill: Fill, image: memoryview) -> bool:
+        """False if the record ended: given up, or `fill` failed."""
+        try:
+            return batch.copy(place, partial(fill, place, image))
+        except Exception:
+            self._observer.count("save_failed")
+            logger.exception("storing a record failed")
+            batch.end(place, PutResult.FAILED)
+            return False
 
     def _write(
         self,

@@ -21,7 +21,8 @@ from kvferry.types import ChunkKey
 
 
 class WrapperStore(Store):
-    """Hands every call to `inner`. Subclasses override what they change.
+    """Hands every call to `inner`; values that are put together, one by one. Subclasses override
+    what they change.
 
     Closing the wrapper closes the inner store.
     """

@@ -201,4 +201,5 @@ def test_an_engine_finds_a_wrong_beginning_and_a_wrong_record(model, model_dir, 
         assert counts["audit_mismatch"] == before + 1
         for seed in (1, 2, 3, 4):
             assert loaded(seed)[1]
-    assert counts["audits"] >= 4
+    # Which hits are audited as a cold prefill is drawn, too.
+    assert counts["audits"] >= counts["audit_mismatch"] >= 2

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
+from kvferry.store.file.writing import Writing
 from kvferry.testing.stores import make_key, make_value, read_value
 from tests.store.file import storing
 
@@ -53,6 +54,33 @@ def test_values_put_together_on_a_full_disk_leave_nothing(bench, call):
     bench.clock.advance(60.0)
     assert store.put_all(values) == [PutResult.STORED] * 8
     storing.assert_index_agrees(bench.root)
+
+
+def test_of_values_put_together_none_is_tried_after_one_that_failed(bench):
+    store = bench.open()
+    bench.io.fail["pwritev"] = errno.EIO
+    before = bench.io.calls["pwritev"]
+    values = [(make_key(number), [b"value"]) for number in range(8)]
+    assert store.put_all(values) == [PutResult.FAILED] * 8
+    assert bench.io.calls["pwritev"] == before + 1
+
+
+def test_a_disk_that_takes_small_values_alone_is_left_alone_after_a_while(bench, monkeypatch):
+    store, tried, write = bench.open(), [], Writing.write
+
+    def full(writing, views):
+        tried.append(views[0].nbytes)
+        if views[0].nbytes > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(writing, views)
+
+    monkeypatch.setattr(Writing, "write", full)
+    for batch in range(5):
+        keys = [make_key(10 * batch + number) for number in range(8)]
+        sizes = [100] + [200] * 7
+        store.put_all([(key, [make_value(n)]) for key, n in zip(keys, sizes, strict=True)])
+    assert tried == [100, 200] * 3
+    assert store.stat().num_records == 3
 
 
 def test_a_key_that_is_none_leaves_nothing_of_the_values_before_it(bench):

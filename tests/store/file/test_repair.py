@@ -291,12 +291,46 @@ def test_a_put_that_would_have_to_evict_for_long_gives_up(bench, monkeypatch):
 
     def more_to_evict(*arguments):
         bench.clock.advance(1.0)
+        return []
 
     with monkeypatch.context() as patch:
         patch.setattr(store.index, "add_written", more_to_evict)
         assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
     assert disk_bytes(bench.root) == 0
     assert store.put(make_key(), [b"value"]) is PutResult.STORED
+
+
+def test_a_put_without_room_keeps_what_its_eviction_did(bench):
+    store = bench.open(max_bytes=1000)
+    for number in range(5):
+        store.put(make_key(number), [make_value(100)])
+    store.pin([make_key(number) for number in range(4)], bench.wall() + 1000)
+    store.discard(make_key(4), "bad_leaf")
+    assert store.put(make_key(9), [make_value(700)]) is PutResult.NO_SPACE
+    assert bench.counters["store_put_no_space"] == 1
+    assert_index_agrees(bench.root)
+    assert store.stat().used_bytes == 400
+
+
+def test_values_put_together_evict_for_what_is_stored_alone(bench):
+    store = bench.open(max_bytes=10 * SIZE)
+    fill(store, range(10))
+    assert store.put_all([(make_key(99), [make_value(SIZE)])] * 8) == [
+        PutResult.STORED,
+        *[PutResult.EXISTS] * 7,
+    ]
+    assert store.stat().num_records == 10
+    assert_index_agrees(bench.root)
+
+
+def test_values_put_together_on_a_medium_that_refuses_names_evict_for_one(bench):
+    store = bench.open(max_bytes=10 * SIZE)
+    fill(store, range(10))
+    bench.io.fail["link"] = errno.EIO
+    values = [(make_key(number), [make_value(SIZE)]) for number in range(20, 28)]
+    assert store.put_all(values) == [PutResult.FAILED] * 8
+    assert store.stat().num_records == 9
+    assert_index_agrees(bench.root)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -121,28 +121,17 @@ class Directory:
         if len(names) == 1:
             with suppress(FileNotFoundError):
                 return open_at(f"{self.root}/{names[0]}", _DIRECTORY)
-        fd = os.open(self.root, _DIRECTORY | os.O_CLOEXEC)  # which may be a link
-        below = None
+        handles = [os.open(self.root, _DIRECTORY | os.O_CLOEXEC)]  # which may be a link
         try:
-            below = open_below(names, _DIRECTORY, fd) if len(names) > 1 else None
-            for name in () if below is not None else names:
-                try:
-                    inner = open_at(name, _DIRECTORY, fd)
-                except FileNotFoundError:
-                    if not make:
-                        raise
-                    with suppress(FileExistsError):
-                        os.mkdir(name, 0o700, dir_fd=fd)
-                    inner = open_at(name, _DIRECTORY, fd)
+            below = open_below(names, _DIRECTORY, handles[0]) if len(names) > 1 else None
+            if below is not None:
+                return below
+            for name in names:
+                handles.append(_open_folder(name, handles[-1], make=make))
+            return handles.pop()
+        finally:
+            for fd in handles:
                 os.close(fd)
-                fd = inner
-        except BaseException:
-            os.close(fd)
-            raise
-        if below is None:
-            return fd
-        os.close(fd)
-        return below
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
         """Descriptor and size of a record; None if it is absent. May raise `NotAFile`."""
@@ -399,6 +388,17 @@ def machine_of(directory: int) -> str:
     """Names all whose file locks can be seen here: those that use this mount on this machine."""
     whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
+
+
+def _open_folder(name: str, directory: int, *, make: bool) -> int:
+    try:
+        return open_at(name, _DIRECTORY, directory)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=directory)
+    return open_at(name, _DIRECTORY, directory)
 
 
 def remove_any(name: str, directory: int) -> None:

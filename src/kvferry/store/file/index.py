@@ -83,10 +83,6 @@ _SCHEMA = (
 )
 
 
-class NoRoomError(Exception):
-    """There is nothing left to evict."""
-
-
 class Totals(NamedTuple):
     """What counts against the quota: records and quarantine."""
 
@@ -192,7 +188,7 @@ class Index:
         written: Sequence[Writing],
         max_bytes: int,
         refused: Callable[[OSError], PutResult],
-    ) -> list[PutResult] | None:
+    ) -> list[PutResult]:
         """Make room for values, give their files their names, and add a row for each that got its
         own; in one transaction, so that nothing is evicted that is not yet there.
 
@@ -200,43 +196,69 @@ class Index:
             refused: the result of a value whose file cannot be named, and of all after it.
 
         Returns:
-            A result for each; None if more has to be evicted than one transaction may.
-
-        Raises:
-            NoRoomError: all of them are more than the quota leaves.
+            The results of the first of them; none for those that need more room than one
+            transaction may make.
         """
-        num_bytes = sum(value.num_bytes for value in written)
+        results: list[PutResult] = []
+        rows: list[tuple[ChunkKey, int, float, bytes]] = []
         with self._transaction(writes=True) as db:
-            if max_bytes < NO_QUOTA:
-                if not self.totals.is_complete:
-                    raise IndexUnavailable(errno.EAGAIN, "the index is being made")
-                if num_bytes > max_bytes:
-                    raise NoRoomError
-                has_evicted = self._evict(db, max_bytes - num_bytes)
-                if self._read_totals(db).num_bytes + num_bytes > max_bytes:
-                    if has_evicted:
-                        return None
-                    self._check_totals(db)
-                    raise NoRoomError
-            results: list[PutResult] = []
-            rows = []
-            for value in written:
-                try:
-                    result = PutResult.STORED if value.place() else PutResult.EXISTS
-                except OSError as error:
-                    results += [refused(error)] * (len(written) - len(results))
-                    break
-                results.append(result)
-                if result is PutResult.STORED:
-                    namespace = namespace_of(value.head) or b""
-                    rows.append((value.key, value.num_bytes, self.wall(), namespace))
-            if rows:
-                keys = [row[:1] for row in rows]  # of files that had vanished, rows may be left
-                execute(db, "DELETE FROM records WHERE key IN ({})", keys)
-                execute(db, _INSERT, rows)
-                for key, *_ in rows:
-                    self.known.note_written(key)
+            if max_bytes < NO_QUOTA and not self.totals.is_complete:
+                raise IndexUnavailable(errno.EAGAIN, "the index is being made")
+            try:
+                for value in written:
+                    result = PutResult.EXISTS
+                    if not value.is_taken():
+                        has_room = self._make_room(db, max_bytes, value.num_bytes, rows)
+                        if has_room is None:
+                            break
+                        result = PutResult.NO_SPACE
+                        if has_room:
+                            result = PutResult.STORED if value.place() else PutResult.EXISTS
+                    results.append(result)
+                    if result is PutResult.STORED:
+                        namespace = namespace_of(value.head) or b""
+                        rows.append((value.key, value.num_bytes, self.wall(), namespace))
+            except OSError as error:
+                results += [refused(error)] * (len(written) - len(results))
+            self._insert(db, rows)
         return results
+
+    def _make_room(
+        self,
+        db: sqlite3.Connection,
+        max_bytes: int,
+        num_bytes: int,
+        rows: list[tuple[ChunkKey, int, float, bytes]],
+    ) -> bool | None:
+        """Whether a value fits beside all that is counted and the `rows` that are still to be
+        inserted; None if it may, once more has been evicted in another transaction."""
+        if max_bytes >= NO_QUOTA:
+            return True
+        pending = sum(row[1] for row in rows)
+        if self.totals.num_bytes + pending + num_bytes <= max_bytes:
+            return True
+        self._insert(db, rows)  # so that these, too, can be evicted
+        self._read_totals(db)
+        has_evicted = self._evict(db, max_bytes - num_bytes)
+        if self._read_totals(db).num_bytes + num_bytes <= max_bytes:
+            return True
+        if has_evicted:
+            return None
+        self._check_totals(db)
+        self._observer.count("store_put_no_space")
+        return False
+
+    def _insert(
+        self, db: sqlite3.Connection, rows: list[tuple[ChunkKey, int, float, bytes]]
+    ) -> None:
+        """Insert rows, and clear the list."""
+        if rows:
+            keys = [row[:1] for row in rows]  # of files that had vanished, rows may be left
+            execute(db, "DELETE FROM records WHERE key IN ({})", keys)
+            execute(db, _INSERT, rows)
+            for key, *_ in rows:
+                self.known.note_written(key)
+            rows.clear()
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
         """Evict, as `_evict` does, in batches between which other processes get a turn."""

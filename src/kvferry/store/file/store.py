@@ -37,7 +37,6 @@ from kvferry.store.file.index import (
     PAUSE_SECONDS,
     Index,
     KnownKeys,
-    NoRoomError,
     private_index,
 )
 from kvferry.store.file.upkeep import Upkeep
@@ -213,16 +212,12 @@ class FileStore(Store):
         return self.put_all([(key, buffers)], deadline)[0]
 
     def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
-        found: list[Writing | PutResult] = []
-        try:
-            for key, buffers in values:
-                found.append(self._write(key, as_views(buffers)))
-            ended = iter(self._finish([each for each in found if isinstance(each, Writing)]))
-            return [next(ended) if isinstance(each, Writing) else each for each in found]
-        finally:
-            for each in found:
-                if isinstance(each, Writing):
-                    each.close()
+        for key, _ in values:
+            record_name(key)  # a key of another length is the caller's mistake
+        results: list[PutResult] = []
+        while len(results) < len(values):
+            results += self._put_some(values[len(results) :][: self.values_per_put])
+        return results
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         if not self._writes():
@@ -383,16 +378,37 @@ class FileStore(Store):
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self.index.is_ours
 
+    def _put_some(self, values: Sequence[Value]) -> list[PutResult]:
+        found: list[Writing | PutResult] = []
+        refusal: PutResult | None = None
+        try:
+            for key, buffers in values:
+                try:
+                    found.append(refusal or self._write(key, as_views(buffers)))
+                except OSError as error:
+                    refusal = self._faults.write_failed(error)
+                    self._miss(key)
+                    found.append(refusal)
+            written = [each for each in found if isinstance(each, Writing)]
+            ended = self._finish(written) if written else []
+            if ended and refusal is None and all(each.is_there for each in ended):
+                self._faults.write_succeeded()
+            rest = iter(ended)
+            return [next(rest) if isinstance(each, Writing) else each for each in found]
+        finally:
+            for each in found:
+                if isinstance(each, Writing):
+                    each.close()
+
     def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | PutResult:
-        """A value that is hidden until it is placed, or why it is not written."""
-        record_name(key)  # a key of another length is the caller's mistake
+        """A value that is hidden until it is placed, or why it is not written. May raise OSError:
+        the medium refused."""
         if not self._writes():
             return PutResult.FAILED
         if (resting := self._faults.resting()) is not None:
             return resting
-        writing = None
+        writing = Writing(self.directory, key)
         try:
-            writing = Writing(self.directory, key)
             if writing.is_taken():
                 self.probe([key])
                 result = PutResult.EXISTS
@@ -404,43 +420,41 @@ class FileStore(Store):
             else:
                 writing.write(views)
                 return writing
-        except OSError as error:
-            result = self._faults.write_failed(error)
-            self._miss(key)
-        if writing is not None:
+        except BaseException:
             writing.close()
+            raise
+        writing.close()
         return result
 
     def _finish(self, written: Sequence[Writing]) -> list[PutResult]:
         """Place values and add them to the index; a result for each."""
-        results = self._add(written) if written else []
+        results = self._add(written)
         for writing, result in zip(written, results, strict=True):
             if result is PutResult.STORED:
-                self._faults.write_succeeded()
                 self._faults.observer.count("store_put_records")
                 self._faults.observer.count("store_put_bytes", writing.num_bytes)
-            else:
-                writing.unplace()  # nothing would count it
+                continue
+            writing.unplace()  # nothing would count it
             if result is PutResult.EXISTS:
                 self.probe([writing.key])
-            elif result is not PutResult.STORED:
+            else:
                 self._miss(writing.key)
         return results
 
     def _add(self, written: Sequence[Writing]) -> list[PutResult]:
-        add = partial(self.index.add_written, written, self._max_bytes, self._faults.write_failed)
+        results: list[PutResult] = []
         until = self._faults.clock() + ROOM_SECONDS
         try:
-            while (results := add()) is None and self._faults.clock() < until:
-                time.sleep(PAUSE_SECONDS)  # others get a turn
-        except NoRoomError:
-            if len(written) > 1:  # there may be room for some of them
-                return [self._add([writing])[0] for writing in written]
-            self._faults.observer.count("store_put_no_space")
-            return [PutResult.NO_SPACE]
+            while left := written[len(results) :]:
+                some = self.index.add_written(left, self._max_bytes, self._faults.write_failed)
+                results += some
+                if not some:
+                    if self._faults.clock() >= until:
+                        break
+                    time.sleep(PAUSE_SECONDS)  # others get a turn
         except OSError as error:
-            return [self._faults.write_failed(error)] * len(written)
-        return results or [PutResult.NO_SPACE] * len(written)
+            results += [self._faults.write_failed(error)] * len(left)
+        return results + [PutResult.NO_SPACE] * (len(written) - len(results))
 
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()

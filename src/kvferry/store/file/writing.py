@@ -27,8 +27,9 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 class Writing:
-    """One value of a writer: the handles of its file, of the directory that hides it, and of that
-    of its record. Close it; then its file in `writing` goes. Not thread-safe.
+    """One value of a writer: a hidden file, which gets its record's name by `place`. Close it; then
+    the hidden name goes. Not thread-safe. Every method but `unplace` and `close` may raise OSError:
+    the medium refused.
 
     Args:
         directory: of the store.
@@ -38,24 +39,16 @@ class Writing:
         key: of the value.
         name: of its file in `writing`, once it has one.
         num_bytes, head: of what was written: its size, and its first bytes.
-
-    Raises:
-        OSError: the medium refused; so may every method but `unplace` and `close`.
     """
 
     def __init__(self, directory: Directory, key: ChunkKey) -> None:
         self.key = key
         self.num_bytes = 0
         self.head = b""
-        self._loses_links = directory.loses_links
         self.name = ""
+        self._directory = directory
         self._handles: list[int] = []
-        try:
-            self._shard = self._kept(directory.open(*shard_of(key), make=True))
-            self._folder = self._kept(directory.open("writing", make=True))
-        except OSError:
-            self.close()
-            raise
+        self._folder = self._shard = -1
 
     def _kept(self, fd: int) -> int:
         self._handles.append(fd)
@@ -68,9 +61,10 @@ class Writing:
     def begin(self) -> int:
         """Make the hidden file; its descriptor. The system drops its lock when the process dies, so
         the lock shows that the writer lives."""
+        self._folder = self._kept(self._directory.open("writing", make=True))
         for _ in range(_MAX_TRIES):
             name = f"{self.key.hex()}.{machine_of(self._folder)}.{secrets.token_hex(12)}"
-            fd = open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
+            fd = self._kept(open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_ours = os.fstat(fd).st_nlink > 0
@@ -78,9 +72,8 @@ class Writing:
                 is_ours = error.errno != errno.EWOULDBLOCK  # a file system may have no locks
             if is_ours:
                 self.name = name
-                return self._kept(fd)
-            os.close(fd)  # taken for a dead writer's before it was locked
-            with suppress(OSError):
+                return fd
+            with suppress(OSError):  # taken for a dead writer's before it was locked
                 os.unlink(name, dir_fd=self._folder)
         raise OSError(errno.EAGAIN, "no file can be locked")
 
@@ -94,14 +87,14 @@ class Writing:
 
     def place(self) -> bool:
         """Give the file its record's name. False if the key is taken: the first writer wins."""
-        target, there = record_name(self.key), self._find()
+        target, there = record_name(self.key), self._find(make=True)
         if _is_record(there):
             return False
         if there is not None:
             with suppress(FileNotFoundError):
                 remove_any(target, self._shard)  # no record, and in its way
         handles = {"src_dir_fd": self._folder, "dst_dir_fd": self._shard}
-        if self._loses_links:
+        if self._directory.loses_links:
             os.rename(self.name, target, **handles)
             return True
         try:
@@ -133,7 +126,15 @@ class Writing:
             with suppress(OSError):
                 os.close(fd)
 
-    def _find(self) -> os.stat_result | None:
+    def _find(self, *, make: bool = False) -> os.stat_result | None:
+        """What stands under the record's name; its directory is made if `make`."""
+        try:
+            if self._shard < 0:
+                self._shard = self._kept(self._directory.open(*shard_of(self.key), make=make))
+        except FileNotFoundError:
+            if make:
+                raise
+            return None
         with suppress(FileNotFoundError):
             return lstat_at(record_name(self.key), self._shard)
         return None

@@ -245,9 +245,9 @@ class Tier:
         started = calls.clock()
         results = store.put_all(values, min(deadline, started + calls.write_limit.seconds))
         seconds = calls.clock() - started
+        if any(result is not PutResult.EXISTS for result in results):
+            calls.write_limit.saw(seconds)
         for result in results:
-            if result is not PutResult.EXISTS:
-                calls.write_limit.saw(seconds)
             if result is PutResult.FAILED:
                 self._event(lambda health: health.write_failed(seconds, generation))
             elif result is PutResult.NO_SPACE:

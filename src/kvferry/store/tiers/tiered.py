@@ -33,7 +33,6 @@ from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
-_THERE = (PutResult.STORED, PutResult.EXISTS)
 
 
 class TieredStore(Store):
@@ -181,9 +180,9 @@ class TieredStore(Store):
             tried = tier.put_all([values[place] for place in left], deadline)
             for place, result in zip(left, tried, strict=True):
                 results[place] = result
-                if result in _THERE:
+                if result.is_there:
                     self._write_behind(values[place][0], tier)
-            left = [place for place in left if results[place] not in _THERE]
+            left = [place for place in left if not results[place].is_there]
         return results
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
