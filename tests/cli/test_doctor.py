@@ -316,6 +316,17 @@ def test_stores_of_the_configuration_are_looked_at(found, url):
     assert "unknown option 'x'" in what
 
 
+def test_what_vllm_logs_is_not_on_stdout(run, monkeypatch):
+    def logs():
+        print("INFO of vLLM")
+        return [], ["messages of workers"]
+
+    monkeypatch.setattr("kvferry.doctor.vllm.check_installed", logs)
+    ran = run("doctor", "--vllm", "--json", "-")
+    assert json.loads(ran.out)
+    assert "INFO of vLLM" in ran.err
+
+
 def test_20_a_vllm_that_does_not_load_it(found):
     (what,) = found("--vllm")
     assert what == "vllm: vLLM is not installed in this environment"

@@ -16,6 +16,11 @@ def _release() -> tuple[int, int]:
 RELEASE = _release()
 
 
+def serves_tiers() -> pytest.MarkDecorator:
+    """A mark for tests of vLLM's tiers as they have been since 0.29, which `KVFerryTier` serves."""
+    return does("gives a tier what ours needs", since=(0, 29))
+
+
 def does(what: str, *, since: tuple[int, int]) -> pytest.MarkDecorator:
     """A mark for tests of what vLLM on a CPU does not do in earlier releases, connector or not.
 

@@ -15,6 +15,7 @@ from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.errors import ConfigError
+from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import (
     ROW,
     TIER,
@@ -78,6 +79,7 @@ def test_a_reset_begins_an_epoch(tmp_path: Path, vllm_config: Any) -> None:
         assert one.lookup(2) == (LookupResult.MISS, None)
 
 
+@serves_tiers()
 def test_rows_of_another_meaning_are_never_found(
     tmp_path: Path, vllm_config: Any, models: Models
 ) -> None:

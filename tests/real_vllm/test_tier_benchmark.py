@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import Options, tier
+from tests.real_vllm.host import serves_tiers
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+pytestmark = [serves_tiers(), pytest.mark.filterwarnings("ignore")]  # vLLM's own
 
 
 def test_the_tier_stands_beside_that_of_vllm(tmp_path: Path) -> None:

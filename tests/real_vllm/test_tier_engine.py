@@ -16,8 +16,11 @@ from tests.real_vllm.harness import (
     assert_same,
     wait_for_records,
 )
+from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import SECONDS, TIER
 from tests.real_vllm.test_ranks import TWO_RANKS
+
+pytestmark = serves_tiers()
 
 Models = dict[str, Path]
 

@@ -12,7 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvferry.testing.models import write_random_model
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, assert_same
+from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.test_tier_engine import CHUNKS, HITS, LENGTHS, offloading, store_all
+
+pytestmark = serves_tiers()
 
 SHAPE = {
     "vocab_size": 320,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,7 +101,8 @@ def _check_config(given: str) -> VllmConfig:
 def _check_vllm(findings: list[Finding]) -> list[str]:
     from kvferry.doctor.vllm import check_installed
 
-    found, hooks = check_installed()
+    with redirect_stdout(sys.stderr):  # where vLLM logs, from its import on
+        found, hooks = check_installed()
     findings += found
     return hooks
 
