@@ -55,7 +55,7 @@ OF_FILES = {
 
 DIGEST = hashlib.sha256(b"space").hexdigest()
 OPTIONS = {
-    "show": ["00"],
+    "show": ["00" * 32],
     "gc": ["--max-bytes", "1GiB"],
     "clear": ["--tenant", "nobody", "--yes"],
     "pin": ["--until", "1h", "--namespace", "{digest}"],
