@@ -7,6 +7,7 @@ store.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,9 @@ from kvferry.record.check import MissReason, check_head, check_record, check_row
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
 from kvferry.store.base import NO_DEADLINE, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
+
+WRITE_SECONDS = 30.0
+"""Deadline for writing one record behind an engine. Only its slot is held until then."""
 
 
 def value_check(schema: RecordSchema) -> ValueCheck:
@@ -111,3 +115,20 @@ def seal_record(
     """Write the head of a record. `image` is the record with its payload in place, or any part of
     it that begins with the head."""
     image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
+
+
+def write_sealed(
+    store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
+) -> PutResult:
+    """Store a sealed record, whose bytes are `parts` one after another, and count it."""
+    started = time.monotonic()
+    result = PutResult.FAILED
+    if store.takes_values:
+        result = store.put(key, parts, started + WRITE_SECONDS)
+        observer.observe("save", time.monotonic() - started)
+    observer.count(f"put_{result}")
+    if result is PutResult.STORED:
+        observer.count("saved_bytes", sum(len(part) for part in parts))
+    elif result is not PutResult.EXISTS:
+        observer.count("save_failed")
+    return result

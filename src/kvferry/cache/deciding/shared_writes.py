@@ -8,7 +8,6 @@ background threads; the scheduler thread only polls.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 
 from kvferry.cache.config import RoleContext
@@ -17,11 +16,9 @@ from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.recordio import write_sealed
 
 logger = logging.getLogger(__name__)
-
-WRITE_SECONDS = 30.0
-"""Deadline for writing one record. Only its slot is held until then."""
 
 CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
@@ -104,25 +101,16 @@ class SharedWrites:
     def _result_of(self, job: Job[PutResult]) -> PutResult:
         if job.result is None:
             logger.error("saving a chunk failed", exc_info=job.error)
-        result = job.result or PutResult.FAILED
-        self._observer.count(f"put_{result}")
-        if result is PutResult.STORED:
-            self._observer.count("saved_bytes", self._schema.record_bytes)
-        elif result is not PutResult.EXISTS:
             self._observer.count("save_failed")
-        return result
+        return job.result or PutResult.FAILED
 
     def _write(self, record: _SharedRecord) -> PutResult:
         """Seal and write a record. Runs in: I/O thread."""
-        started = time.monotonic()
         slot = record.slot
         parts, table = self._ranks.record(slot.index), self._ranks.leaf_table(record.digests)
         if parts is None or table is None:
+            self._observer.count("save_failed")
             return PutResult.FAILED
         self._ranks.seal(slot.index, record.schema.encode_head(slot.key, slot.first_token, table))
         record.is_sealed = True
-        if not self._store.takes_values:
-            return PutResult.FAILED
-        result = self._store.put(slot.key, parts, started + WRITE_SECONDS)
-        self._observer.observe("save", time.monotonic() - started)
-        return result
+        return write_sealed(self._store, slot.key, parts, self._observer)

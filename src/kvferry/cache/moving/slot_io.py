@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
@@ -27,7 +25,7 @@ from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, read_record, seal_record
+from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -35,31 +33,11 @@ logger = logging.getLogger(__name__)
 DEVICE_SECONDS = 60.0
 """How long a thread of ours waits for the device, which works on the engine's steps first."""
 
-WRITE_SECONDS = 30.0
-"""Deadline for writing one chunk. Only its slot is held until then."""
-
 WRITES_CLOSE_SECONDS = 10.0
 """How long `close` lets writes that are under way finish before it leaves them behind."""
 
 READS_CLOSE_SECONDS = 0.5
 """How long `close` waits for cancelled reads, which no request needs. A stalled read is left."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedChunk:
-    """A chunk that is in its slot, or will be when the device reached a mark."""
-
-    chunk: SlotChunk
-    gathered: Gathered
-    schema: RecordSchema
-    """Of the epoch in which it was copied."""
-
-
-class _Hashed(NamedTuple):
-    """A chunk is hashed; the write of a whole record follows."""
-
-    sealed: Sealed
-    write: Job[Saved] | None
 
 
 class SlotIO:
@@ -78,8 +56,8 @@ class SlotIO:
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
-        self._copying: list[SavedChunk] = []
-        self._hashes: dict[int, Job[_Hashed]] = {}
+        self._copying: dict[int, tuple[SlotChunk, Gathered]] = {}
+        self._hashes: dict[int, Job[tuple[Sealed, Job[Saved] | None]]] = {}
         self._writes: dict[int, Job[Saved]] = {}
         io_threads = context.config.io_threads
         self.read_pool = IOPool(io_threads, "kvferry-load")
@@ -155,46 +133,40 @@ class SlotIO:
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def save(self, saved: SavedChunk) -> None:
-        """Hold a chunk that was copied out of the blocks into its slot, hash it and, if this rank
-        has all of it, write it. Never blocks."""
-        slot = saved.chunk.slot
-        self.overwrite(slot)
-        self._copying.append(saved)
-        self._hashes[slot] = self._hash_pool.submit(lambda _job: self._hash(saved))
+    def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
+        """Hold a chunk that was copied out of the blocks into its slot, or will be when the device
+        reached the mark; hash it and, if this rank has all of it, write it. Never blocks."""
+        schema = self._rows.schema  # of this epoch
+        self.overwrite(chunk.slot)
+        self._copying[chunk.slot] = chunk, gathered
+        self._hashes[chunk.slot] = self._hash_pool.submit(
+            lambda _job: self._hash(chunk, gathered, schema)
+        )
 
     @property
     def _is_alone(self) -> bool:
         """Whether this rank holds whole records. Else the scheduler role writes them."""
         return self._context.spec.shard.world_size == 1
 
-    def _hash(self, saved: SavedChunk) -> _Hashed:
-        """Runs in: hash thread."""
-        if not saved.gathered.mark.wait(DEVICE_SECONDS):
+    def _hash(
+        self, chunk: SlotChunk, gathered: Gathered, schema: RecordSchema
+    ) -> tuple[Sealed, Job[Saved] | None]:
+        """Hash a chunk; the write of a whole record follows. Runs in: hash thread."""
+        if not gathered.mark.wait(DEVICE_SECONDS):
             raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
-        chunk = saved.chunk
         image = self._rows.image_of(self._memory.slot(chunk.slot))
-        digests = self._rows.digests(image, saved.gathered.digests)
+        digests = self._rows.digests(image, gathered.digests)
         if not self._is_alone:
-            return _Hashed(Sealed(chunk.slot, digests), None)
+            return Sealed(chunk.slot, digests), None
         key = ChunkKey(chunk.key)
-        seal_record(saved.schema, key, chunk.first_token, digests, image)
-        write = self._write_pool.submit(lambda _job: Saved(chunk.slot, self._write(key, image)))
-        return _Hashed(Sealed(chunk.slot), write)
+        seal_record(schema, key, chunk.first_token, digests, image)
 
-    def _write(self, key: ChunkKey, image: memoryview) -> PutResult:
-        """Write a sealed chunk. Runs in: I/O thread."""
-        started = time.monotonic()
-        store, result = self._context.store, PutResult.FAILED
-        if store.takes_values:
-            result = store.put(key, [image], started + WRITE_SECONDS)
-            self._observer.observe("save", time.monotonic() - started)
-        self._observer.count(f"put_{result}")
-        if result is PutResult.STORED:
-            self._observer.count("saved_bytes", len(image))
-        elif result is not PutResult.EXISTS:
-            self._observer.count("save_failed")
-        return result
+        def write(_job: Job[Saved]) -> Saved:
+            return Saved(
+                chunk.slot, write_sealed(self._context.store, key, [image], self._observer)
+            )
+
+        return Sealed(chunk.slot), self._write_pool.submit(write)
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -221,13 +193,14 @@ class SlotIO:
                 logger.error("hashing a chunk failed", exc_info=hashed.error)
                 sealed.append(Sealed(slot, None))
                 continue
-            sealed.append(hashed.result.sealed)
-            if hashed.result.write is not None:
-                self._writes[slot] = hashed.result.write
-        for copied in [one for one in self._copying if one.gathered.mark.poll()]:
-            self._copying.remove(copied)
-            self._contents[copied.chunk.slot] = copied.chunk.key, self._rows.all_groups
-            filled.append(Filled(copied.chunk.slot))
+            of_slot, started = hashed.result
+            sealed.append(of_slot)
+            if started is not None:
+                self._writes[slot] = started
+        for slot in [slot for slot, (_, copy) in self._copying.items() if copy.mark.poll()]:
+            chunk, _ = self._copying.pop(slot)
+            self._contents[slot] = chunk.key, self._rows.all_groups
+            filled.append(Filled(slot))
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]

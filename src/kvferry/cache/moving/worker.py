@@ -40,7 +40,7 @@ from kvferry.cache.messages import (
     SlotRegion,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SavedChunk, SlotIO
+from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SlotIO
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -315,7 +315,7 @@ class SharedStorageWorker(WorkerRole):
             # Only now: hashing and writing take memory bandwidth from the copies.
             for save, gathered in copied:
                 if save.compare_with is None:
-                    self.io.save(SavedChunk(save.chunk, gathered, self._rows.schema))
+                    self.io.save(save.chunk, gathered)
                 else:
                     self.io.overwrite(save.chunk.slot)
                     is_held = self.io.groups_held(save.compare_with) == self._rows.all_groups
