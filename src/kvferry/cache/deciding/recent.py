@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Entry, Store
+from kvferry.store.base import Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -82,24 +82,17 @@ class RecentRecords:
     def _find(self) -> list[RecentRecord]:
         """Runs in: I/O thread."""
         found: list[RecentRecord] = []
-        for entry in self._entries():
-            if len(found) == self._count or self.is_done:
-                break
-            first_token = self._first_token(entry.key)
-            if first_token is not None:
-                found.append(RecentRecord(entry.key, first_token))
-        return found
-
-    def _entries(self) -> Iterator[Entry]:
-        """Of the records used last, those that may be of this model."""
         with suppress(StoreError):
             # Some may be of other models, which share the store.
             for entry in self._store.recent(4 * self._count):
-                if entry.num_bytes == self._schema.record_bytes and entry.namespace in (
-                    b"",
-                    self._schema.namespace,
-                ):
-                    yield entry
+                if len(found) == self._count or self.is_done:
+                    break
+                has_size = entry.num_bytes == self._schema.record_bytes
+                is_ours = has_size and entry.namespace in (b"", self._schema.namespace)
+                first_token = self._first_token(entry.key) if is_ours else None
+                if first_token is not None:
+                    found.append(RecentRecord(entry.key, first_token))
+        return found
 
     def _first_token(self, key: ChunkKey) -> int | None:
         """Where the chunk of a record begins; None if it is not of this namespace."""
