@@ -1,11 +1,12 @@
-"""Lends sealed slots to readers outside this engine, through `kvferry.transfer.server`.
+"""Lends sealed slots by key to readers outside this engine, through `kvferry.transfer.server`.
 
-A slot is *sealed* when all of its chunk came from one source and its head is there, too, made by a
-save or verified by a fetch. It then equals the stored record byte for byte, and is lent by key.
+A sealed slot equals the stored record byte for byte: its head was made by a save, or verified by a
+fetch.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -118,14 +119,8 @@ class Loans:
     def release(self, loan: SlotLoan) -> None:
         """The reader is done. Does nothing if the loan has expired."""
         with self._lock:
-            self._end(loan)
-
-    def _end(self, loan: SlotLoan) -> None:
-        left = [each for each in self._lent.get(loan.slot, ()) if each is not loan]
-        if left:
-            self._lent[loan.slot] = left
-        else:
-            self._lent.pop(loan.slot, None)
+            loan.until = -math.inf
+            self._current(loan.slot)
 
     def _current(self, slot: int) -> list[SlotLoan]:
         """The loans of a slot whose time is not over; the others are forgotten."""
