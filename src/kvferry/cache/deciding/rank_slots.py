@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 class _Slots(NamedTuple):
     """One rank's."""
 
+    rows: RankRows
     name: str
     memory: memoryview
     slot_bytes: int
@@ -57,7 +58,6 @@ class RankSlots:
         self._schema = schema
         self._num_slots = num_slots
         self._world_size = world_size
-        self._rows: dict[int, RankRows] = {}
         self._slots: dict[int, _Slots] = {}
         self._unreachable: dict[int, str] = {}  # by rank, the name of its memory
         self._parts: tuple[_Part, ...] | None = None
@@ -86,8 +86,7 @@ class RankSlots:
                     error,
                 )
             return
-        self._rows[rank] = rows
-        self._slots[rank] = _Slots(region.name, memory, slot_bytes)
+        self._slots[rank] = _Slots(rows, region.name, memory, slot_bytes)
         if len(self._slots) == self._world_size:
             self._parts = self._in_file_order()
 
@@ -96,8 +95,8 @@ class RankSlots:
         head = _Part(0, 0, self._schema.head_bytes)
         found = [
             (self._schema.offset_of(ranges), _Part(rank, start, stop))
-            for rank, rows in self._rows.items()
-            for ranges, start, stop in rows.spans()
+            for rank, slots in self._slots.items()
+            for ranges, start, stop in slots.rows.spans()
         ]
         parts, end = [head], self._schema.head_bytes
         for offset, part in sorted(found):
@@ -136,9 +135,9 @@ class RankSlots:
         """The leaf table of a record made of what each rank hashed; None unless it is whole."""
         table = bytearray(DIGEST_BYTES * self._schema.num_leaves)
         num_filled = 0
-        for rank, rows in self._rows.items():
+        for rank, slots in self._slots.items():
             at, found = 0, digests.get(rank, b"")
-            for ranges, _, _ in rows.spans():
+            for ranges, _, _ in slots.rows.spans():
                 where = self._schema.leaf_slice(ranges)
                 size = where.stop - where.start
                 table[where] = found[at : at + size].ljust(size, b"\0")
