@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,8 @@ class _Job:
     keys: Sequence[bytes]
     request: str | None
     """Of a load."""
-    batch: Batch[MissReason] | Batch[PutResult]
+    batch: Batch[Any]
+    """Of `MissReason` or `PutResult`."""
     deadline: float
     submitted: float
 
@@ -117,7 +118,8 @@ class TierRows:
         record = known.keys.get(key)
         if record is None:
             record = known.keys[key] = self._key(key)
-        if self._store.contains(record):
+        found = self._store.contains(record)
+        if found:
             return True
         asked = known.asked.get(key)
         if asked is None:
@@ -126,8 +128,6 @@ class TierRows:
         elif time.monotonic() >= asked + ASK_SECONDS:
             found = False
             self._observer.count("lookup_deadline")
-        else:
-            found = self._learner.answer(record)
         if found is False:
             known.missed.add(key)
         return found
@@ -171,7 +171,7 @@ class TierRows:
         else:
             self._observer.count("stores_dropped", len(wanted))
             batch.give_up(PutResult.FAILED)
-        self._add(job_id, _Job([key for key, _ in wanted], None, batch, deadline, now))
+        self._jobs[job_id] = _Job([key for key, _ in wanted], None, batch, deadline, now)
 
     def load(
         self, job_id: int, keys: Collection[bytes], places: Sequence[int], request: str
@@ -189,10 +189,7 @@ class TierRows:
         deadline = now + self._load_seconds
         records = [self._key(key) for key in keys]
         batch = self._client.get(records, [0] * len(records), land, deadline)
-        self._add(job_id, _Job(list(keys), request, batch, deadline, now))
-
-    def _add(self, job_id: int, job: _Job) -> None:
-        self._jobs[job_id] = job
+        self._jobs[job_id] = _Job(list(keys), request, batch, deadline, now)
 
     @property
     def num_jobs(self) -> int:
@@ -214,11 +211,11 @@ class TierRows:
 
     def _give_up(self, job: _Job) -> None:
         if job.request is None:
-            _end(job.batch, PutResult.FAILED)
+            job.batch.give_up(PutResult.FAILED)
             self._observer.count("stores_late")
             return
         brought = any(job.batch.has_ended(place) for place in range(len(job.keys)))
-        _end(job.batch, MissReason.DEADLINE)
+        job.batch.give_up(MissReason.DEADLINE)
         self._observer.count("loads_late")
         if not brought:
             self._client.note_stall()
@@ -261,7 +258,12 @@ class TierRows:
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
         """Wait until no thread touches the host's rows: at most so long, and one copy. The results
         stay for `finished`."""
-        self._settle(seconds)
+        until = time.monotonic() + seconds
+        for job in self._jobs.values():
+            if not job.batch.wait(max(0.0, until - time.monotonic())):
+                self._give_up(job)
+        for job in self._jobs.values():
+            job.batch.wait(DRAIN_SECONDS)  # a copy under way; memory only
 
     def begin_epoch(self, namespace: bytes) -> None:
         """Read and write under another namespace from now on, after a `drain`."""
@@ -271,29 +273,16 @@ class TierRows:
         self._watch.clear()
         self._stored.clear()
 
-    def _settle(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        for job in self._jobs.values():
-            if not job.batch.wait(max(0.0, until - time.monotonic())):
-                self._give_up(job)
-        for job in self._jobs.values():
-            job.batch.wait(DRAIN_SECONDS)  # a copy under way; memory only
-
     def close(self, seconds: float) -> None:
         """Give up what is under way, wait up to `seconds` for threads, close the store."""
         for job in self._jobs.values():
             self._give_up(job)
-        self._settle(0.0)
+        self.drain(0.0)
         self._rows = None
         try:
             self._client.close(seconds)
         finally:
             self._store.close()
-
-
-def _end(batch: Batch[MissReason] | Batch[PutResult], result: MissReason | PutResult) -> None:
-    give_up: Callable[[object], None] = batch.give_up  # type: ignore[assignment]  # of one kind
-    give_up(result)
 
 
 class _Learner:
@@ -314,9 +303,6 @@ class _Learner:
             return found
         self._waiting.append(key)
         return None if self._asks_medium else False
-
-    def answer(self, key: ChunkKey) -> bool | None:
-        return self._store.contains(key)
 
     def flush(self) -> None:
         if self._waiting:
