@@ -83,9 +83,6 @@ class KVFerryCollector(Collector):
             families[name] = kind(_metric_name(name), text, labels=names)
         for each, value in sorted(found.items()):
             name, values = labelled(each)
-            num_labels = len(known[name].labels) if name in known else 0
-            # One without its labels, as of a host that has no tiers, has empty ones.
-            values = (values + num_labels * [""])[:num_labels]
             families[name].add_metric((*self._label_values, *values), value)
         yield from families.values()
 

@@ -84,10 +84,13 @@ Gauges = dict[str, float]
 
 
 def labelled(name: str) -> tuple[str, list[str]]:
-    """A name without its labels, and their values. The value of the last label may hold slashes."""
-    family, *values = name.split("/", 1)
+    """A name without its labels, and the value of each label that it has: empty where `name` says
+    none, as of a host that has no tiers. The value of the last label may hold slashes."""
+    family, _, values = name.partition("/")
     known = FAMILIES.get(family) or GAUGES.get(family)
-    return family, values[0].split("/", len(known.labels) - 1) if known and values else values
+    num_labels = len(known.labels) if known else 0
+    found = values.split("/", num_labels - 1)
+    return family, (found + num_labels * [""])[:num_labels]
 
 
 class Observer:

@@ -141,8 +141,6 @@ class PromFamilies:
             if amount < 0 or _BUCKET in name:
                 continue
             if family in self._counters:
-                num_labels = len(FAMILIES[family].labels)
-                values = (values + num_labels * [""])[:num_labels]
                 self._counters[family].labels(*labels, *values).inc(amount)
             else:
                 self._events.labels(*labels, name).inc(amount)
