@@ -60,7 +60,6 @@ def make_shared_storage_host(
             identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
-            host_carries_reports=carries_worker_meta,
             host_recomputes=recomputes,
             multi_process=multi_process,
             tables=parts_of_tables(tables or table_per_group(groups)),
@@ -75,6 +74,8 @@ def make_shared_storage_host(
     for part in parts:
         part.context = replace(part.context, clock=clock)
     scheduler = parts[0].scheduler(prefetch_recent=fills, draw=draw)
+    if not carries_worker_meta:
+        scheduler.expect_no_reports()
     host = SimulatedHost(
         scheduler,
         [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],

@@ -192,24 +192,16 @@ class PrefixCache:
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(lambda: _pool_gauges(pool))
-        shared_writes = None
-        if world_size > 1:
-            shared_writes = SharedWrites(self.context, pool, ranks, self.schema)
         recent = None
-        if (
-            prefetch_recent
-            and self.spec.loads
-            and self.spec.host_carries_reports
-            and self.num_slots > 1
-        ):
+        if prefetch_recent and self.spec.loads and self.num_slots > 1:
             recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
-            self.schema.namespace,
+            self.schema,
             pool,
             new_namespace=self._next_epoch,
             recent=recent,
-            shared_writes=shared_writes,
+            shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
         if self.config.serve is not None:
             listen, requests = Listen.parse(self.config.serve), scheduler.requests

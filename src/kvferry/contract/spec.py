@@ -23,8 +23,6 @@ class EngineSpec:
         shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
             `world_size` only).
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
-        host_carries_reports: True if the host brings `WorkerOutput.meta` to the scheduler role, so
-            that hits can be verified before they are promised.
         multi_process: True if scheduler and worker roles live in different processes, so that the
             store must be one that several can open. Several ranks always may.
         loads: False for an engine that only stores (a producer), unless a request asks for more.
@@ -49,7 +47,6 @@ class EngineSpec:
     groups: tuple[KVGroup, ...]
     shard: RankShard
     kv_layout: str = "BHNC"
-    host_carries_reports: bool = True
     multi_process: bool = False
     loads: bool = True
     saves: bool = True

@@ -8,6 +8,7 @@ and chunks that are gone.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
@@ -44,19 +45,15 @@ class Accounts:
     tiers and reasons.
 
     Args:
+        schema: of the records.
         journal: receives each request once, when it is admitted first or has ended; None: no
             journal. Closed with this.
     """
 
-    def __init__(self, context: RoleContext, journal: Journal | None = None) -> None:
+    def __init__(self, context: RoleContext, schema: RecordSchema, journal: Journal | None) -> None:
         self._observer = context.observer
         self._log = context.log
-        record = RecordSchema.for_groups(
-            namespace=bytes(32),
-            chunk_tokens=context.config.chunk_tokens,
-            groups=context.spec.groups,
-        )
-        self._token_bytes = record.record_bytes / record.chunk_tokens
+        self._token_bytes = schema.record_bytes / schema.chunk_tokens
         self._chunk = context.config.chunk_tokens
         self._journal = journal
 
@@ -167,13 +164,13 @@ class Accounts:
         """A request ended, admitted or not."""
         self._note(request, state, None)
 
-    def ended_uncached(self, request: RequestView, now: float) -> None:
+    def ended_uncached(self, request: RequestView) -> None:
         """A request ended that must not be cached; nothing was kept of it, and its keys are not
-        written. `now`: seconds since the epoch."""
+        written."""
         if self._journal is not None:
             answer = not_cached(request)
             num_tokens = request.num_prompt_tokens
-            self._journal.add(now, request.request_id, num_tokens, (), answer)
+            self._journal.add(time.time(), request.request_id, num_tokens, (), answer)
 
     def close(self) -> None:
         """Write what the journal has. Idempotent."""

@@ -68,9 +68,6 @@ class Lookup:
         unreadable: chunks that are not offered although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.
         audits: says which hits are compared with what the engine computes.
-
-    Attributes:
-        policy: as given.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class Lookup:
         self._clock = context.clock
         self._pool = pool
         self._unreadable = unreadable
-        self.policy = policy
+        self._policy = policy
         self._audits = audits
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
@@ -267,7 +264,7 @@ class Lookup:
                 search.miss = LookupMiss.SLOWER
             return until
         is_begun = search.fetching_since is not None or search.fetched
-        if is_begun or not self.policy.is_any_slow:
+        if is_begun or not self._policy.is_any_slow:
             return known
         keys, first = state.keys.keys, search.num_local // self._chunk
         parts = [
@@ -277,7 +274,7 @@ class Lookup:
             )
             for number in range(first, known)
         ]
-        worth = self.policy.worth_loading(parts)
+        worth = self._policy.worth_loading(parts)
         if worth.num_chunks < len(parts):
             search.miss = LookupMiss.SLOWER
             search.worth = first + worth.num_chunks, worth.load_seconds, worth.compute_seconds
@@ -361,7 +358,7 @@ class Lookup:
         now = self._clock()
         if search.fetching_since is None:
             search.fetching_since = now
-            search.deadline = now + self.policy.wait_seconds(num_tokens)
+            search.deadline = now + self._policy.wait_seconds(num_tokens)
         self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)
@@ -418,7 +415,7 @@ class Lookup:
         for slow in late:
             tokens = self._chunk * sum(each == slow for each in search.fetched.values())
             since = search.fetching_since or 0.0  # nothing is late before
-            self.policy.saw_slow_load(slow, tokens, self._clock() - since)
+            self._policy.saw_slow_load(slow, tokens, self._clock() - since)
         loads: dict[str, tuple[int, float]] = {}
         for slot in search.pinned:
             tier = search.fetched.get(slot.key)
@@ -428,7 +425,7 @@ class Lookup:
                 slot.seconds = 0.0  # measured once
         search.loads.update(loads)
         for tier, (tokens, seconds) in loads.items():
-            self.policy.saw_load(tier, tokens, seconds)
+            self._policy.saw_load(tier, tokens, seconds)
 
     @staticmethod
     def _answer(state: RequestState, search: Search) -> LookupResult:

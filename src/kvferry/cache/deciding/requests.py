@@ -189,13 +189,11 @@ class Requests:
         namespace: digest that roots the chunk keys.
         new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
         clock: monotonic seconds.
-        wall_clock: seconds since the epoch.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
         unreadable: chunks that are not offered although the store may seem to have them.
-        wall_clock: as given.
     """
 
     def __init__(
@@ -204,21 +202,19 @@ class Requests:
         new_namespace: Callable[[], bytes],
         chunk_tokens: int,
         clock: Callable[[], float],
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.namespace = namespace
         self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
-        self.wall_clock = wall_clock
 
     def track(self, request: RequestView) -> RequestState:
         """The state of a request, with the keys of all chunks that are whole by now."""
         state = self.by_id.get(request.request_id)
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = RequestState(keys, self.wall_clock(), options=request.options)
+            state = RequestState(keys, time.time(), options=request.options)
             self.by_id[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state

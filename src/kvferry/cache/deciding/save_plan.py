@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 
 from kvferry.cache.config import RoleContext
+from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -38,11 +39,12 @@ class SavePlan:
 
     Args:
         pool: assigns the slots.
-        shared_writes: where several ranks hold one record, else None.
         suspects: records that may be wrong. What follows one is not saved: the host may have
             computed it on the KV of the record, which its own prefix cache keeps.
+        announcer: makes events of what is saved; None: the host publishes none.
 
     Attributes:
+        shared_writes: of the records that several ranks hold together.
         failures_known: see `SharedStoragePlan.failures_known`.
     """
 
@@ -51,14 +53,17 @@ class SavePlan:
         context: RoleContext,
         pool: HostPool,
         requests: Requests,
-        shared_writes: SharedWrites | None,
+        shared_writes: SharedWrites,
         suspects: Mapping[ChunkKey, bool],
+        announcer: Announcer | None,
     ) -> None:
         self._context = context
         self._pool = pool
         self._requests = requests
         self.shared_writes = shared_writes
         self._suspects = suspects
+        self._announcer = announcer
+        self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
         self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
         self._await_until = 0.0
@@ -74,16 +79,13 @@ class SavePlan:
         """A request ended."""
         self._unsaved.pop(request_id, None)
 
-    def switch_namespace(self, namespace: bytes) -> None:
+    def begin_epoch(self) -> None:
         """Save no more chunks of the requests so far: their keys belong to the last epoch."""
         self._unsaved.clear()
-        if self.shared_writes is not None:
-            self.shared_writes.switch_namespace(namespace)
 
     def close(self) -> None:
         """Give up the records that several ranks write. Bounded in time."""
-        if self.shared_writes is not None:
-            self.shared_writes.close()
+        self.shared_writes.close()
 
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
@@ -100,6 +102,8 @@ class SavePlan:
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
                     self.forget(item.request.request_id)
+        if saves and self._announcer is not None:
+            self._announcer.planned(saves, step, self._requests.by_id)
         return tuple(saves)
 
     @property
@@ -158,8 +162,8 @@ class SavePlan:
             if slot is None:
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
-            if self.shared_writes is not None:
-                self.shared_writes.begin(slot)
+            if not self._is_alone:
+                self.shared_writes.begin(slot, self._requests.namespace)
             saves.append(Save(SlotChunk(slot.index, key, first), blocks))
             state.next_save += 1
 
@@ -192,8 +196,7 @@ class SavePlan:
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """A rank did not copy a chunk into its slot."""
-        if self.shared_writes is not None:
-            self.shared_writes.abort(slot)
+        self.shared_writes.abort(slot)
         if copied.missed == PUT_OFF:
             self._offer_again((slot.key,))
 
@@ -203,34 +206,37 @@ class SavePlan:
             if slot.is_writing:
                 self._context.observer.count("save_failed")
             self._pool.end_write(slot)
-            if self.shared_writes is not None:
-                self.shared_writes.abort(slot)
-        elif self.shared_writes is None:
+            self.shared_writes.abort(slot)
+            self._announce_failed(slot.key)
+        elif self._is_alone:
             self._pool.seal(slot)
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
-    def learn_saved(self, index: int, result: str) -> ChunkKey | None:
-        """The write of a slot ended; the chunk, if it is not stored."""
+    def learn_saved(self, index: int, result: str) -> None:
+        """The write of a slot ended."""
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
-            return None
+            return
         if result not in (PutResult.STORED, PutResult.EXISTS):
-            return slot.key
-        if self.shared_writes is None:
+            self._announce_failed(slot.key)
+            return
+        if self._is_alone:
             self._context.store.note_stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
-        return None
 
-    def poll_writes(self) -> list[ChunkKey]:
-        """Learn of the records of several ranks that were written here; those not stored."""
-        if self.shared_writes is None:
-            return []
-        ended = self.shared_writes.poll()
-        failed = [self.learn_saved(slot.index, result) for slot, result in ended]
-        return [key for key in failed if key is not None]
+    def poll_writes(self) -> None:
+        """Learn of the records of several ranks that were written here."""
+        if not self._is_alone:
+            for slot, result in self.shared_writes.poll():
+                self.learn_saved(slot.index, result)
+
+    def _announce_failed(self, key: ChunkKey) -> None:
+        """A chunk was planned to be saved, and is not stored."""
+        if self._announcer is not None:
+            self._announcer.failed(key)
 
     def learn_failures(self, report: RankReport) -> None:
         """Loads failed on a rank.

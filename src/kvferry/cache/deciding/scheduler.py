@@ -41,7 +41,6 @@ from kvferry.cache.messages import (
     Filled,
     Load,
     RankReport,
-    Save,
     SharedStorageMeta,
     SharedStoragePlan,
 )
@@ -58,6 +57,7 @@ from kvferry.errors import ContractError
 from kvferry.journal import Journal
 from kvferry.network import join_host
 from kvferry.record.check import SOUND, MissReason
+from kvferry.record.schema import RecordSchema
 from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
 
 logger = logging.getLogger(__name__)
@@ -73,11 +73,11 @@ class SharedStorageScheduler(SchedulerRole):
     """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
 
     Args:
-        namespace: digest that roots the chunk keys.
+        schema: of the records; its namespace roots the chunk keys.
         pool: owned from now on.
         new_namespace: makes the digest of a new epoch.
         recent: records to fetch before a request asks for them; None: no records.
-        shared_writes: where several ranks hold one record, else None.
+        shared_writes: of the records that several ranks hold together.
 
     Attributes:
         pool, requests, policy, saves, audits: the parts of the decision, for tests and benchmarks.
@@ -91,39 +91,39 @@ class SharedStorageScheduler(SchedulerRole):
     def __init__(
         self,
         context: RoleContext,
-        namespace: bytes,
+        schema: RecordSchema,
         pool: HostPool,
         *,
         new_namespace: Callable[[], bytes],
-        recent: RecentRecords | None = None,
-        shared_writes: SharedWrites | None = None,
+        recent: RecentRecords | None,
+        shared_writes: SharedWrites,
     ) -> None:
         config, spec = context.config, context.spec
         self.context = context
         self.pool = pool
-        policy = LoadPolicy(config.load_timeout_seconds, context.clock)
+        self.policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         journal = None
         if config.record is not None:
             journal = Journal(Path(config.record), config.chunk_tokens)
-        self.requests = Requests(namespace, new_namespace, config.chunk_tokens, context.clock)
+        self.requests = Requests(
+            schema.namespace, new_namespace, config.chunk_tokens, context.clock
+        )
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
-        self._lookup = Lookup(context, pool, unreadable, policy, self.audits)
+        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
         suspects = self.audits.suspects
-        self.saves = SavePlan(context, pool, self.requests, shared_writes, suspects)
-        self._handovers = Handovers(context, self.requests, self.saves)
-        self._accounts = Accounts(context, journal)
         self._announcer = (
             Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
         )
+        self.saves = SavePlan(
+            context, pool, self.requests, shared_writes, suspects, self._announcer
+        )
+        self._handovers = Handovers(context, self.requests, self.saves)
+        self._accounts = Accounts(context, schema, journal)
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
-        self._gets_reports = spec.host_carries_reports
-
-    @property
-    def policy(self) -> LoadPolicy:
-        return self._lookup.policy
+        self._gets_reports = True
 
     def advertise(self, host: str, port: int) -> None:
         """Peers are served here: answers to prefills for other engines name this address."""
@@ -253,12 +253,8 @@ class SharedStorageScheduler(SchedulerRole):
                 self._forget_load(request_id)
 
     def _plan(self, step: StepView) -> Plan:
-        self._announce_failed(self.saves.poll_writes())
-        saves: tuple[Save, ...] = ()
-        if self._may_save:
-            saves = self.saves.plan(step)
-            if saves and self._announcer is not None:
-                self._announcer.planned(saves, step, self.requests.by_id)
+        self.saves.poll_writes()
+        saves = self.saves.plan(step) if self._may_save else ()
         saves += self.audits.plan(step)
         if saves:
             self.saves.await_reports()
@@ -344,10 +340,8 @@ class SharedStorageScheduler(SchedulerRole):
             slot = self.pool.report_sealed(sealed.slot)
             if slot is not None:
                 self.saves.learn_sealed(report.rank, slot, sealed)
-                if sealed.leaf_digests is None:
-                    self._announce_failed([slot.key])
-        failed = [self.saves.learn_saved(saved.slot, saved.result) for saved in report.saved]
-        self._announce_failed(key for key in failed if key is not None)
+        for saved in report.saved:
+            self.saves.learn_saved(saved.slot, saved.result)
         if report.filled or report.sealed:
             self.saves.await_reports()
         if report.failed_keys:
@@ -358,12 +352,6 @@ class SharedStorageScheduler(SchedulerRole):
             self.saves.learn_failures(report)
             if report.failed_keys:
                 self.audits.forget_all()
-
-    def _announce_failed(self, keys: Iterable[ChunkKey]) -> None:
-        """These chunks were planned to be saved, and are not stored."""
-        if self._announcer is not None:
-            for key in keys:
-                self._announcer.failed(key)
 
     def _learn_filled(self, filled: Filled) -> None:
         is_missed = filled.missed is not None
@@ -390,7 +378,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(request.request_id, None)
         if state is None:
             if not request.extra_keys.cacheable:
-                self._accounts.ended_uncached(request, self.requests.wall_clock())
+                self._accounts.ended_uncached(request)
             return explained(FREE_NOW, request, None)
         result = self._handovers.answer(request, state)
         self._accounts.ended(request, state)
@@ -420,7 +408,7 @@ class SharedStorageScheduler(SchedulerRole):
         self.pool.clear()
         self._handovers.early.clear()
         self.requests.begin_epoch()
-        self.saves.switch_namespace(self.requests.namespace)
+        self.saves.begin_epoch()
         if self._announcer is not None:
             self._announcer.forget_all()
         return True

@@ -27,7 +27,7 @@ CLOSE_SECONDS = 10.0
 @dataclass(slots=True, eq=False)
 class _SharedRecord:
     slot: Slot
-    schema: RecordSchema
+    namespace: bytes
     """Of the epoch in which it was begun."""
     digests: dict[int, bytes] = field(default_factory=dict)
     is_sealed: bool = False
@@ -42,7 +42,7 @@ class SharedWrites:
         context: has the store to write to.
         pool: knows which record is in which slot.
         ranks: where the parts of every record are.
-        schema: of the records.
+        schema: of the records; their namespace comes with each.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class SharedWrites:
         self._records: dict[int, _SharedRecord] = {}
         self._threads = IOPool(-(-context.config.io_threads // 2), "kvferry-save")
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: Slot, namespace: bytes) -> None:
         """Expect the digests of a saved chunk."""
-        self._records[slot.index] = _SharedRecord(slot, self._schema)
+        self._records[slot.index] = _SharedRecord(slot, namespace)
 
     def report(self, rank: int, slot: Slot, digests: bytes) -> None:
         """A rank hashed its part. After the last report the record is written. Never blocks."""
@@ -88,10 +88,6 @@ class SharedWrites:
                 ended.append((record.slot, self._result_of(job)))
         return ended
 
-    def switch_namespace(self, namespace: bytes) -> None:
-        """Records that begin from now on are of another namespace."""
-        self._schema = self._schema.with_namespace(namespace)
-
     def close(self) -> None:
         """Let writes under way end. Bounded in time."""
         self._records.clear()
@@ -111,6 +107,7 @@ class SharedWrites:
         if parts is None or table is None:
             self._observer.count("save_failed")
             return PutResult.FAILED
-        self._ranks.seal(slot.index, record.schema.encode_head(slot.key, slot.first_token, table))
+        schema = self._schema.with_namespace(record.namespace)
+        self._ranks.seal(slot.index, schema.encode_head(slot.key, slot.first_token, table))
         record.is_sealed = True
         return write_sealed(self._store, slot.key, parts, self._observer)
