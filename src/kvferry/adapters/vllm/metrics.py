@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvferry.observe import FAMILIES, FROM_ZERO, GAUGES, TIME_BOUNDS, TIMES, labelled
+from kvferry.observe import FAMILIES, FROM_ZERO, GAUGES, TIME_BOUNDS, TIMES, Family, labelled
 from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
@@ -90,35 +90,24 @@ class PromFamilies:
     """
 
     def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
-        self._counters = {
-            name: metric_types[Counter](
-                name=f"{PREFIX}_{name}", documentation=of.text, labelnames=[*labelnames, *of.labels]
+
+        def made(kind: Any, name: str, of: Family, **more: Any) -> Any:  # noqa: ANN401 - the host's
+            labels = [*labelnames, *of.labels]
+            return metric_types[kind](
+                name=f"{PREFIX}_{name}", documentation=of.text, labelnames=labels, **more
             )
-            for name, of in FAMILIES.items()
-        }
+
+        self._counters = {name: made(Counter, name, of) for name, of in FAMILIES.items()}
         self._gauges = {
-            name: metric_types[Gauge](
-                name=f"{PREFIX}_{name}",
-                documentation=of.text,
-                labelnames=[*labelnames, *of.labels],
-                multiprocess_mode=MULTIPROCESS,
-            )
+            name: made(Gauge, name, of, multiprocess_mode=MULTIPROCESS)
             for name, of in GAUGES.items()
         }
         self._times = {
-            name: metric_types[Histogram](
-                name=f"{PREFIX}_{name}_seconds",
-                documentation=text,
-                labelnames=labelnames,
-                buckets=list(TIME_BOUNDS),
-            )
+            name: made(Histogram, f"{name}_seconds", Family(text), buckets=list(TIME_BOUNDS))
             for name, text in TIMES.items()
         }
-        self._events = metric_types[Counter](
-            name=f"{PREFIX}_events",
-            documentation="Everything else that kvferry counts, by name.",
-            labelnames=[*labelnames, "event"],
-        )
+        everything = Family("Everything else that kvferry counts, by name.", ("event",))
+        self._events = made(Counter, "events", everything)
         self._tiers: dict[tuple[object, ...], tuple[object, ...]] = {}  # labels shown last
         self._reasons: set[str] = set()
 
