@@ -100,12 +100,11 @@ class Accounts:
                 f"; {why}" if why else "",
             )
         answer = JournalAnswer(local, hits, misses, why)
-        if state.options.explain and state.answer is None:
+        if state.answer is None:  # not after a preemption
             state.answer = answer
-        if plan is not None and request.handover is not None and not plan.is_counted:
-            plan.is_counted = True
-            self._count_handover(request, request.handover, answer, search)
-        self._note(request, state, answer)
+            if request.handover is not None:
+                self._count_handover(request, request.handover, answer, search)
+            self._note(request, state, answer)
 
     def _count_handover(
         self, request: RequestView, handover: Handover, answer: JournalAnswer, search: Search
@@ -162,7 +161,8 @@ class Accounts:
 
     def ended(self, request: RequestView, state: RequestState) -> None:
         """A request ended, admitted or not."""
-        self._note(request, state, None)
+        if state.answer is None:
+            self._note(request, state, None)
 
     def ended_uncached(self, request: RequestView) -> None:
         """A request ended that must not be cached; nothing was kept of it, and its keys are not
@@ -180,10 +180,9 @@ class Accounts:
     def _note(
         self, request: RequestView, state: RequestState, answer: JournalAnswer | None
     ) -> None:
-        if self._journal is not None and state.arrived_at is not None:
-            arrived_at, state.arrived_at = state.arrived_at, None
+        if self._journal is not None:
             num_tokens, keys = len(request.all_token_ids), state.keys.keys
-            self._journal.add(arrived_at, request.request_id, num_tokens, keys, answer)
+            self._journal.add(state.arrived_at, request.request_id, num_tokens, keys, answer)
 
     def _by_tier(self, state: RequestState, search: Search, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()

@@ -57,7 +57,6 @@ class HandoverPlan:
     Attributes:
         gives: another engine goes on with it: each chunk is stored that the store has not.
         is_turn: it goes on from the KV of another engine, and gives what it generates, too.
-        is_counted: it was admitted before.
         num_chunks: leading chunks that are waited for.
         until: when the wait ends.
         miss: why a chunk is computed that the store has not.
@@ -66,7 +65,6 @@ class HandoverPlan:
 
     gives: bool = False
     is_turn: bool = False
-    is_counted: bool = False
     num_chunks: int = 0
     until: float = 0.0
     miss: LookupMiss = LookupMiss.ABSENT
@@ -124,7 +122,7 @@ class RequestState:
 
     Attributes:
         keys: of its whole chunks.
-        arrived_at: when it came, seconds since the epoch; None once it is in the journal.
+        arrived_at: when it came, seconds since the epoch.
         search: for its hit; None before its first look-up and while it is admitted.
         probed_at: when the store was asked what it has of the prompt, for this search or an earlier
             one.
@@ -135,13 +133,13 @@ class RequestState:
         audit: of the hit that is promised.
         handover: None until that was looked at, and where no other engine takes part.
         options: what it asks of the cache.
-        answer: what it got when it was admitted first, if it wants that explained.
+        answer: what it got when it was admitted first; None before that.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
             drawn yet.
     """
 
     keys: ChunkKeys
-    arrived_at: float | None = None
+    arrived_at: float
     search: Search | None = None
     probed_at: float | None = None
     asking_until: float | None = None
