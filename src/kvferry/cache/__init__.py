@@ -2,8 +2,5 @@
 
 `deciding` is the half in the scheduler's process, in memory; `moving` is the half on every rank,
 which moves bytes. They do not import each other: `messages` is all that crosses. `build` makes
-both.
-
-Read in this order: `messages`, `deciding/host_pool`, `deciding/lookup`, `deciding/save_plan`,
-`deciding/audits`, `deciding/scheduler`, `moving/slot_io`, `moving/worker`, `build`.
+both. docs/architecture.md says in which order to read.
 """

@@ -19,13 +19,14 @@ from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.memory import slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
-from kvferry.record.schema import ALIGN, RecordSchema
+from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_one, open_tiers, refuse_small_quota
@@ -85,7 +86,7 @@ class PrefixCache:
 
     def _count_slots(self) -> int:
         """Slots of the host pool: whole records, so that every rank has the same number."""
-        record_bytes = -(-self.schema.record_bytes // ALIGN) * ALIGN
+        record_bytes = slot_size(self.schema.record_bytes)
         num_slots = self.config.memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit compares two
         if num_slots < needed:

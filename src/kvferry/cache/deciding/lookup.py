@@ -42,7 +42,7 @@ REPROBE_SECONDS = 60.0
 
 
 class _Candidate(NamedTuple):
-    """A candidate."""
+    """A hit that may be promised."""
 
     start: int
     stop: int

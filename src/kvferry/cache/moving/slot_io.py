@@ -20,7 +20,6 @@ from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.errors import TransferError
 from kvferry.layout.streams import Mark
-from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
@@ -52,6 +51,9 @@ class SlotIO:
         self._rows = rows
         self._memory = memory
         self._context = context
+        self._observer = context.observer
+        # Whether this rank holds whole records. Else the scheduler role writes them.
+        self._is_alone = context.spec.shard.world_size == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._read_by_device: dict[int, Mark] = {}
@@ -64,10 +66,6 @@ class SlotIO:
         # Apart from writes: chunks are sealed however slowly a store takes them.
         self._hash_pool = IOPool(1, "kvferry-seal")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
-
-    @property
-    def _observer(self) -> Observer:
-        return self._context.observer
 
     # -- contents -------------------------------------------------------------------------------
 
@@ -142,11 +140,6 @@ class SlotIO:
         self._hashes[chunk.slot] = self._hash_pool.submit(
             lambda _job: self._hash(chunk, gathered, schema)
         )
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this rank holds whole records. Else the scheduler role writes them."""
-        return self._context.spec.shard.world_size == 1
 
     def _hash(
         self, chunk: SlotChunk, gathered: Gathered, schema: RecordSchema
