@@ -180,10 +180,6 @@ class Audits:
         if not self._expected:
             return ()
         saves = []
-        scheduled = {item.request.request_id for item in step.scheduled}
-        # One that is scheduled was admitted again after the preemption.
-        for request_id in set(step.preempted_request_ids) - scheduled:
-            self.forget(request_id)
         for item in step.scheduled:
             if item.request.request_id in self._expected:
                 save = self._plan_request(item)

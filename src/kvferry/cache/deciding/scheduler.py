@@ -238,12 +238,13 @@ class SharedStorageScheduler(SchedulerRole):
         return EMPTY_PLAN
 
     def build_plan(self, step: StepView) -> Plan:
-        if self._loads and step.preempted_request_ids:
+        if step.preempted_request_ids:
             # A host that preempts everything can admit a request again in the same step: a load of
             # a scheduled request was planned after the preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_load(request_id)
+                self.audits.forget(request_id)
         try:
             return self._plan(step)
         finally:
