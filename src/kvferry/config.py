@@ -42,6 +42,8 @@ _SIZES = "write a number of bytes such as 4096, 500MB or 10GiB"
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
+DEFAULT_CHUNK_TOKENS = 128
+
 OPTION_NAME = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*", re.ASCII)
 """An option's name that may be shown."""
 
@@ -182,20 +184,34 @@ class StoreOptions:
                 )
 
 
-def check_chunks(chunk_tokens: int, audit: object) -> None:
-    """Check the options of a cache that is kept in chunks of tokens.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions(StoreOptions):
+    """The options of a cache that is kept in chunks of tokens, with those of `StoreOptions`.
 
-    Raises:
-        ConfigError: one of them cannot be used.
+    Attributes:
+        chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
+            value are not read.
+        audit: how often a hit is checked against what the model computes: "first" for the first
+            hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
+            computation of two chunks on average; see docs/identity.md.
     """
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
-    if isinstance(audit, int | float) and not isinstance(audit, bool):
-        is_known = 0 <= audit <= 1
-    else:
-        is_known = audit in ("first", "off")
-    if not is_known:
-        raise ConfigError(f'audit must be "first", "off" or a number from 0 to 1, not {audit!r}')
+
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    audit: Literal["first", "off"] | float = "first"
+
+    def __post_init__(self) -> None:
+        StoreOptions.__post_init__(self)
+        audit = self.audit
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if isinstance(audit, int | float) and not isinstance(audit, bool):
+            is_known = 0 <= audit <= 1
+        else:
+            is_known = audit in ("first", "off")
+        if not is_known:
+            raise ConfigError(
+                f'audit must be "first", "off" or a number from 0 to 1, not {audit!r}'
+            )
 
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:

@@ -7,29 +7,25 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvferry.blocks.tables import Tables
-from kvferry.config import StoreOptions, check_chunks
+from kvferry.config import ChunkOptions
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CHUNK_TOKENS = 128
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStorageConfig(StoreOptions):
-    """The options of an operator, with those of `StoreOptions`. Each but `store` has a default.
+class SharedStorageConfig(ChunkOptions):
+    """The options of an operator, with those of `ChunkOptions`. Each but `store` has a default.
 
     Attributes:
         store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`, or those
             of several tiers, nearest first.
-        chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
-            value are not read.
         save_generated: also store chunks that end in confirmed generated tokens. The answer to a
             request whose prompt another engine computed then says so, for the engine of the next
             turn.
@@ -40,9 +36,6 @@ class SharedStorageConfig(StoreOptions):
             heads, each has its own copy.
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
-        audit: how often a hit is checked against what the engine computes: "first" for the first
-            hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
-            computation of two chunks on average; see docs/identity.md.
         record: file to which a line for each request is appended, with its keys and its answer.
         serve: where other engines read what host memory holds, as `host:port` or
             `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
@@ -50,18 +43,12 @@ class SharedStorageConfig(StoreOptions):
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     save_generated: bool = False
     save_repeated: bool = False
     memory_bytes: int = field(default=DEFAULT_MEMORY_BYTES, metadata={"unit": "bytes"})
     start_timeout_seconds: float = 10.0
-    audit: Literal["first", "off"] | float = "first"
     record: str | None = None
     serve: str | None = None
-
-    def __post_init__(self) -> None:
-        StoreOptions.__post_init__(self)
-        check_chunks(self.chunk_tokens, self.audit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

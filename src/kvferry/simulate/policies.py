@@ -13,9 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.cache.config import DEFAULT_CHUNK_TOKENS
 from kvferry.cache.deciding.save_plan import MAX_USED_ONCE
-from kvferry.config import unknown
+from kvferry.config import DEFAULT_CHUNK_TOKENS, unknown
 from kvferry.errors import ConfigError
 from kvferry.simulate.reuse import Replay
 from kvferry.simulate.trace import Trace

@@ -7,36 +7,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel, is_plain
-from kvferry.config import StoreOptions, check_chunks
+from kvferry.config import ChunkOptions
 from kvferry.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredKVConfig(StoreOptions):
-    """Options of `StoredKV`, with those of `StoreOptions`; each has a default.
+class StoredKVConfig(ChunkOptions):
+    """Options of `StoredKV`, with those of `ChunkOptions`; each has a default.
 
     Attributes:
-        chunk_tokens: tokens per stored record; records of another value are not read.
         save_timeout_seconds: after this, `save` starts no more records and returns.
         io_threads: threads for reads, and half as many for writes.
-        audit: how often a hit is checked against what the model itself computes: "first" for the
-            first hit, a number for that part of later hits too, "off" for never. Costs the
-            computation of two chunks.
     """
 
-    chunk_tokens: int = 128
     save_timeout_seconds: float = 60.0
     io_threads: int = 2
-    audit: Literal["first", "off"] | float = "first"
-
-    def __post_init__(self) -> None:
-        StoreOptions.__post_init__(self)
-        check_chunks(self.chunk_tokens, self.audit)
 
 
 class Prompt(NamedTuple):

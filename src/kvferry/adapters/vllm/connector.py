@@ -18,8 +18,7 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.config import DEFAULT_CHUNK_TOKENS
-from kvferry.config import format_size
+from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
