@@ -209,7 +209,7 @@ class HostPool:
     def spare(self, first_token: int) -> Slot | None:
         """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
         slot is pinned or busy."""
-        slot = self._allocate(NO_KEY, first_token)
+        slot = self._assign(NO_KEY, first_token)
         if slot is not None:
             slot.pins = 1
         return slot
@@ -219,18 +219,13 @@ class HostPool:
         self._fill(slot, self._all_groups)
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A slot for a chunk."""
-        slot = self._allocate(key, first_token)
-        if slot is not None:
-            self._by_key[key] = slot
-        return slot
-
-    def _allocate(self, key: ChunkKey, first_token: int) -> Slot | None:
         """A free slot, or that of the chunk to evict."""
         index = self._free_place()
         if index is None:
             return None
         slot = self._slots[index] = Slot(index, key, first_token)
+        if not slot.is_spare:
+            self._by_key[key] = slot
         return slot
 
     def _free_place(self) -> int | None:
@@ -352,8 +347,8 @@ class HostPool:
         if slot.is_writing:
             slot.is_writing = False
             self._num_writing -= 1
-            if not self.loans.offers(slot.key):
-                self._withdraw(slot)
+            if self._by_key.get(slot.key) is slot and not self.loans.offers(slot.key):
+                self.loans.withdraw(slot.key)
         self._settle(slot)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -378,13 +373,9 @@ class HostPool:
     def _forget(self, slot: Slot) -> None:
         """Remove a slot from the index."""
         if self._by_key.get(slot.key) is slot:
-            self._withdraw(slot)
+            self.loans.withdraw(slot.key)
             del self._by_key[slot.key]
             self._idle.pop(slot.key, None)
-
-    def _withdraw(self, slot: Slot) -> None:
-        if self._by_key.get(slot.key) is slot:
-            self.loans.withdraw(slot.key)
 
     def _settle(self, slot: Slot) -> None:
         """Make a slot idle or free if no request and no rank uses it any more."""
