@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.deciding.loans import PENDING, Loans, SlotLoan
+from kvferry.cache.deciding.loans import Loans, SlotLoan
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.memory import SlotMemory, open_slots
 from kvferry.errors import ConfigError, TransferError
@@ -22,6 +22,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import FailingStore, Gate, StallingStore
+from kvferry.transfer.base import KeyState
 from tests.cache.hosts import make_groups
 from tests.cache.moving.device_host import SAVE_SLOTS, DeviceHost, chunks, saves
 
@@ -48,7 +49,7 @@ def lent(host, key) -> bytes:
     def is_lent() -> bool:
         host.step([])
         loans.append(host.pool.loans.lend(key))
-        return loans[-1] is not PENDING
+        return loans[-1] is not KeyState.PENDING
 
     wait_for(is_lent)
     loan = loans[-1]
@@ -210,7 +211,7 @@ def test_what_two_ranks_read_of_two_versions_is_not_lent(make_host, tmp_path):
 def test_a_pool_that_does_not_know_its_ranks_lends_nothing():
     loans = Loans()
     loans.expect(b"k" * 32)
-    assert loans.lend(b"k" * 32) is PENDING
+    assert loans.lend(b"k" * 32) is KeyState.PENDING
     loans.offer(b"k" * 32, 3)
     assert loans.lend(b"k" * 32) is None
     assert not loans.is_lent(3)

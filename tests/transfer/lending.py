@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kvferry.transfer.auth import SharedKey
-from kvferry.transfer.base import PENDING
+from kvferry.transfer.base import KeyState
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -40,7 +40,7 @@ class DictLender:
     """Records in a dict, each in several pieces.
 
     Attributes:
-        records: bytes, or `PENDING`.
+        records: bytes, or `KeyState.PENDING`.
         num_lent: loans that were not released.
         gate: loans wait until it is set.
     """
@@ -54,7 +54,7 @@ class DictLender:
 
     def lend(self, key, seconds):
         record = self.records.get(key)
-        if record is None or record is PENDING:
+        if record is None or record is KeyState.PENDING:
             return record
         with self._lock:
             self.num_lent += 1

@@ -17,7 +17,7 @@ from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.auth import SharedKey, user_key
-from kvferry.transfer.base import PENDING, Bounds, KeyState
+from kvferry.transfer.base import Bounds, KeyState
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.messages import (
     GREETINGS,
@@ -59,7 +59,7 @@ def read(client, key=A, num_bytes=RECORD_BYTES, deadline=None):
 
 
 def test_what_is_held_pending_and_absent(serve, connect, lender):
-    lender.records |= {A: RECORD, B: PENDING}
+    lender.records |= {A: RECORD, B: KeyState.PENDING}
     client = connect(serve())
     held = [KeyState.HELD, KeyState.PENDING, KeyState.ABSENT]
     assert client.states_of([A, B, C], soon()) == held

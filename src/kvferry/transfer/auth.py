@@ -12,7 +12,6 @@ import hmac
 import os
 import secrets
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -38,16 +37,14 @@ class SharedKey:
 
     def proof(self, side: Literal["client", "server"], *parts: bytes) -> bytes:
         """32 bytes that only a holder of the key can make of these parts."""
-        return self._mac(f"peer {side}", parts)
+        # With their lengths: else two lists of parts could be one text.
+        said = (f"peer {side}".encode(), *parts)
+        text = b"".join(len(part).to_bytes(4, "little") + part for part in said)
+        return hmac.digest(self._content, text, "sha256")
 
     def is_proof(self, proof: bytes, side: Literal["client", "server"], *parts: bytes) -> bool:
         """Whether the other side has the key."""
         return hmac.compare_digest(proof, self.proof(side, *parts))
-
-    def _mac(self, what: str, parts: Iterable[bytes]) -> bytes:
-        # With their lengths: else two lists of parts could be one text.
-        text = b"".join(len(part).to_bytes(4, "little") + part for part in (what.encode(), *parts))
-        return hmac.digest(self._content, text, "sha256")
 
     def __repr__(self) -> str:
         return "SharedKey(...)"

@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Literal, Protocol, TypeVar
 
 from kvferry.types import ChunkKey
-
-
-class Answer(Enum):
-    """What a lender may say in place of a loan."""
-
-    PENDING = "pending"
-    """The record is being made: ask again."""
-
-
-PENDING: Literal[Answer.PENDING] = Answer.PENDING
 
 
 class KeyState(IntEnum):
@@ -29,7 +19,7 @@ class KeyState(IntEnum):
 
     ABSENT = 0
     PENDING = 1
-    """Being made: neither a hit, nor an absence to remember."""
+    """Being made, so ask again: neither a hit, nor an absence to remember."""
     HELD = 2
 
 
@@ -48,7 +38,7 @@ class Lender(Protocol[L]):
     """Holds records in memory. Thread-safe: threads of a server call it, several at once; memory
     only, under no lock but its own."""
 
-    def lend(self, key: ChunkKey, seconds: float) -> L | Literal[Answer.PENDING] | None:
+    def lend(self, key: ChunkKey, seconds: float) -> L | Literal[KeyState.PENDING] | None:
         """The record of `key`, whose bytes stay until `release`, or for `seconds`; None if it is
         not here."""
 

@@ -25,7 +25,7 @@ from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
 from kvferry.processors import leave_processor
 from kvferry.transfer.auth import SharedKey, read_key, user_key
-from kvferry.transfer.base import PENDING, Bounds, KeyState, Lender, Loan
+from kvferry.transfer.base import Bounds, KeyState, Lender, Loan
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -369,8 +369,8 @@ class _Desk:
 
     def _state_of(self, key: ChunkKey) -> KeyState:
         loan = self._lender.lend(key, 0.0)
-        if loan is None or loan is PENDING:
-            return KeyState.ABSENT if loan is None else KeyState.PENDING
+        if loan is None or loan is KeyState.PENDING:
+            return loan or KeyState.ABSENT
         self._lender.release(loan)
         return KeyState.HELD
 
@@ -380,8 +380,8 @@ class _Desk:
         taken = self._room.enter(sum(length for _, length in asked.ranges), deadline)
         try:
             loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
-            if loan is None or loan is PENDING:
-                state = KeyState.ABSENT if loan is None else KeyState.PENDING
+            if loan is None or loan is KeyState.PENDING:
+                state = loan or KeyState.ABSENT
                 stream.send(Lent(asked.number, self._incarnation, state, 0), deadline)
                 return 0
             try:

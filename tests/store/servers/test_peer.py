@@ -24,7 +24,7 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, flip_bit
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests, make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.transfer.base import PENDING, Bounds
+from kvferry.transfer.base import Bounds, KeyState
 from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup
 from tests.servers.peer import running_peer
@@ -173,7 +173,7 @@ def test_pending_is_neither_a_hit_nor_an_absence_that_is_remembered(serving):
         is_made = False
 
         def lend(self, key, seconds):
-            return super().lend(key, seconds) if self.is_made else PENDING
+            return super().lend(key, seconds) if self.is_made else KeyState.PENDING
 
     memory = Making()
     memory.put(make_key(), [b"value"])

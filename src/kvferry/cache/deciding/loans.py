@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.messages import SlotRegion
-from kvferry.transfer.base import PENDING, Answer
+from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
 LOAN_SECONDS = 30.0
@@ -67,7 +67,7 @@ class Loans:
 
     def expect(self, key: ChunkKey) -> None:
         """A save has begun to make the record of a chunk: until `offer`, `lend` answers
-        `PENDING`."""
+        `KeyState.PENDING`."""
         with self._lock:
             self._slots[key] = None
 
@@ -97,15 +97,15 @@ class Loans:
 
     def lend(
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
-    ) -> SlotLoan | Literal[Answer.PENDING] | None:
-        """The record of a chunk, to be read for at most `seconds`; `PENDING` while a save makes it;
+    ) -> SlotLoan | Literal[KeyState.PENDING] | None:
+        """The record of a chunk, to be read for at most `seconds`; PENDING while a save makes it;
         None if no sealed slot has it."""
         with self._lock:
             if key not in self._slots:
                 return None
             slot = self._slots[key]
             if slot is None:
-                return PENDING
+                return KeyState.PENDING
             loan = SlotLoan(key, slot, self._clock() + seconds)
             self._lent[slot] = [*self._current(slot), loan]
         # The slot keeps its bytes from here on.
