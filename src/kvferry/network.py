@@ -1,10 +1,12 @@
-"""What every client of a network needs: addresses within a time, and what is left of a deadline."""
+"""What every client of a network needs: addresses within a time, what is left of a deadline, and
+words for what fails."""
 
 from __future__ import annotations
 
 import ipaddress
 import queue
 import socket
+import ssl
 import threading
 import time
 
@@ -15,6 +17,20 @@ def seconds_left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong with a connection, in words without a name or a number of this process."""
+    match error:
+        case TimeoutError():
+            return "no answer in time"
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is refused: {error.verify_message}"
+        case OSError():
+            return error.strerror or str(error) or type(error).__name__
+        case MemoryError():
+            return "no memory for its answer"
+    return "its host is no name of a host"
 
 
 def addresses_of(host: str, seconds: float) -> list[str]:

@@ -9,11 +9,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from kvferry.config import printable
 from kvferry.errors import TransferError, TransferTimeout
-from kvferry.network import addresses_of, join_host, seconds_left
+from kvferry.network import addresses_of, join_host, reason_of, seconds_left
 from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.messages import (
@@ -145,26 +145,15 @@ class PeerClient:
         except BaseException as error:
             if connection is not None:
                 self._end(connection)
-            if isinstance(error, TransferError | OSError | ValueError | MemoryError):
-                self._raise(error)
+            if isinstance(error, TransferError):
+                raise type(error)(f"peer {self}: {error}") from None
+            if isinstance(error, OSError | ValueError | MemoryError):
+                is_late = isinstance(error, TimeoutError)
+                kind = TransferTimeout if is_late else TransferError
+                raise kind(f"peer {self}: {reason_of(error)}") from None
             raise
         self._give_back(connection)
         return answer
-
-    def _raise(self, error: BaseException) -> NoReturn:
-        kind = type(error) if isinstance(error, TransferError) else TransferError
-        match error:
-            case TimeoutError():
-                kind, reason = TransferTimeout, "no answer in time"
-            case TransferError():
-                reason = str(error)
-            case OSError():
-                reason = error.strerror or str(error) or type(error).__name__
-            case MemoryError():
-                reason = "no memory for its answer"
-            case _:
-                reason = "its host is no name of a host"
-        raise kind(f"peer {self}: {reason}") from None
 
     def _take(self) -> _Connection | None:
         """An idle connection that can be used. In the child of a fork none can: the parent uses

@@ -11,8 +11,8 @@ import ssl
 from contextlib import suppress
 from typing import Literal
 
-from kvferry.errors import ConfigError, TransferError, TransferTimeout
-from kvferry.network import seconds_left
+from kvferry.errors import ConfigError, TransferError
+from kvferry.network import reason_of, seconds_left
 from kvferry.transfer.messages import PeerFault
 from kvferry.transfer.stream import Stream
 
@@ -82,19 +82,18 @@ class TlsStream(Stream):
         )
 
     def begin(self, deadline: float) -> None:
+        self._wait(self._shake_hands, 0, [], deadline)
+
+    def _shake_hands(self, _views: list[memoryview]) -> int:
         try:
-            self._arm(0, deadline)
             self._socket.do_handshake()
-        except TimeoutError:
-            raise TransferTimeout("no answer in time") from None
         except ssl.SSLCertVerificationError as error:
-            raise PeerFault(f"its certificate is refused: {error.verify_message}") from None
+            raise PeerFault(reason_of(error)) from None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise TransferError("it closed the connection") from None
         except ssl.SSLError as error:
             raise PeerFault(_reason_of(error)) from None
-        except OSError as error:
-            raise TransferError(error.strerror or type(error).__name__) from None
+        return 0
 
     def is_quiet(self) -> bool:
         if self._ahead or self._socket.pending():

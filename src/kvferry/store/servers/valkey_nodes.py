@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.network import addresses_of, join_host, seconds_left
+from kvferry.network import addresses_of, join_host, reason_of, seconds_left
 from kvferry.store.servers.resp import Command, Connection, ErrorReply, command
 
 CONNECT_SECONDS = 2.0
@@ -87,9 +87,11 @@ class ValkeyNode:
             seconds_left(deadline)
             connection = self._idle_one() or self._connect(deadline)
             replies = connection.ask(commands, deadline)
+        except StoreError as error:
+            raise StoreError(f"valkey server {self}: {error}") from None
         # ValueError: a host name that cannot be one. MemoryError: little was left.
-        except (StoreError, OSError, ValueError, MemoryError) as error:
-            raise StoreError(f"valkey server {self}: {_reason(error)}") from None
+        except (OSError, ValueError, MemoryError) as error:
+            raise StoreError(f"valkey server {self}: {reason_of(error)}") from None
         self._idle.append(connection)
         if self._closed:  # meanwhile
             self.refresh()
@@ -190,22 +192,6 @@ def make_tls(
         reason = "holds no usable PEM" if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"{shown}: {reason}") from None
     return context
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in words without a name or a number of this process."""
-    match error:
-        case StoreError():
-            return str(error)
-        case TimeoutError():
-            return "no answer in time"
-        case ssl.SSLCertVerificationError():
-            return f"its certificate is refused: {error.verify_message}"
-        case OSError():
-            return error.strerror or str(error) or type(error).__name__
-        case MemoryError():
-            return "no memory for its answer"
-    return "its host is no name of a host"
 
 
 class ValkeyCluster:
