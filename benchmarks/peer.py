@@ -33,6 +33,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.store.servers.peer import PeerStore
@@ -148,7 +149,7 @@ class Reads:
         self._asked = socket.create_connection(("127.0.0.1", ports[1]))
         self._asked.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.client = PeerClient("127.0.0.1", ports[0], SPACE, read_key(key_file))
-        self.store = PeerStore(self.client, learns=False)
+        self.store = PeerStore(self.client, Opening(index=False))
         self._pool = ThreadPoolExecutor(threads)
         self._nixl = NixlReads(ports[3], self._slots) if ports[3] else None
 

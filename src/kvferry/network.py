@@ -66,6 +66,6 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def join_host(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def join_host(host: str, port: int | None) -> str:
+    """`host:port`, or `host` alone, with brackets around an IPv6 address."""
+    return (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")

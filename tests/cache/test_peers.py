@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST, free_ports
@@ -42,7 +43,7 @@ def peers(make_host, tmp_path):
             options["store"] = url if tiers else None
             namespace = made[0].scheduler.requests.namespace if made else b""
             if not tiers:
-                options["store"] = open_one(url, namespace=namespace)
+                options["store"] = open_one(url, Opening(namespace=namespace))
         host = make_host(**options)
         host.server = host.parts[0]._server
         made.append(host)

@@ -15,6 +15,7 @@ from kvferry.cli.main import main
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.file.directory import record_path
+from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
@@ -76,7 +77,7 @@ def put_records(
         ),
     )
     keys = keys or [ChunkKey(rng.randbytes(32)) for _ in range(num_records)]
-    with open_one(url, namespace=schema.namespace) as store:
+    with open_one(url, Opening(namespace=schema.namespace)) as store:
         for number, key in enumerate(keys):
             payload = rng.randbytes(schema.payload_bytes)
             table = leaf_digests(schema.components[0], memoryview(payload))

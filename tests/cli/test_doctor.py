@@ -22,6 +22,7 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.base import Store
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import KVGroup
@@ -248,7 +249,7 @@ def test_17_a_clock_that_differs(url_of):
     report = StoreReport("s3://bucket")
     check(
         url_of("s3"),
-        lambda parsed: open_one(parsed, index=False),
+        lambda parsed: open_one(parsed, Opening(index=False)),
         None,
         report,
         wall=lambda: time.time() + 3600,

@@ -25,6 +25,7 @@ from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import NO_DEADLINE, PutResult
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
 from kvferry.store.wrappers import WrapperStore
@@ -64,7 +65,7 @@ def put_prompt(
     keys.extend(tokens)
     payload = bytes(schema.payload_bytes)
     table = leaf_digests(schema.components[0], memoryview(payload))
-    with open_one(url, namespace=space.digest) as store:
+    with open_one(url, Opening(namespace=space.digest)) as store:
         store.describe(space.digest, space.as_text())
         for number, key in enumerate(keys.keys):
             image = memoryview(bytearray(schema.head_bytes) + payload)
@@ -239,7 +240,7 @@ def test_servers(url_of, asked, kind):
     url = url_of(kind)
     keys = put_prompt(url)
     assert asked(url)["hit_tokens"] == 28
-    with open_one(url, namespace=SPACE.digest) as store:
+    with open_one(url, Opening(namespace=SPACE.digest)) as store:
         assert store.delete(keys[1])
         assert store.delete(keys[3])
     value = asked(url)
@@ -269,7 +270,7 @@ def test_tiers_are_asked_nearest_first(url_of, url, run, tokens_file, kind):
     details = [each["detail"] for each in value["namespaces"][0]["chunks"]]
     assert details[:2] == [f"tier 1, {url}", f"tier 2, {far.partition('?')[0]}"]
     assert "tier 2" in run(*command).out
-    with open_one(far, namespace=SPACE.digest) as store:
+    with open_one(far, Opening(namespace=SPACE.digest)) as store:
         assert store.delete(keys[2])
     value = json.loads(run(*command, "--json", "-").out)
     assert [why for _, _, why in runs_of(value)[2:4]] == ["not there", "behind a miss"]
@@ -647,7 +648,7 @@ def put_row(url: str) -> Namespace:
     space = opaque_namespace(identity, {"name": "vllm"}, row_bytes=100, chunk_tokens=CHUNK)
     schema = RecordSchema.for_rows(namespace=space.digest, chunk_tokens=CHUNK, row_bytes=100)
     table = leaf_digests(schema.components[0], memoryview(bytes(100)))
-    with open_one(url, namespace=space.digest) as store:
+    with open_one(url, Opening(namespace=space.digest)) as store:
         store.describe(space.digest, space.as_text())
         image = memoryview(bytearray(schema.record_bytes))
         key = opaque_key(space.digest, b"host key")

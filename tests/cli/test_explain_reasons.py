@@ -22,6 +22,7 @@ from kvferry.errors import StoreError
 from kvferry.explain import SENTENCES, PromptSearch, Why, space_of
 from kvferry.store.base import NO_DEADLINE
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
@@ -56,7 +57,7 @@ def url(kind, url_of, tmp_path):
 
 def damage(url: str, namespace: bytes, key: ChunkKey) -> None:
     """Flip the last bit of a record, which is of its KV."""
-    with open_one(url, namespace=namespace) as store:
+    with open_one(url, Opening(namespace=namespace)) as store:
         size = store.read(key, ())
         value = bytearray(size)
         store.read(key, [(0, memoryview(value))])
@@ -94,7 +95,7 @@ class Engines:
         """One that reads the store; `wrap` puts a fault before it."""
         options = {"store": self.url, "load_timeout_seconds": MINUTE, **options}
         if wrap is not None:
-            options["store"] = wrap(open_one(self.url, namespace=self.namespace))
+            options["store"] = wrap(open_one(self.url, Opening(namespace=self.namespace)))
         host = self._make(**options)
         assert host.parts[0].wait_ready(MINUTE)
         return host
@@ -341,7 +342,7 @@ class Prompt(NamedTuple):
     keys: list[ChunkKey]
 
     def remove(self, number: int) -> None:
-        with open_one(self.url, namespace=SPACE.digest) as store:
+        with open_one(self.url, Opening(namespace=SPACE.digest)) as store:
             assert store.delete(self.keys[number])
 
 
@@ -390,7 +391,7 @@ def removed_from_outside(prompt):
 
 
 def overwritten(prompt):
-    with open_one(prompt.url, namespace=SPACE.digest) as store:
+    with open_one(prompt.url, Opening(namespace=SPACE.digest)) as store:
         assert store.delete(prompt.keys[1])
         store.put(prompt.keys[1], [b"x" * 100])
     return {}
@@ -480,7 +481,7 @@ def test_a_store_that_goes_away_is_asked_no_further(url, kind):
             assert key == keys[0]
             return super().read(key, ranges, deadline)
 
-    with GoesAway(open_one(url, namespace=SPACE.digest)) as store:
+    with GoesAway(open_one(url, Opening(namespace=SPACE.digest))) as store:
         search = PromptSearch(store, TOKENS, removals=store.removals(1))
         answer = search.answer([space_of(SPACE, {})], list)
     assert [(each.why, each.detail) for each in answer.found[0].runs] == [

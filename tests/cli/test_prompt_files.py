@@ -25,6 +25,7 @@ from kvferry.prompt_file import MAX_PROMPT_BYTES, PromptFile, StoredPrompt, expo
 from kvferry.record.schema import RecordSchema, digest, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.file.directory import record_path
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
@@ -94,7 +95,7 @@ def imported(run, file):
 def values(url: str, keys: list[ChunkKey], space: Namespace = SPACE) -> list[bytes | None]:
     """What is stored under each key."""
     found: list[bytes | None] = []
-    with open_one(url, namespace=space.digest) as store:
+    with open_one(url, Opening(namespace=space.digest)) as store:
         for key in keys:
             size = store.read(key, ())
             value = memoryview(bytearray(size or 0))

@@ -17,6 +17,7 @@ from kvferry.keys import ModelIdentity, Namespace
 from kvferry.keys.encoding import canonical
 from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import RecordSchema
+from kvferry.store.kind import Opening
 from kvferry.store.servers import objects, remote
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
@@ -56,7 +57,7 @@ class Filled:
 
     @contextmanager
     def opened(self) -> Iterator[RemoteStore]:
-        with open_one(self.url, namespace=self.schema.namespace) as store:
+        with open_one(self.url, Opening(namespace=self.schema.namespace)) as store:
             yield store
 
     def kept(self) -> list[bool]:

@@ -22,7 +22,7 @@ from kvferry.observe import Counters
 from kvferry.store.kind import shown_url
 from kvferry.store.url import (
     MODULES,
-    kind_of_scheme,
+    kind_of,
     open_one,
     open_store,
     open_tiers,
@@ -51,7 +51,7 @@ def base_of(scheme: str) -> str:
 
 
 def with_options(scheme: str) -> Iterator[str]:
-    names = [field.name for field in dataclasses.fields(kind_of_scheme(scheme).options)]
+    names = [field.name for field in dataclasses.fields(kind_of(scheme).options)]
     for name in (*names, "token", "pw", "sig", "passwrd", f"{names[0]}s"):
         yield f"{name}={SECRET}"
         yield f"{name}={SECRET}&{name}={SECRET}"
@@ -97,11 +97,11 @@ def urls_of(scheme: str) -> Iterator[str]:
     base = base_of(scheme)
     yield from (f"{base}?{options}" for options in with_options(scheme))
     yield f"{base}#{SECRET}"
-    if kind_of_scheme(scheme).hosts:
+    if kind_of(scheme).hosts:
         yield from (f"{base}{mark}token={SECRET}" for mark in ("&", ";", "/", "&amp;", "%20;"))
     if scheme == "s3":
         yield f"{base}?endpoint=http://127.0.0.1:1&region={SECRET}"
-    if kind_of_scheme(scheme).hosts:
+    if kind_of(scheme).hosts:
         yield from with_logins(scheme)
 
 

@@ -13,6 +13,7 @@ import kvferry.store.url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import (
     MODULES,
@@ -359,20 +360,22 @@ def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_cl
     assert all("closed" in repr(store) for store in opened)
 
 
-WITH_TOYS = {**MODULES, "toy": "tests.store.toy"}
-"""What one line in `MODULES` adds."""
+@pytest.fixture
+def _toys(monkeypatch):
+    """The one line."""
+    monkeypatch.setitem(MODULES, "toy", "tests.store.toy")
 
 
+@pytest.mark.usefixtures("_toys")
 def test_one_file_and_one_line_add_a_kind_of_store():
-    parsed = parse_store_url("toy://me:secret@shelf:7/a/b?refuses=no", WITH_TOYS)
-    with open_one(parsed, namespace=b"n" * 32) as store:
+    url = "toy://me:secret@shelf:7/a/b?refuses=no"
+    with open_one(url, Opening(namespace=b"n" * 32)) as store:
         assert store.url == "toy://shelf:7/a/b"
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert read_value(store, make_key()) == b"value"
         assert [entry.namespace for entry in store.scan()] == [b"n" * 32]
         assert store.tier_of(make_key()) == "toy"
-    parsed = parse_store_url("toy://shelf:7?refuses=yes", WITH_TOYS)
-    with open_one(parsed) as store:
+    with open_one("toy://shelf:7?refuses=yes") as store:
         assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
 
 
@@ -384,7 +387,8 @@ def test_one_file_and_one_line_add_a_kind_of_store():
         ("tou://shelf", "did you mean 'toy'?"),
     ],
 )
+@pytest.mark.usefixtures("_toys")
 def test_wrong_urls_of_an_added_kind_are_refused_like_others(url, part):
     with pytest.raises(ConfigError) as caught:
-        open_one(parse_store_url(url, WITH_TOYS))
+        open_one(url)
     assert part in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 from kvferry.observe import Counters
 from kvferry.record.schema import RowRange, leaf_digests
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.recordio import RecordRead, put_record, read_record, value_check
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores import make_key
@@ -56,7 +57,7 @@ def load(store, key):
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_the_next_save_replaces_a_wrong_value(url, wrong, is_read):
     key, until = make_key(), time.monotonic() + 30
-    with open_one(url, namespace=SCHEMA.namespace) as store:
+    with open_one(url, Opening(namespace=SCHEMA.namespace)) as store:
         if wrong or "mooncake" not in url:  # its library keeps no empty value
             store._client.put(store.name_of(key), [wrong], until)
     with open_store(url, namespace=SCHEMA.namespace, check=value_check(SCHEMA)) as store:

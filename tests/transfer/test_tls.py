@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.observe import Counters
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.stores import read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -243,7 +244,7 @@ def test_a_store_by_url(serve_tls, key_file, files):
     query = "&".join(f"{name}={value}" for name, value in files._asdict().items())
     port = serve_tls().address[1]
     url = f"peer://127.0.0.1:{port}?key_file={key_file}&{query}"
-    with open_one(url, namespace=SPACE) as store:
+    with open_one(url, Opening(namespace=SPACE)) as store:
         assert read_value(store, A) == RECORD
     listen = Listen.parse(f"127.0.0.1:0?key_file={key_file}&{query}")
     assert listen == Listen(key_file=key_file, **files._asdict())

@@ -16,7 +16,7 @@ from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
-from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+from kvferry.store.url import open_store
 from kvferry.v1.running_model import ConfigReader, local_model, model_identity
 
 INDEX_SECONDS = 5.0
@@ -121,24 +121,12 @@ def open_rows(
     schema = RecordSchema.for_rows(
         namespace=namespace.digest, chunk_tokens=chunk_tokens, row_bytes=row_bytes
     )
-    refuse_small_quota(options.store, schema.record_bytes)
-
-    def opened(url: str, *, may_create: bool = True) -> Store:
-        store = open_one(
-            url,
-            may_create=may_create,
-            observer=observer,
-            namespace=namespace.digest,
-            value_bytes=schema.record_bytes,
-        )
-        store.describe(namespace.digest, namespace.as_text())
-        return store
-
-    store = open_tiers(
+    store = open_store(
         options.store,
-        observer,
-        opened,
+        observer=observer,
+        namespace=namespace.digest,
         check=value_check(schema),
+        description=namespace.as_text(),
         start_seconds=options.start_timeout_seconds,
     )
     store.wait_indexed(INDEX_SECONDS)

@@ -29,7 +29,7 @@ from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
-from kvferry.store.url import open_one, open_tiers, refuse_small_quota
+from kvferry.store.url import open_store
 from kvferry.transfer.server import Listen, PeerServer
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class PrefixCache:
             groups=spec.groups,
         )
         self.num_slots = self._count_slots()
-        refuse_small_quota(config.store, self.schema.record_bytes)
         self.observer = observer
         self.store = store or self._open_store(index=has_scheduler)
         self.context = RoleContext(
@@ -103,29 +102,16 @@ class PrefixCache:
         Raises:
             ConfigError: it cannot be used.
         """
-        spec = self.spec
-        multi_process = spec.multi_process or spec.shard.world_size > 1
-
-        def opened(url: str, *, may_create: bool = True) -> Store:
-            store = open_one(
-                url,
-                may_create=may_create,
-                observer=self.observer,
-                multi_process=multi_process,
-                index=index,
-                namespace=self._first_namespace.digest,
-                value_bytes=self.schema.record_bytes,
-            )
-            # Once per engine is enough: the process with the scheduler role does it.
-            if index and spec.saves:
-                store.describe(self._first_namespace.digest, self._first_namespace.as_text())
-            return store
-
-        return open_tiers(
+        spec, namespace = self.spec, self._first_namespace
+        return open_store(
             self.config.store,
-            self.observer,
-            opened,
-            value_check(self.schema),
+            observer=self.observer,
+            multi_process=spec.multi_process or spec.shard.world_size > 1,
+            index=index,
+            namespace=namespace.digest,
+            check=value_check(self.schema),
+            # Once per engine is enough: the process with the scheduler role does it.
+            description=namespace.as_text() if index and spec.saves else None,
             start_seconds=self.config.start_timeout_seconds,
         )
 

@@ -26,7 +26,7 @@ from kvferry.cli.stores import UrlArgument, await_answer, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
-from kvferry.store.kind import StoreUrl
+from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.url import open_one, parse_store_url, read_options, refuse_small_quota
 
 if TYPE_CHECKING:
@@ -123,9 +123,8 @@ def import_(
             emit(facts, json, f"{said}, would be imported", *notes)
             return
         task = bar.add_task("importing", total=count)
-        with open_one(
-            parsed, index=False, namespace=prompt.namespace.digest, value_bytes=num_bytes
-        ) as store:
+        opening = Opening(index=False, namespace=prompt.namespace.digest, value_bytes=num_bytes)
+        with open_one(parsed, opening) as store:
             await_answer(store)
             done = opened.copy_to(store, lambda done: bar.update(task, completed=done))
     facts |= {"stored": done.num_stored, "existing": done.num_existing}

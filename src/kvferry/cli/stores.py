@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
-from kvferry.store.kind import StoreUrl
+from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
@@ -83,7 +83,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     if parsed.scheme == "file":
         parsed = _existing(parsed, writable=writable)
     # No command calls `contains`, so no command needs the keys in memory.
-    store = open_one(parsed, index=writable and parsed.scheme == "file")
+    store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
     await_answer(store)
     until = time.monotonic() + INDEX_SECONDS
     while not store.stat().index_complete and time.monotonic() < until:
@@ -94,7 +94,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
 def await_answer(store: Store) -> None:
     """Close the store and raise StoreError if its server says nothing; what else is wrong with it,
     the command meets by itself. A directory is not asked."""
-    if not kind_of(parse_store_url(store.url)).hosts:
+    if not kind_of(parse_store_url(store.url).scheme).hosts:
         return
     started = time.monotonic()
     try:
@@ -141,7 +141,7 @@ def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
     found = store.namespaces()
     # A server has no directory that could be missing: a wrong prefix looks like this. A store that
     # was emptied still has the description of its namespaces.
-    if not found and kind_of(parse_store_url(store.url)).hosts:
+    if not found and kind_of(parse_store_url(store.url).scheme).hosts:
         raise ConfigError(
             f"nothing is stored under {store.url}; check the name and the prefix, unless no engine "
             "has used it yet"

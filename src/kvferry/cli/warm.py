@@ -16,6 +16,7 @@ import typer
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress, read_text
 from kvferry.cli.stores import await_answer
 from kvferry.errors import ConfigError
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _engine(
     namespace = _namespace(Path(model), dtype, chunk_tokens)
     tokenizer = load_tokenizer(Path(model))
     with contextlib.ExitStack() as closing:
-        store = closing.enter_context(open_one(url, index=False, namespace=namespace))
+        store = closing.enter_context(open_one(url, Opening(index=False, namespace=namespace)))
         await_answer(store)
         opened: list[LLM] = []
 

@@ -23,7 +23,7 @@ from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult, Store
 from kvferry.store.file.directory import record_path
-from kvferry.store.kind import StoreUrl, shown_url
+from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.recordio import put_record
 from kvferry.store.speed import measure
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
@@ -188,12 +188,12 @@ def check_room(
 @contextmanager
 def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
     """Where records of this check meet no others: on a server, under names of their own."""
-    if not kind_of(parsed).hosts:
+    if not kind_of(parsed.scheme).hosts:
         yield store
         return
     name = f"{_PREFIX}{os.urandom(8).hex()}"
     path = f"{parsed.path}/{name}" if parsed.path else name
-    with open_one(replace(parsed, path=path), index=False) as own:
+    with open_one(replace(parsed, path=path), Opening(index=False)) as own:
         yield own
 
 

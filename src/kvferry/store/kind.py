@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvferry.errors import ConfigError
+from kvferry.network import join_host
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 
@@ -29,15 +30,20 @@ _ENDPOINT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How a store is opened, apart from its URL; see `open_store` and `open_one`. `value_bytes` is
-    the size of every value; None: sizes differ."""
+    """How a store is opened, apart from its URL; see also `open_store`.
 
-    observer: Observer
-    multi_process: bool
-    index: bool
-    namespace: bytes
-    value_bytes: int | None
-    may_create: bool
+    Attributes:
+        value_bytes: size of every value; a `put` to a server replaces one of another size. None:
+            sizes differ.
+        may_create: False where a directory must be a store already.
+    """
+
+    observer: Observer = field(default_factory=Observer)
+    multi_process: bool = False
+    index: bool = True
+    namespace: bytes = bytes(32)
+    value_bytes: int | None = None
+    may_create: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,6 @@ class StoreUrl:
     hosts: tuple[tuple[str, int | None], ...] = ()
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
-    kind: StoreKind | None = field(default=None, repr=False, compare=False)
 
     @property
     def where(self) -> str:
@@ -95,10 +100,7 @@ class StoreUrl:
     def __str__(self) -> str:
         # A path that is not UTF-8 is shown as the bytes it is, though no URL leads to it.
         path = quote(self.path, errors="surrogateescape")
-        hosts = ",".join(
-            (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
-            for host, port in self.hosts
-        )
+        hosts = ",".join(join_host(host, port) for host, port in self.hosts)
         slash = "/" if self.hosts and path else ""
         return f"{self.scheme}://{hosts}{slash}{path}"
 

@@ -13,7 +13,7 @@ from kvferry.store.file.directory import Directory
 from kvferry.store.file.fileio import write_all
 from kvferry.store.file.writing import Writing
 from kvferry.store.kind import StoreUrl
-from kvferry.store.url import MODULES, kind_of_scheme, parse_store_url
+from kvferry.store.url import MODULES, kind_of, parse_store_url
 from kvferry.types import ChunkKey
 
 SAMPLE_BYTES = 4 << 20
@@ -35,7 +35,7 @@ def measure(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreSpeed:
     """
     stat = store.stat()
     scheme = stat.url.partition(":")[0]
-    if scheme in MODULES and kind_of_scheme(scheme).hosts:
+    if scheme in MODULES and kind_of(scheme).hosts:
         return StoreSpeed(None, None)
     has_room = stat.max_bytes is None or stat.used_bytes + 2 * num_bytes <= stat.max_bytes
     write = None

@@ -9,7 +9,6 @@ import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from urllib.parse import unquote
 
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
@@ -38,14 +37,11 @@ _ALONE = Patience(min_limit_seconds=5.0, min_write_seconds=30.0)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 
-def parse_store_url(url: str, modules: Mapping[str, str] = MODULES) -> StoreUrl:
+def parse_store_url(url: str) -> StoreUrl:
     """Take `file:///abs/path?max_bytes=10GiB`, `memory://name` or
     `valkey://user:password@host:6379/prefix` apart; percent escapes are decoded (write %3F for ?,
     %23 for #, %40 for @ and %2F for / where they do not separate). `read_options` finds whether the
     options exist.
-
-    Args:
-        modules: of each scheme; see `MODULES`.
 
     Raises:
         ConfigError: not a string, no or an unknown scheme, a relative path, a host where there can
@@ -63,19 +59,19 @@ def parse_store_url(url: str, modules: Mapping[str, str] = MODULES) -> StoreUrl:
     if match is None:
         raise ConfigError(f"{where}: {_without_scheme(shown_url(url))}")
     scheme, rest = match[1].lower(), match[2]
-    if scheme not in modules:
-        raise ConfigError(f"{where}: {unknown('scheme', match[1], modules)}")
+    if scheme not in MODULES:
+        raise ConfigError(f"{where}: {unknown('scheme', match[1], MODULES)}")
     if "#" in rest:
         raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
     raw_path, _, query = rest.partition("?")
-    kind = kind_of_scheme(scheme, modules)
+    kind = kind_of(scheme)
     if kind.hosts:
         return _parse_server_url(where, scheme, kind, raw_path, query)
     path = _unquote(where, raw_path, repr(raw_path))
     if "\0" in path:
         raise ConfigError(f"{where}: a path cannot hold a zero byte")
     kind.check_path(where, raw_path, path)
-    return StoreUrl(scheme=scheme, path=path, options=_parse_options(where, query), kind=kind)
+    return StoreUrl(scheme=scheme, path=path, options=_parse_options(where, query))
 
 
 def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query: str) -> StoreUrl:
@@ -104,7 +100,6 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
         hosts=tuple(hosts),
         username=unquote(username, errors="replace"),
         password=unquote(password, errors="replace"),
-        kind=kind,
     )
 
 
@@ -143,15 +138,10 @@ def _parse_options(where: str, query: str) -> dict[str, str]:
     return options
 
 
-def kind_of_scheme(scheme: str, modules: Mapping[str, str] = MODULES) -> StoreKind:
+def kind_of(scheme: str) -> StoreKind:
     """What a scheme stands for, which must be known."""
-    kind: StoreKind = importlib.import_module(modules[scheme]).KIND
+    kind: StoreKind = importlib.import_module(MODULES[scheme]).KIND
     return kind
-
-
-def kind_of(url: StoreUrl) -> StoreKind:
-    """What the scheme of a URL stands for."""
-    return url.kind or kind_of_scheme(url.scheme)
 
 
 def read_options(url: StoreUrl) -> object:
@@ -160,7 +150,7 @@ def read_options(url: StoreUrl) -> object:
     Raises:
         ConfigError: one is unknown or wrong; what was given is not shown.
     """
-    return build_config(kind_of(url).options, url.options, where=url.where, hides=True)
+    return build_config(kind_of(url.scheme).options, url.options, where=url.where, hides=True)
 
 
 def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
@@ -190,7 +180,8 @@ def open_tiers(
         open_one: opens the store of one URL; gets `may_create=False` once its medium has failed to
             answer. Runs on a thread of the tier; for a single URL without `start_seconds`, on the
             caller's.
-        check: of the values that are copied between tiers; see `TieredStore`.
+        check: of the values that are copied between tiers; see `TieredStore`. Refuses a quota below
+            one of them.
         start_seconds: goes on without a store that takes longer to open, or whose medium does not
             answer. None: waits for each, and raises for a single store whose medium does not
             answer.
@@ -211,11 +202,14 @@ def open_tiers(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
         )
     for url, place in zip(parsed, places, strict=True):
-        if places.count(place) > 1 and not kind_of(url).is_private:
+        if places.count(place) > 1 and not kind_of(url.scheme).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
+    if check is not None:
+        refuse_small_quota(urls, check.num_bytes)
+    is_local = len(urls) == 1 and not kind_of(parsed[0].scheme).hosts
     if len(urls) == 1 and start_seconds is None:
         store = open_one(urls[0])
-        return TieredStore([store], observer, check=check) if kind_of(parsed[0]).hosts else store
+        return store if is_local else TieredStore([store], observer, check=check)
 
     def unopened(text: str, url: StoreUrl) -> Unopened:
         def opened(may_create: bool) -> Store:
@@ -228,7 +222,7 @@ def open_tiers(
         observer,
         check=check,
         patience=replace(
-            _ALONE if len(urls) == 1 and not kind_of(parsed[0]).hosts else Patience(),
+            _ALONE if is_local else Patience(),
             start_seconds=math.inf if start_seconds is None else start_seconds,
         ),
     )
@@ -237,7 +231,7 @@ def open_tiers(
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
     """The same value for URLs that name one place. By the names alone: to follow links on a mount
     that hangs would hang the start of an engine."""
-    kind = kind_of(url)
+    kind = kind_of(url.scheme)
     hosts = tuple((host, port or kind.default_port) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
     return kind.aliases.get(url.scheme, url.scheme), hosts, path, url.options.get("endpoint")
@@ -251,6 +245,8 @@ def open_store(
     index: bool = True,
     namespace: bytes = bytes(32),
     check: ValueCheck | None = None,
+    description: str | None = None,
+    start_seconds: float | None = None,
 ) -> Store:
     """Open the store that `url` names, or several stores as tiers.
 
@@ -264,10 +260,12 @@ def open_store(
         index: False if `contains` is never asked: the store then does not keep track.
         namespace: under which a server keeps the values; others ask the values themselves.
         check: of values that are copied between tiers (see `TieredStore`), or are in the way of a
-            `put` (see `RemoteStore`).
+            `put` (see `RemoteStore`); a quota below one of these is refused.
+        description: what the namespace is; each store keeps it once it is open.
+        start_seconds: see `open_tiers`.
 
     Raises:
-        ConfigError: a URL, option or directory that cannot be used.
+        ConfigError: a URL, option, quota or directory that cannot be used.
         StoreError: the medium of the only store does not answer.
 
     Example:
@@ -275,40 +273,25 @@ def open_store(
         ...     store.stat().max_bytes
         1073741824
     """
-    return open_tiers(
-        url,
-        observer if observer is not None else Observer(),
-        partial(
-            open_one,
-            observer=observer,
-            multi_process=multi_process,
-            index=index,
-            namespace=namespace,
-            value_bytes=None if check is None else check.num_bytes,
-        ),
-        check,
-    )
-
-
-def open_one(
-    url: str | StoreUrl,
-    *,
-    observer: Observer | None = None,
-    multi_process: bool = False,
-    index: bool = True,
-    namespace: bytes = bytes(32),
-    value_bytes: int | None = None,
-    may_create: bool = True,
-) -> Store:
-    """Open the store of one URL, without a tier around it; arguments as of `open_store`. With
-    `may_create=False`, a directory must be a store already."""
-    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
     opening = Opening(
         observer=observer if observer is not None else Observer(),
         multi_process=multi_process,
         index=index,
         namespace=namespace,
-        value_bytes=value_bytes,
-        may_create=may_create,
+        value_bytes=None if check is None else check.num_bytes,
     )
-    return kind_of(parsed).open(parsed, read_options(parsed), opening)
+
+    def opened(url: str, *, may_create: bool = True) -> Store:
+        store = open_one(url, replace(opening, may_create=may_create))
+        if description is not None:
+            store.describe(namespace, description)
+        return store
+
+    return open_tiers(url, opening.observer, opened, check, start_seconds=start_seconds)
+
+
+def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
+    """Open the store of one URL, without a tier around it. Raises as `open_store`."""
+    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
+    kind = kind_of(parsed.scheme)
+    return kind.open(parsed, read_options(parsed), Opening() if opening is None else opening)

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import StoreError
+from kvferry.observe import Observer
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.stores import (
     ProbeTests,
@@ -90,7 +92,7 @@ class ServerStoreTests(ScanTests, ProbeTests, RemoteStoreTests):
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
         assert max_bytes is None
-        return open_one(self.url_of(tmp_path.name), observer=observer)
+        return open_one(self.url_of(tmp_path.name), Opening(observer=observer or Observer()))
 
     def poke(self, store, key, value):
         self.behind.delete(name_behind(store, key), soon())

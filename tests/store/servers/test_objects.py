@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.servers.objects import ObjectClient, spans_of
 from kvferry.store.url import open_one
 from kvferry.testing.stores import make_key
@@ -190,7 +191,7 @@ def test_a_url_opens_a_store(url_of, name):
         assert store.url == f"s3://{BUCKET}/{name}"
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert store.read(make_key(), ()) == 5
-    with open_one(url, index=False) as store:
+    with open_one(url, Opening(index=False)) as store:
         assert [entry.key for entry in store.scan()] == [make_key()]
 
 

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.observe import Counters
+from kvferry.observe import Counters, Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.memory import LentValue, MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.store.servers.peer import MAX_WRONG, PeerStore
@@ -56,7 +57,7 @@ class Serving:
         return f"peer://{hosts}?key_file={self._key_file}"
 
     def open(self, *ports, **options):
-        return self.resources.enter_context(open_one(self.url(*ports), **options))
+        return self.resources.enter_context(open_one(self.url(*ports), Opening(**options)))
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ class TestPeer(ProbeTests, RemoteStoreTests):
         serving = Serving(tmp_path)
         memory = self.memories.setdefault(tmp_path, MemoryStore())
         server = serving.start(memory)
-        peer = serving.open(server.address[1], observer=observer)
+        peer = serving.open(server.address[1], observer=observer or Observer())
         (tmp_path / "peers.key").unlink()
         return PeerBeside(peer, server, memory, observer)
 

@@ -10,8 +10,9 @@ from collections import OrderedDict
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.observe import Counters
+from kvferry.observe import Counters, Observer
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.servers import remote, server_keys
 from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
@@ -40,7 +41,9 @@ class TestRemoteStore(ScanTests, ProbeTests, RemoteStoreTests):
         assert max_bytes is None
         url = f"dict://{tmp_path}"
         values = self.servers.setdefault(url, {})
-        return RemoteStore(url, DictClient(values), namespace=SPACE, observer=observer)
+        return RemoteStore(
+            url, DictClient(values), Opening(namespace=SPACE, observer=observer or Observer())
+        )
 
     def poke(self, store, key, value):
         values = self.servers[store.url]
@@ -68,8 +71,9 @@ def client():
 def make_store(client):
     stores = []
 
-    def make(**options):
-        stores.append(RemoteStore("dict://test", client, namespace=SPACE, **options))
+    def make(observer=None, **options):
+        opening = Opening(namespace=SPACE, observer=observer or Observer())
+        stores.append(RemoteStore("dict://test", client, opening, **options))
         return stores[-1]
 
     yield make
@@ -151,7 +155,7 @@ class HeldClient(DictClient):
 def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stored_again):
     """As that of a copy of a value that a reader finds wrong."""
     client, key = HeldClient(), make_key()
-    store = RemoteStore("dict://test", client, namespace=SPACE)
+    store = RemoteStore("dict://test", client, Opening(namespace=SPACE))
     client.values[f"{SPACE.hex()}/{key.hex()}"] = b"wrong"
     client.gate.clear()
     call = {"read": lambda: store.read(key, ()), "probe": lambda: store.probe([key])}[way]
@@ -254,7 +258,7 @@ def test_probes_that_wait_are_few(make_store, client):
 def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     store = make_store()
     store.put(make_key(), [b"mine"])
-    other = RemoteStore("dict://test", client, namespace=b"o" * 32)
+    other = RemoteStore("dict://test", client, Opening(namespace=b"o" * 32))
     other.put(make_key(1), [b"theirs"])
     other.describe(b"o" * 32, "theirs")
     client.values["a note"] = b"of somebody"
@@ -271,7 +275,7 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
 def test_a_listing_remembers_a_bounded_number_of_names():
     last = remote.MAX_REMEMBERED
     names = record_names([*range(last + 1), last, 0])
-    store = RemoteStore("dict://test", ListingClient(names), namespace=SPACE)
+    store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
     numbers = [int.from_bytes(entry.key) for entry in store.scan()]
     assert numbers == [*range(last + 1), 0]  # only what came long ago is listed again
 
@@ -302,7 +306,7 @@ def record_names(numbers):
 )
 def test_a_listing_that_does_not_end_is_one_error(names, monkeypatch):
     monkeypatch.setattr(remote, "MAX_LISTED", 50_000)
-    store = RemoteStore("dict://test", ListingClient(names), namespace=SPACE)
+    store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
     with pytest.raises(StoreError, match="dict://test: its list of names does not end"):
         store.namespaces()
 

@@ -18,7 +18,9 @@ import hiredis
 import pytest
 
 from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.observe import Observer
 from kvferry.store.base import PutResult
+from kvferry.store.kind import Opening
 from kvferry.store.servers.resp import command
 from kvferry.store.servers.valkey import Login, ValkeyClient
 from kvferry.store.servers.valkey_nodes import ValkeyNode
@@ -116,7 +118,8 @@ class TestStoreOnValkey(ScanTests, ProbeTests, RemoteStoreTests):
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
         assert max_bytes is None
         url = f"valkey://{LOCALHOST}:{self.server.port}/{tmp_path.name}"
-        return open_one(url, multi_process=True, observer=observer, namespace=SPACE)
+        counts = observer or Observer()
+        return open_one(url, Opening(multi_process=True, observer=counts, namespace=SPACE))
 
     def poke(self, store, key, value):
         if value is None:
@@ -144,7 +147,8 @@ class TestStoreOnValkeyCluster(ScanTests, ProbeTests, RemoteStoreTests):
         assert max_bytes is None
         nodes = ",".join(f"{LOCALHOST}:{node.port}" for node in self.nodes)
         url = f"valkey://{nodes}/{tmp_path.name}?cluster=true"
-        return open_one(url, multi_process=True, observer=observer, namespace=SPACE)
+        counts = observer or Observer()
+        return open_one(url, Opening(multi_process=True, observer=counts, namespace=SPACE))
 
     def poke(self, store, key, value):
         if value is None:

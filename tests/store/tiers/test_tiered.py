@@ -13,6 +13,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import NO_DEADLINE, PutResult
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Health, Patience
@@ -52,8 +53,9 @@ class TestTieredStore(ProbeTests, RemoteStoreTests):
         tiers = []
         for name in ("near", "far"):
             client = DictClient(self.servers.setdefault((tmp_path, name), {}))
-            counts = observer if name == "near" else None
-            tiers.append(RemoteStore(f"{name}://test", client, namespace=SPACE, observer=counts))
+            counts = (name == "near" and observer) or Observer()
+            opening = Opening(namespace=SPACE, observer=counts)
+            tiers.append(RemoteStore(f"{name}://test", client, opening))
         return OfNearest(tiers, tmp_path)
 
     def poke(self, store, key, value):
@@ -544,7 +546,9 @@ def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_bac
     clock = FakeClock()
     client = DictClient()
     counts = Counters()
-    store = make_tiers(RemoteStore("dict://x", client, observer=counts, clock=clock), clock=clock)
+    store = make_tiers(
+        RemoteStore("dict://x", client, Opening(observer=counts), clock=clock), clock=clock
+    )
     client.down = True
     for number in range(MAX_FAILURES):
         store.probe([make_key(number)])

@@ -10,9 +10,10 @@ from kvferry.observe import Counters
 from kvferry.record.check import MissReason, check_record
 from kvferry.record.schema import leaf_digests
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import put_record, value_check
-from kvferry.store.servers.remote import RemoteSettings, RemoteStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
@@ -105,9 +106,7 @@ def test_a_right_record_is_copied(tmp_path):
 @pytest.mark.parametrize("wrong", [b"", b"x"], ids=["empty", "cut"])
 def test_a_wrong_value_behind_is_replaced_by_a_copy(wrong):
     server = DictClient()
-    far = RemoteStore(
-        "dict://far", server, settings=RemoteSettings(value_bytes=SCHEMA.record_bytes)
-    )
+    far = RemoteStore("dict://far", server, Opening(value_bytes=SCHEMA.record_bytes))
     server.values[far.name_of(LIAR)] = wrong
     with TieredStore([MemoryStore(), far], check=value_check(SCHEMA)) as store:
         image = put(store, LIAR)

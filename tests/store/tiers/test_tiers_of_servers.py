@@ -7,6 +7,8 @@ import secrets
 
 import pytest
 
+from kvferry.observe import Observer
+from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests
 from kvferry.testing.stores.hooks import wait_until
@@ -53,8 +55,8 @@ class TestTiersOfServers(ProbeTests, RemoteStoreTests):
         assert max_bytes is None
         near, *servers = self._urls(tmp_path)
         stores = [
-            open_one(near, observer=observer),
-            *(open_one(url, namespace=SPACE) for url in servers),
+            open_one(near, Opening(observer=observer or Observer())),
+            *(open_one(url, Opening(namespace=SPACE)) for url in servers),
         ]
         return Settled(stores, tmp_path)
 

@@ -39,7 +39,7 @@ from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.records import RecordClient
-from kvferry.store.url import open_store, refuse_small_quota
+from kvferry.store.url import open_store
 from kvferry.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -113,7 +113,6 @@ class StoredKV:
         self._model = HostModel(model, directory, self._config.weights_version)
         namespace, self._rows = record_layout(self._model, self._config)
         if not isinstance(store, Store):
-            refuse_small_quota(store, self._rows.schema.record_bytes)
             store = open_store(
                 store,
                 observer=self._observer,

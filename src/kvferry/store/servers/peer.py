@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError, StoreError, TransferError
 from kvferry.network import is_loopback
-from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
@@ -75,19 +74,10 @@ class PeerStore(ServerStore):
 
     Args:
         client: closed with the store.
-        learns: False if `contains` is never asked.
-        clock: monotonic seconds, also of deadlines.
     """
 
-    def __init__(
-        self,
-        client: PeerClient,
-        *,
-        observer: Observer | None = None,
-        learns: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(f"peer://{client}", observer=observer, learns=learns, clock=clock)
+    def __init__(self, client: PeerClient, opening: Opening) -> None:
+        super().__init__(f"peer://{client}", opening, time.monotonic)
         self._client = client
         self._served: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_wrong = 0
@@ -168,9 +158,6 @@ class PeerStore(ServerStore):
         self._expected.close()
         self._keys.close()
 
-    def __repr__(self) -> str:
-        return f"<PeerStore {self.url} {'closed' if self._closed else 'open'}>"
-
 
 class PeerStores(TieredStore):
     """Several peers as one store, each a tier. A value is read from a peer that is known to have
@@ -216,7 +203,7 @@ def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
         if port is None:
             raise ConfigError(f"{url.where}: {host!r} has no port; write peer://host:port")
         client = PeerClient(host, port, opening.namespace, key, tls)
-        stores.append(PeerStore(client, observer=opening.observer, learns=opening.index))
+        stores.append(PeerStore(client, opening))
     return stores[0] if len(stores) == 1 else PeerStores(stores)
 
 

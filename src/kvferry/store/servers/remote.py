@@ -12,10 +12,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from kvferry.errors import StoreError
-from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
@@ -91,21 +89,6 @@ class RemoteClient(ABC):
         """Idempotent; bounded in time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSettings:
-    """What few who open a remote store change.
-
-    Attributes:
-        prefix: of all names; ends in a separator, or is empty.
-        index: False if `contains` is never asked.
-        value_bytes: size of every value; `put` replaces one of another size. None: sizes differ.
-    """
-
-    prefix: str = ""
-    index: bool = True
-    value_bytes: int | None = None
-
-
 class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
@@ -114,7 +97,8 @@ class RemoteStore(ServerStore):
     Args:
         url: without credentials.
         client: closed with the store.
-        namespace: under which values are named; `of` reads those of others.
+        opening: values are named under its namespace; `of` reads those of others.
+        prefix: of all names; ends in a separator, or is empty.
         clock: monotonic seconds, also of deadlines.
     """
 
@@ -122,17 +106,16 @@ class RemoteStore(ServerStore):
         self,
         url: str,
         client: RemoteClient,
+        opening: Opening = Opening(),  # noqa: B008  # frozen
         *,
-        namespace: bytes = bytes(32),
-        observer: Observer | None = None,
+        prefix: str = "",
         clock: Callable[[], float] = time.monotonic,
-        settings: RemoteSettings = RemoteSettings(),  # frozen
     ) -> None:
-        super().__init__(url, observer=observer, learns=settings.index, clock=clock)
+        super().__init__(url, opening, clock)
         self._client = client
-        self._prefix = settings.prefix
-        self._namespace = namespace
-        self._size = settings.value_bytes
+        self._prefix = prefix
+        self._namespace = opening.namespace
+        self._size = opening.value_bytes
         self._refusal = ""
 
     # -- values ---------------------------------------------------------------------------------
@@ -283,19 +266,6 @@ class RemoteStore(ServerStore):
     def _until(self, deadline: float) -> float:
         return min(deadline, self._clock() + OPERATION_SECONDS)
 
-    def __repr__(self) -> str:
-        return f"<RemoteStore {self.url} {'closed' if self._closed else 'open'}>"
-
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
-    return RemoteStore(
-        str(url),
-        client,
-        namespace=opening.namespace,
-        observer=opening.observer,
-        settings=RemoteSettings(
-            prefix=url.path and f"{url.path}/",
-            index=opening.index,
-            value_bytes=opening.value_bytes,
-        ),
-    )
+    return RemoteStore(str(url), client, opening, prefix=url.path and f"{url.path}/")

@@ -19,6 +19,7 @@ from kvferry.observe import Observer
 from kvferry.store.base import ASK_SECONDS, Store, StoreStat
 from kvferry.store.expected import ExpectedKeys
 from kvferry.store.io_pool import IOPool
+from kvferry.store.kind import Opening
 from kvferry.types import ChunkKey
 
 PROBE_SECONDS = 1.0
@@ -241,20 +242,17 @@ class ServerStore(Store):
 
     Args:
         url: without credentials.
-        learns: False if `contains` is never asked.
         clock: monotonic seconds, also of deadlines.
     """
 
     multi_process = True
 
-    def __init__(
-        self, url: str, *, observer: Observer | None, learns: bool, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, url: str, opening: Opening, clock: Callable[[], float]) -> None:
         self.url = url
-        self._observer = Observer() if observer is None else observer
+        self._observer = opening.observer
         self._clock = clock
         self._closed = False
-        self._keys = ServerKeys(self._find, self._observer, learns=learns, clock=clock)
+        self._keys = ServerKeys(self._find, self._observer, learns=opening.index, clock=clock)
         self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
 
     @abstractmethod
@@ -291,3 +289,6 @@ class ServerStore(Store):
 
     def wait_indexed(self, timeout: float) -> bool:
         return not self._closed
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url} {'closed' if self._closed else 'open'}>"
