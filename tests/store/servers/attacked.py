@@ -28,9 +28,9 @@ MOST_NAMES = 100_000
 
 def make_client(kind: str, place: str, way: str) -> RemoteClient:
     if kind == "s3":
-        from kvferry.store.servers.objects import ObjectClient
+        from kvferry.store.servers.objects import ObjectClient, ObjectOptions
 
-        return ObjectClient("s3", way, endpoint=place, region="us-east-1")
+        return ObjectClient("s3", way, ObjectOptions(endpoint=place, region="us-east-1"))
     from kvferry.store.servers.mooncake import MooncakeClient, MooncakeOptions
 
     client = MooncakeClient(place, MooncakeOptions(admin=way))

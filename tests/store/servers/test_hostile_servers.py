@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.store.servers.mooncake import MooncakeClient
-from kvferry.store.servers.objects import ObjectClient
+from kvferry.store.servers.mooncake import MooncakeClient, MooncakeOptions
+from kvferry.store.servers.objects import ObjectClient, ObjectOptions
 from kvferry.store.tiers.health import Patience
 from kvferry.store.url import open_store
 from kvferry.testing.stores import make_key
@@ -114,7 +114,9 @@ def test_fuzzed_answers_of_a_bucket_are_right_or_one_error(hostile, child_bytes)
 
 @pytest.mark.parametrize("way", ["refused-range", "two-values"])
 def test_a_read_brings_no_bytes_of_the_call_before(hostile, closing, way):
-    client = closing(ObjectClient("s3", way, endpoint=hostile.endpoint, region="us-east-1"))
+    client = closing(
+        ObjectClient("s3", way, ObjectOptions(endpoint=hostile.endpoint, region="us-east-1"))
+    )
     buffers = [memoryview(bytearray(16)) for _ in range(2)]
     ranges = list(zip((0, 4 << 20), buffers, strict=True))
     client.put("kv/b", [b"others" * 10], time.monotonic() + PATIENT_SECONDS)
@@ -164,14 +166,17 @@ for end in ends:
 @pytest.fixture(params=["s3", "mooncake"])
 def make_misled(request, tmp_path):
     """A client whose child process does something else."""
-    kind = ObjectClient if request.param == "s3" else MooncakeClient
+    kind, *arguments = {
+        "s3": (ObjectClient, "s3", "b", ObjectOptions()),
+        "mooncake": (MooncakeClient, "127.0.0.1:1", MooncakeOptions()),
+    }[request.param]
     clients = []
 
     def make(does):
         script = tmp_path / "child.py"
         script.write_text(textwrap.dedent(_CHILD).format(does=does))
         misled = type("Misled", (kind,), {"script": str(script)})
-        clients.append(misled("s3", "b") if kind is ObjectClient else misled("127.0.0.1:1"))
+        clients.append(misled(*arguments))
         return clients[-1]
 
     yield make
@@ -226,7 +231,9 @@ def test_a_process_with_many_open_files_makes_calls(make_misled):
 
 
 def test_a_child_that_died_of_a_flood_is_replaced(hostile):
-    client = ObjectClient("s3", "error-404", endpoint=hostile.endpoint, region="us-east-1")
+    client = ObjectClient(
+        "s3", "error-404", ObjectOptions(endpoint=hostile.endpoint, region="us-east-1")
+    )
     try:
         with pytest.raises(StoreError, match="more than fits into its memory"):
             client.read("kv/a", [(0, memoryview(bytearray(16)))], time.monotonic() + 20)

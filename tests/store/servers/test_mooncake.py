@@ -91,12 +91,6 @@ def test_a_client_may_lend_memory_of_its_own(make_client, name):
     assert read_whole(make_client(), name) == value_of()
 
 
-@pytest.mark.parametrize("master", ["somewhere", ":50051", "host:port"])
-def test_a_wrong_master_is_one_line(master):
-    with pytest.raises(ConfigError, match="the master is host:port"):
-        MooncakeClient(master)
-
-
 def test_without_the_admin_port_there_is_no_scan(make_client):
     with pytest.raises(StoreError, match="add admin="):
         next(make_client(admin=None).scan("", soon()))

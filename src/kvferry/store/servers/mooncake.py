@@ -87,7 +87,7 @@ class MooncakeClient(ChildClient):
         options: `scan` fails without `admin`, the metrics port.
 
     Raises:
-        ConfigError: Mooncake is not installed, or `master` is not host:port.
+        ConfigError: Mooncake is not installed.
     """
 
     worker = mooncake_child.__file__
@@ -95,21 +95,19 @@ class MooncakeClient(ChildClient):
     num_lanes = _NUM_LANES
     lane_bytes = _LANE_BYTES
 
-    def __init__(self, master: str, options: MooncakeOptions | None = None) -> None:
-        where = f"mooncake://{master}"
+    def __init__(self, master: str, options: MooncakeOptions) -> None:
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(
                 "mooncake:// stores need Mooncake: run pip install 'kvferry[mooncake]' "
                 "and apt-get install libibverbs1"
             )
-        host, _, port = master.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"{where}: the master is host:port, such as 10.0.0.1:50051")
-        given = MooncakeOptions() if options is None else options
-        self._admin = given.admin
+        self._admin = options.admin
         # A child that lends memory needs time to deregister from the master.
-        self.close_seconds = _CLOSE_SECONDS if given.segment else 0.0
-        super().__init__(where, {**asdict(given), "master": master, "host": own_address(host)})
+        self.close_seconds = _CLOSE_SECONDS if options.segment else 0.0
+        host = own_address(master.rpartition(":")[0])
+        super().__init__(
+            f"mooncake://{master}", {**asdict(options), "master": master, "host": host}
+        )
 
     def read(
         self, name: str, ranges: Sequence[tuple[int, memoryview]], deadline: float
@@ -191,7 +189,7 @@ class MooncakeClient(ChildClient):
             )
         some: list[str] = []
         try:
-            for name in names_at(f"{self._admin}/get_all_keys", deadline, LONGEST_SECONDS):
+            for name in _names_at(f"{self._admin}/get_all_keys", deadline):
                 if name.startswith(prefix):
                     some.append(name)
                 if len(some) == _SIZES_AT_ONCE:
@@ -251,22 +249,21 @@ def own_address(host: str) -> str:
         return socket.gethostname()
 
 
-def names_at(url: str, deadline: float, longest: float) -> Iterator[str]:
-    """The words of the answer to a GET of `url`, one after the other.
-
-    Args:
-        deadline: `time.monotonic()` seconds.
-        longest: seconds that the server may take in total; the consumer's time does not count.
+def _names_at(url: str, deadline: float) -> Iterator[str]:
+    """The words of the answer to a GET of `url`, one after the other. The server may take until
+    `deadline`, and `LONGEST_SECONDS` at most; the consumer's time does not count.
 
     Raises:
         ValueError: the answer is not a list of names, too long or too slow; the message is one
             line without the URL.
     """
-    budget = _TimeBudget(min(deadline - time.monotonic(), longest))
-    with closing(_connection(url, budget.seconds)) as connection:
+    budget = _TimeBudget(min(deadline - time.monotonic(), LONGEST_SECONDS))
+    place = urlsplit(url)
+    kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
+    with closing(kind(place.hostname or "", place.port, timeout=budget.seconds)) as connection:
         budget.wait_for(connection.connect)
         budget.socket = connection.sock
-        budget.wait_for(lambda: connection.request("GET", urlsplit(url).path))
+        budget.wait_for(lambda: connection.request("GET", place.path))
         with closing(budget.wait_for(connection.getresponse)) as response:
             if response.status != 200:
                 raise ValueError(f"the server answers {response.status}")
@@ -288,19 +285,6 @@ def _split(text: bytes) -> list[bytes]:
     """The words of `text`; the last may be incomplete, and is empty after trailing whitespace."""
     words = text.split()
     return words if words and not text[-1:].isspace() else [*words, b""]
-
-
-def _connection(url: str, seconds: float) -> HTTPConnection:
-    """Not connected yet."""
-    try:
-        parts = urlsplit(url)
-        if parts.hostname and parts.scheme == "http":
-            return HTTPConnection(parts.hostname, parts.port, timeout=seconds)
-        if parts.hostname and parts.scheme == "https":
-            return HTTPSConnection(parts.hostname, parts.port, timeout=seconds)
-    except (ValueError, HTTPException):
-        pass
-    raise ValueError("admin is no URL of a metrics port, such as http://10.0.0.1:9003")
 
 
 class _TimeBudget:

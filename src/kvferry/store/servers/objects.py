@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import ConfigError, StoreError
@@ -106,8 +106,8 @@ class ObjectOptions:
 class ObjectClient(ChildClient):
     """Objects of one bucket (of a container, for az), each created once and never changed.
 
-    The rights to list, get, put and delete objects are needed. `ObjectOptions` documents the
-    options. Raises ConfigError if obstore refuses them.
+    The rights to list, get, put and delete objects are needed. Raises ConfigError if obstore
+    refuses the options.
     """
 
     worker = objects_child.__file__
@@ -116,12 +116,10 @@ class ObjectClient(ChildClient):
     num_lanes = _NUM_LANES
     lane_bytes = _LANE_BYTES
 
-    def __init__(
-        self, scheme: str, bucket: str, *, endpoint: str | None = None, region: str | None = None
-    ) -> None:
+    def __init__(self, scheme: str, bucket: str, options: ObjectOptions) -> None:
         self._scheme = scheme
         self._is_checked = False
-        super().__init__(f"{scheme}://{bucket}", {"store": _open(scheme, bucket, endpoint, region)})
+        super().__init__(f"{scheme}://{bucket}", {"store": _open(scheme, bucket, options)})
 
     def check(self, deadline: float, name: str = "") -> None:
         """Ask for a list under the prefix of `name`. For the one who opens a store; the first call
@@ -235,18 +233,12 @@ class ObjectClient(ChildClient):
         return ConfigError(message) if hint and not self._is_checked else StoreError(message)
 
 
-def _open(scheme: str, bucket: str, endpoint: str | None, region: str | None) -> list[Any]:
+def _open(scheme: str, bucket: str, given: ObjectOptions) -> list[Any]:
     """What `make_store` makes a store of; it has been tried."""
     client: ClientConfig = {"timeout": f"{LONGEST_SECONDS:.0f}s"}
-    if endpoint is not None:
-        if "@" in endpoint:
-            raise ConfigError(
-                f"{scheme}://{bucket}: an endpoint holds no credentials; "
-                f"set {_CREDENTIALS[scheme]} instead"
-            )
-        client["allow_http"] = endpoint.startswith("http://")
-    given = {"endpoint": endpoint, "region": region}
-    options: Any = {name: value for name, value in given.items() if value is not None}
+    if given.endpoint is not None:
+        client["allow_http"] = given.endpoint.startswith("http://")
+    options: Any = {name: value for name, value in asdict(given).items() if value is not None}
     unusable = options.keys() - {"s3": {"endpoint", "region"}, "az": {"endpoint"}}.get(
         scheme, set()
     )
@@ -297,7 +289,7 @@ def _open_url(url: StoreUrl, options: ObjectOptions, opening: Opening) -> Remote
     is_name = url.path.isprintable() and {"", ".", ".."}.isdisjoint(url.path.split("/"))
     if url.path and not is_name:
         raise ConfigError(f"{url.where}: a prefix is made of names with one / between them")
-    client = ObjectClient(url.scheme, bucket, endpoint=options.endpoint, region=options.region)
+    client = ObjectClient(url.scheme, bucket, options)
     try:
         # A server that is down may come back; a wrong bucket or secret stays wrong.
         with suppress(StoreError):
