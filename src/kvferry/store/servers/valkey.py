@@ -20,7 +20,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
-from kvferry.store.servers.resp import Command, ErrorReply, Word, command
+from kvferry.store.servers.resp import Command, ErrorReply, command
 from kvferry.store.servers.valkey_nodes import Login, ValkeyCluster, ValkeyNode, make_tls
 
 __all__ = ["DEFAULT_PORT", "ListLimit", "Login", "ValkeyClient", "make_tls"]
@@ -186,9 +186,8 @@ class ValkeyClient(RemoteClient):
             while True:
                 ends = _call_ends(until)
                 self._open()
-                words: tuple[Word, ...] = ("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES)
-                asked = Command(words, None, _PAGE_ROOM)
-                (reply,) = node.ask([asked], ends)
+                words = "SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES
+                (reply,) = node.ask([command(*words, room=_PAGE_ROOM)], ends)
                 match reply:
                     case [bytes(cursor), list(keys)] if cursor.isdigit() and len(cursor) <= 20:
                         limit.count(number, cursor, len(keys))
