@@ -156,7 +156,7 @@ class Index:
         self.wall = wall
         self.totals = Totals(0, 0, is_complete=False)
         self.all_known = threading.Event()
-        self.pins = Pins(self._transaction, known, observer, wall)
+        self.pins = Pins(self.database, known.contains, observer, wall)
 
     @property
     def is_ours(self) -> bool:

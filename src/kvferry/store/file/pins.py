@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
-from kvferry.store.file.database import checked
+from kvferry.store.file.database import Database, checked
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -27,18 +25,6 @@ _BATCH = 1024
 _SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
 
 
-class Transaction(Protocol):
-    """Begins a transaction of the index."""
-
-    def __call__(self, *, writes: bool) -> AbstractContextManager[sqlite3.Connection]: ...
-
-
-class KnowsKeys(Protocol):
-    """The keys that this process knows."""
-
-    def contains(self, key: ChunkKey) -> bool: ...
-
-
 class _Waiting(NamedTuple):
     """Records to be pinned, some of them perhaps not stored yet."""
 
@@ -51,18 +37,20 @@ class Pins:
     """The pins in an index. `add` uses memory only; all else may raise `IndexUnavailable`.
 
     Args:
+        database: of the index.
+        is_known: whether a record is known to be there.
         wall: seconds since the epoch.
     """
 
     def __init__(
         self,
-        transaction: Transaction,
-        known: KnowsKeys,
+        database: Database,
+        is_known: Callable[[ChunkKey], bool],
         observer: Observer,
         wall: Callable[[], float],
     ) -> None:
-        self._transaction = transaction
-        self._known = known
+        self._transaction = database.transaction
+        self._is_known = is_known
         self._observer = observer
         self._wall = wall
         self._waiting: deque[_Waiting] = deque(maxlen=_MAX_WAITING)
@@ -124,7 +112,7 @@ class Pins:
         counted and forgotten."""
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
-            here = [key for key in waiting.keys if self._known.contains(key)]
+            here = [key for key in waiting.keys if self._is_known(key)]
             try:
                 if here:
                     self.pin(here, waiting.until, max_bytes, extends=True)
