@@ -183,13 +183,6 @@ class Directory:
         with self.opened("writing") as writing:
             return ChunkKey(bytes.fromhex(key)), machine == machine_of(writing)
 
-    def open_writing(self, name: str) -> int | None:
-        """Descriptor of a file being written; None if there is none of that name."""
-        if _FILE_NAMES["writing"].fullmatch(name) is not None:
-            with suppress(FileNotFoundError), self.opened("writing") as writing:
-                return open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
-        return None
-
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
@@ -208,14 +201,13 @@ class Directory:
         return found
 
     def drop_abandoned(self, name: str, *, is_old: bool, first: Callable[[], object]) -> bool:
-        """Remove a file of `writing` unless its writer lives, and call `first` before; whether it
-        was removed. Where files cannot be locked, what `is_old` is abandoned."""
+        """Remove a file of `writing` that was listed, unless its writer lives, and call `first`
+        before; whether it was removed. Where files cannot be locked, what `is_old` is abandoned."""
         try:
-            fd = self.open_writing(name)
+            with self.opened("writing") as writing:
+                fd = open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
         except OSError as error:
             return error.errno in _NOT_A_FILE and self.drop("writing", name)
-        if fd is None:
-            return False
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

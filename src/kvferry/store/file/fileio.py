@@ -170,17 +170,9 @@ class OpenRecord:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Idempotent."""
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct_fd = -1
-
-    def __del__(self) -> None:
-        self.close()
+        os.close(self._fd)
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
 
     def _read_some(self, target: memoryview, offset: int) -> int:
         inside = min(target.nbytes, self.size - offset)
