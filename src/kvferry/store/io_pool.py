@@ -82,11 +82,6 @@ class IOPool:
         self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
         return job
 
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that no thread has begun."""
-        return self._queue.qsize()
-
     def spread(
         self, items: Sequence[T], work: Callable[[T], None], *, alone: bool = False
     ) -> list[Exception | None]:

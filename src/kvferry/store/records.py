@@ -131,7 +131,7 @@ class RecordClient:
     """Reads and writes of many records of one schema, on `io_threads` threads for reads, and half
     as many for writes.
 
-    `exists`, `get` and `put` never block. `get_leading` and `put_all` block, until their deadline;
+    `get` and `put` never block. `get_leading` and `put_all` block, until their deadline;
     one thread at a time calls these two.
 
     Args:
@@ -169,17 +169,6 @@ class RecordClient:
     def note_stall(self) -> None:
         """Nothing was brought in time: do not ask again for a while."""
         self._stalled_until = time.monotonic() + STALLED_SECONDS
-
-    @property
-    def takes_values(self) -> bool:
-        """Whether a write has a chance now."""
-        return self._store.takes_values
-
-    def exists(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
-        """Which records are there, as far as is known; None for those that the store asks its
-        medium for meanwhile. Memory only."""
-        self._store.probe(keys)
-        return [self._store.contains(key) for key in keys]
 
     def switch_namespace(self, schema: RecordSchema) -> None:
         """Read and write records of another namespace from now on; sizes stay as they are."""

@@ -180,7 +180,8 @@ class PageRecords:
             return [False] * len(keys)
         records = self._records(keys)
         until = time.monotonic() + ASK_SECONDS
-        found = self._client.exists(records)
+        self._store.probe(records)
+        found = [self._store.contains(record) for record in records]
         # Only leading pages are of use: no answer behind the first that is absent is waited for.
         while None in takewhile(lambda each: each is not False, found):
             if time.monotonic() >= until:
@@ -226,7 +227,7 @@ class PageRecords:
         )
         if not wanted:
             return done
-        if not self._client.takes_values:
+        if not self._store.takes_values:
             self._observer.count("stores_dropped", len(wanted))
             return done
         head = self._schema.head_bytes
