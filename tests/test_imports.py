@@ -36,8 +36,9 @@ GONE = {module.removeprefix("kvferry.") for module in MOVED_MODULES}
 
 # Rooms of one layer do not know each other, but for these.
 SIDEWAYS = {
-    # Its errors are ours.
+    # Their errors are ours.
     ("config", "errors"),
+    ("filesystem", "errors"),
     # A peer is a store.
     ("store", "transfer"),
     # Tiny models for tests are models of the engine; Transformers' identity is that of the engine.

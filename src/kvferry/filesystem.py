@@ -1,5 +1,5 @@
-"""What an operating system says of a directory: on which kind of file system it is, and who may
-change it."""
+"""What an operating system says of directories: on which kind of file system one is, who may change
+it, and which one is for caches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,24 @@ import stat
 import sys
 from pathlib import Path
 
+from kvferry.errors import ConfigError
+
 _OF_DISKS = frozenset({
     "apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "ramfs", "reiserfs",
     "tmpfs", "ufs", "xfs", "zfs",
 })  # fmt: skip
+
+
+def user_cache() -> Path:
+    """This user's directory for caches, the same for services and logins, unlike that of a session.
+    Raises ConfigError where no home directory is known, as in some containers."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError(
+            "no home directory was found; set XDG_CACHE_HOME=/absolute/directory"
+        ) from error
 
 
 def is_of_one_machine(directory: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import threading
 
 import pytest
@@ -74,6 +75,19 @@ def test_one_of_racing_processes_makes_the_key_of_the_user(tmp_path):
 def test_the_key_of_the_user_is_in_the_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert is_same(user_key(), user_key(tmp_path / "kvferry"))
+
+
+def test_without_a_home_the_key_is_in_no_directory_of_that_name(tmp_path, monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match="no home directory was found"):
+        user_key()
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])

@@ -14,13 +14,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
-from kvferry.filesystem import shows_changes
+from kvferry.filesystem import shows_changes, user_cache
 from kvferry.keys.encoding import canonical
 
 logger = logging.getLogger(__name__)
@@ -189,13 +190,9 @@ def _identity(info: os.stat_result) -> tuple[int, int, int, int, int]:
 
 
 def _default_cache_dir() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "kvferry" / "weights"
-    try:
-        return Path.home() / ".cache" / "kvferry" / "weights"
-    except RuntimeError:  # no home directory, as in some containers
-        return None
+    with suppress(ConfigError):
+        return user_cache() / "kvferry" / "weights"
+    return None
 
 
 class _DigestCache:

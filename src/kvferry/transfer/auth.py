@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.errors import ConfigError
-from kvferry.filesystem import why_untrusted
+from kvferry.filesystem import user_cache, why_untrusted
 
 KEY_BYTES = 32
 MAX_KEY_BYTES = 4096
@@ -75,16 +75,14 @@ def user_key(directory: Path | None = None) -> SharedKey:
     """The key of this user's processes on this machine, made by the first of them.
 
     Args:
-        directory: where the file is; by default `kvferry` in the user's cache directory, which is
-            the same for services and logins, unlike that of a session.
+        directory: where the file is; by default `kvferry` in `user_cache`.
 
     Raises:
         ConfigError: the file cannot be made or read, is not this user's alone, or is in a directory
             that others can change.
     """
     if directory is None:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        directory = Path(cache, "kvferry")
+        directory = user_cache() / "kvferry"
     path = directory / "peer.key"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from kvferry.cache.build import PrefixCache
 from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
+from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.store.speed import measure
@@ -257,10 +257,9 @@ def connector_options(extra: object) -> dict[str, Any]:
 
 def _default_store() -> str:
     """In this user's cache directory, where no other user can write."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError as error:
+        root = user_cache()
+    except ConfigError as error:
         raise ConfigError(
             "no store is configured and no home directory was found for the default; set "
             '"store": "file:///absolute/directory?max_bytes=100GiB"'

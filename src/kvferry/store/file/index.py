@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.filesystem import user_cache
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, PutResult, Removal
@@ -491,7 +492,7 @@ class Index:
 
 
 def private_index(root: str) -> Path:
-    """Where this machine keeps the index of a directory that machines share."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    """Where this machine keeps the index of a directory that machines share. Raises ConfigError, as
+    `user_cache`."""
     name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return Path(cache) / "kvferry" / "index" / f"{name}.sqlite3"
+    return user_cache() / "kvferry" / "index" / f"{name}.sqlite3"
