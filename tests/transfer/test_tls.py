@@ -23,7 +23,7 @@ from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.messages import MAX_RANGES, PeerFault
 from kvferry.transfer.server import Listen, PeerServer
-from kvferry.transfer.tls import open_tls
+from kvferry.transfer.tls import PeerFiles
 from tests.transfer.lending import KEY, SPACE, soon
 
 A = b"a" * 32
@@ -92,7 +92,7 @@ def connect_tls(files, serve_tls):
     clients = []
 
     def make(port, files=files, host="127.0.0.1", key=KEY):
-        tls = None if files is None else open_tls("client", **files._asdict())
+        tls = None if files is None else PeerFiles(**files._asdict()).open_tls("client")
         clients.append(PeerClient(host, port, SPACE, key, tls))
         return clients[-1]
 
@@ -269,7 +269,7 @@ def test_a_file_that_is_absent_or_no_pem_is_one_error(name, tmp_path, files):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(ConfigError, match=part):
-            open_tls("client", **(files._asdict() | {name: str(path)}))
+            PeerFiles(**(files._asdict() | {name: str(path)})).open_tls("client")
 
 
 def test_a_key_with_a_password_is_refused_without_a_question(tmp_path, files):
@@ -277,4 +277,4 @@ def test_a_key_with_a_password_is_refused_without_a_question(tmp_path, files):
     command = ["openssl", "pkcs8", "-topk8", "-in", files.cert_key_file, "-out", str(locked)]
     subprocess.run([*command, "-passout", "pass:word"], check=True, timeout=30)
     with pytest.raises(ConfigError, match="no usable PEM"):
-        open_tls("server", **(files._asdict() | {"cert_key_file": str(locked)}))
+        PeerFiles(**(files._asdict() | {"cert_key_file": str(locked)})).open_tls("server")

@@ -62,13 +62,13 @@ def verify(
     for entry in entries:
         values = store.of(entry.namespace)
         try:
-            checked = check_record(values, entry.key, window)
+            size = values.read(entry.key, [(0, window)])
+            reason = None if size is None else _why_wrong(values, entry.key, size, window)
         except StoreError:
             num_unreadable += 1
             continue
-        if checked is None:
+        if size is None:
             continue
-        size, reason = checked
         num_records += 1
         num_bytes += size
         if reason is not None:
@@ -80,24 +80,9 @@ def verify(
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
-def check_record(
-    store: Store, key: ChunkKey, window: memoryview
-) -> tuple[int, MissReason | None] | None:
-    """Check every checksum of an untrusted record that must have this key; `window` is scratch for
-    at least one leaf and the longest header.
-
-    Returns:
-        The size in bytes, and why the record is wrong, None if it is right; None if it is absent.
-
-    Raises:
-        StoreError: the medium failed.
-    """
-    size = store.read(key, [(0, window)])
-    return None if size is None else (size, _check(store, key, size, window))
-
-
-def _check(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
-    """Check a record whose first bytes are in `window`."""
+def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
+    """Check every checksum of an untrusted record that must have this key. Its first bytes are in
+    `window`, which has room for at least one leaf and the longest header."""
     info = parse_head(window[:size], size)
     if isinstance(info, MissReason):
         return info

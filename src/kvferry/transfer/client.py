@@ -60,7 +60,7 @@ class PeerClient:
         host: name or address.
         namespace: of the records; a peer that has those of another one refuses.
         key: that the peer has, too.
-        tls: what TLS is spoken with, of `open_tls`; None: connections are in clear.
+        tls: what TLS is spoken with, of `PeerFiles.open_tls`; None: connections are in clear.
 
     Attributes:
         incarnation: of the server that answered last; empty before.

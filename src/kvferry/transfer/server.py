@@ -11,7 +11,6 @@ import re
 import secrets
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from kvferry.errors import ConfigError, TransferError, TransferTimeout
 from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
 from kvferry.processors import leave_processor
-from kvferry.transfer.auth import SharedKey, read_key, user_key
+from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.base import Bounds, KeyState, Lender, Loan
 from kvferry.transfer.messages import (
     GREETINGS,
@@ -44,7 +43,7 @@ from kvferry.transfer.messages import (
     part_lengths,
 )
 from kvferry.transfer.stream import Stream
-from kvferry.transfer.tls import TlsStream, open_tls
+from kvferry.transfer.tls import PeerFiles, TlsStream
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ _LEAVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
+class Listen(PeerFiles):
     """Where a server listens, and how others get there.
 
     Attributes:
@@ -68,18 +67,11 @@ class Listen:
         port: 0 for one that is free.
         advertise: `host` or `host:port` that others connect to, where that differs, as behind a
             network address translation; it is what `PeerServer.address` says.
-        key_file: of the key that all peers share. None, which only loopback may have: that of this
-            user's processes on this machine.
-        cert_file, cert_key_file, ca_file: for TLS; see `open_tls`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
-    key_file: str | None = None
-    cert_file: str | None = None
-    cert_key_file: str | None = None
-    ca_file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Listen:
@@ -90,7 +82,7 @@ class Listen:
         if not found or not host or found[3] is None:
             raise ConfigError(f"serve {place!r} is not host:port; port 0 takes a free one")
         options = dict(option.partition("=")[::2] for option in query.split("&") if option)
-        known = [name for name in cls.__slots__ if name not in ("host", "port")]
+        known = ["advertise", *PeerFiles.__slots__]
         for name in options.keys() - set(known):
             raise ConfigError(f"serve: {unknown('option', name, known)}")
         return cls(host=host, port=int(found[3]), **options)
@@ -106,29 +98,6 @@ class Listen:
         if found is None or int(found[3] or 1) not in range(1, 1 << 16):
             raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
         return found[1] or found[2] or found[4], int(found[3] or port)
-
-    def open_key(self) -> SharedKey:
-        """The key. Raises ConfigError; see `read_key` and `user_key`."""
-        if self.key_file is not None:
-            return read_key(self.key_file)
-        if not is_loopback(self.host):
-            raise ConfigError(
-                f"peers are to be served at {self.host!r}, which other machines may reach, and no "
-                "key is given; name a key_file, or listen on 127.0.0.1"
-            )
-        return user_key()
-
-    def open_tls(self) -> ssl.SSLContext | None:
-        """Raises ConfigError; see `kvferry.transfer.tls.open_tls`."""
-        try:
-            return open_tls(
-                "server",
-                cert_file=self.cert_file,
-                cert_key_file=self.cert_key_file,
-                ca_file=self.ca_file,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"serve: {error}") from None
 
 
 class PeerServer:
@@ -162,9 +131,16 @@ class PeerServer:
     ) -> None:
         self.incarnation = secrets.token_bytes(16)
         bounds = bounds if bounds is not None else Bounds()
-        key = listen.open_key()
-        self._tls = listen.open_tls()
-        self._desk = _Desk(lender, namespace, key, self.incarnation, bounds)
+        if listen.key_file is None and not is_loopback(listen.host):
+            raise ConfigError(
+                f"peers are to be served at {listen.host!r}, which other machines may reach, and "
+                "no key is given; name a key_file, or listen on 127.0.0.1"
+            )
+        self._desk = _Desk(lender, namespace, listen.open_key(), self.incarnation, bounds)
+        try:
+            self._tls = listen.open_tls("server")
+        except ConfigError as error:
+            raise ConfigError(f"serve: {error}") from None
         self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
         self._connections: dict[_Client, threading.Thread] = {}  # the oldest first

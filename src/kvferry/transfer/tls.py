@@ -9,62 +9,75 @@ from __future__ import annotations
 import socket
 import ssl
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.errors import ConfigError, TransferError
 from kvferry.network import reason_of, seconds_left
+from kvferry.transfer.auth import SharedKey, read_key, user_key
 from kvferry.transfer.messages import PeerFault
 from kvferry.transfer.stream import Stream
 
 
-def open_tls(
-    side: Literal["client", "server"],
-    *,
-    cert_file: str | None,
-    cert_key_file: str | None,
-    ca_file: str | None,
-) -> ssl.SSLContext | None:
-    """What one side speaks TLS 1.3 with; None without any file, which is a connection in clear.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFiles:
+    """What one side proves itself with; see `auth` for the key.
 
-    Args:
+    Attributes:
+        key_file: of the key that all peers share. None, which only loopback may have: that of this
+            user's processes on this machine.
         cert_file: PEM of this machine's certificate, and of those between it and the authority.
             Clients check that it names the address that they connect to.
         cert_key_file: PEM of its key, without a password.
         ca_file: PEM of the authority that signed the certificates of all peers.
-
-    Raises:
-        ConfigError: not all three, or one that is absent or holds something else.
     """
-    files = {"cert_file": cert_file, "cert_key_file": cert_key_file, "ca_file": ca_file}
-    missing = [name for name, file in files.items() if file is None]
-    if len(missing) == len(files):
-        return None
-    if cert_file is None or cert_key_file is None or ca_file is None:
-        raise ConfigError(f"TLS needs {', '.join(files)}; add {' and '.join(missing)}")
-    is_server = side == "server"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    if is_server:
-        context.num_tickets = 0  # nothing is sent unasked: see `is_quiet`
-    shown = f"{cert_file} and {cert_key_file}"
-    try:
-        # A password, which is wrong: else one that is needed is asked for at the terminal.
-        context.load_cert_chain(cert_file, cert_key_file, password="")
-        shown = ca_file
-        context.load_verify_locations(ca_file)
-    except OSError as error:  # an SSLError is one
-        is_pem = not isinstance(error, ssl.SSLError)
-        reason = error.strerror if is_pem else "no usable PEM, or a key that does not fit"
-        raise ConfigError(f"{shown}: {reason}") from None
-    return context
+
+    key_file: str | None = None
+    cert_file: str | None = None
+    cert_key_file: str | None = None
+    ca_file: str | None = None
+
+    def open_key(self) -> SharedKey:
+        """Raises ConfigError; see `read_key` and `user_key`."""
+        return user_key() if self.key_file is None else read_key(self.key_file)
+
+    def open_tls(self, side: Literal["client", "server"]) -> ssl.SSLContext | None:
+        """What one side speaks TLS 1.3 with; None without any file, which is a connection in clear.
+
+        Raises:
+            ConfigError: not all three, or one that is absent or holds something else.
+        """
+        cert_file, cert_key_file, ca_file = self.cert_file, self.cert_key_file, self.ca_file
+        files = {"cert_file": cert_file, "cert_key_file": cert_key_file, "ca_file": ca_file}
+        missing = [name for name, file in files.items() if file is None]
+        if len(missing) == len(files):
+            return None
+        if cert_file is None or cert_key_file is None or ca_file is None:
+            raise ConfigError(f"TLS needs {', '.join(files)}; add {' and '.join(missing)}")
+        is_server = side == "server"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        if is_server:
+            context.num_tickets = 0  # nothing is sent unasked: see `is_quiet`
+        shown = f"{cert_file} and {cert_key_file}"
+        try:
+            # A password, which is wrong: else one that is needed is asked for at the terminal.
+            context.load_cert_chain(cert_file, cert_key_file, password="")
+            shown = ca_file
+            context.load_verify_locations(ca_file)
+        except OSError as error:  # an SSLError is one
+            is_pem = not isinstance(error, ssl.SSLError)
+            reason = error.strerror if is_pem else "no usable PEM, or a key that does not fit"
+            raise ConfigError(f"{shown}: {reason}") from None
+        return context
 
 
 class TlsStream(Stream):
     """A `Stream` inside TLS. Python's own timeouts count: OpenSSL tries again after the kernel's.
 
     Args:
-        context: of `open_tls`.
+        context: of `PeerFiles.open_tls`.
         host: that the other side's certificate has to name; None at a server.
     """
 

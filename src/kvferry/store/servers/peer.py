@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvferry.errors import ConfigError, StoreError, TransferError
 from kvferry.network import is_loopback
@@ -26,10 +26,9 @@ from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerStore
 from kvferry.store.tiers.tier import Tier
 from kvferry.store.tiers.tiered import TieredStore
-from kvferry.transfer.auth import read_key, user_key
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import CALL_SECONDS, PeerClient
-from kvferry.transfer.tls import open_tls
+from kvferry.transfer.tls import PeerFiles
 from kvferry.types import ChunkKey
 
 MAX_WRONG = 3
@@ -42,30 +41,11 @@ _IS_HERE = {KeyState.HELD: True, KeyState.ABSENT: False, KeyState.PENDING: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """Options of `peer:` URLs.
-
-    Attributes:
-        key_file: of the key that all peers share. Peers on this machine need none: processes of one
-            user find one.
-        cert_file, cert_key_file, ca_file: for TLS; see `kvferry.transfer.tls.open_tls`.
-    """
-
-    key_file: str | None = None
-    cert_file: str | None = None
-    cert_key_file: str | None = None
-    ca_file: str | None = None
+class PeerOptions(PeerFiles):
+    """Options of `peer:` URLs."""
 
     def __post_init__(self) -> None:
-        refuse_relative(key_file=self.key_file, **self.tls_files)
-
-    @property
-    def tls_files(self) -> dict[str, str | None]:
-        return {
-            "cert_file": self.cert_file,
-            "cert_key_file": self.cert_key_file,
-            "ca_file": self.ca_file,
-        }
+        refuse_relative(**asdict(self))
 
 
 class PeerStore(ServerStore):
@@ -194,8 +174,7 @@ def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
             "?key_file=/path to the key that all peers share"
         )
     try:
-        key = user_key() if options.key_file is None else read_key(options.key_file)
-        tls = open_tls("client", **options.tls_files)
+        key, tls = options.open_key(), options.open_tls("client")
     except ConfigError as error:
         raise ConfigError(f"{url.where}: {error}") from None
     stores = []
