@@ -23,9 +23,7 @@ from kvferry.store.kind import shown_url
 from kvferry.store.url import (
     MODULES,
     kind_of,
-    open_one,
     open_store,
-    open_tiers,
     parse_store_url,
     read_options,
     refuse_small_quota,
@@ -107,7 +105,7 @@ def urls_of(scheme: str) -> Iterator[str]:
 
 def uses_of(url: str, number: int) -> Iterator[Callable[[], object]]:
     """Ways in which a URL that is refused comes to be shown."""
-    yield lambda: refuse_small_quota(url, 1 << 40)
+    yield lambda: refuse_small_quota(parse_store_url(url), 1 << 40)
     yield lambda: open_store(url)
     yield lambda: open_store([url, url])
     yield lambda: open_store([url, "memory://x"])
@@ -134,7 +132,7 @@ def open_and_use(url: str) -> None:
             store.put(make_key(), [b"value"])
     store.read(make_key(), ())
     logger.warning("%r %s", store, list(KVFerryCollector(counts).collect()))
-    late = open_tiers(url, counts, open_one, start_seconds=0.0)
+    late = open_store(url, observer=counts, start_seconds=0.0)
     logger.warning("%s %r %s", late.url, late, late.stat())
     late.close()
 

@@ -4,6 +4,7 @@ import doctest
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -12,14 +13,15 @@ import kvferry.store.kind
 import kvferry.store.url
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
+from kvferry.store import memory
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
+from kvferry.store.servers import objects
 from kvferry.store.url import (
     MODULES,
     open_one,
     open_store,
-    open_tiers,
     parse_store_url,
     read_options,
 )
@@ -170,17 +172,31 @@ def test_two_paths_of_one_directory_do_no_harm(tmp_path):
         assert read_value(store, make_key()) is None
 
 
-def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(caplog):
+@pytest.fixture
+def opens(monkeypatch):
+    """Has a function open the URLs of a kind of store."""
+
+    def make(opener, module=memory):
+        def opened(url, _options, opening):
+            return opener(str(url), opening.may_create)
+
+        monkeypatch.setattr(module, "KIND", replace(module.KIND, open=opened))
+
+    return make
+
+
+def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(opens, caplog):
     is_away = threading.Event()
     is_away.set()
 
-    def open_one(url, may_create=True):
+    def opener(url, may_create):
         assert may_create or url.endswith("far")
         if url.endswith("far") and is_away.is_set():
             raise StoreError("away")
         return MemoryStore(url)
 
-    with open_tiers(["memory://near", "memory://far"], Counters(), open_one) as store:
+    opens(opener)
+    with open_store(["memory://near", "memory://far"]) as store:
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert store.stat().num_records == 1
         is_away.clear()
@@ -188,14 +204,15 @@ def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(caplog):
     assert len(caplog.records) == 2
     is_away.set()
     with pytest.raises(StoreError, match="away"):
-        open_tiers("memory://far", Counters(), open_one)
+        open_store("memory://far")
 
 
-def test_one_bucket_name_at_two_servers_is_two_places():
+def test_one_bucket_name_at_two_servers_is_two_places(opens):
+    opens(lambda url, _: MemoryStore(url), objects)
     urls = ["s3://kv/x?endpoint=http://one", "s3://kv/x?endpoint=http://two"]
-    open_tiers(urls, Counters(), MemoryStore).close()
+    open_store(urls).close()
     with pytest.raises(ConfigError, match="two tiers are at one place"):
-        open_tiers([*urls, urls[0]], Counters(), MemoryStore)
+        open_store([*urls, urls[0]])
 
 
 @pytest.mark.parametrize("urls", [None, 5, {"a": 1}])
@@ -310,16 +327,17 @@ def test_variables_at_which_the_library_would_panic_are_refused(variable, value,
     assert value.strip() not in str(caught.value).replace("http://minio:9000", "")
 
 
-def test_tiers_open_side_by_side():
+def test_tiers_open_side_by_side(opens):
     """None would open if they did not wait at the same time."""
     together = threading.Barrier(3)
 
-    def open_one(url):
+    def opener(url, _):
         together.wait(60.0)
         return MemoryStore(url)
 
+    opens(opener)
     names = ["memory://a", "memory://b", "memory://c"]
-    with open_tiers(names, Counters(), open_one) as store:
+    with open_store(names) as store:
         assert all(f"{name}: up" in repr(store) for name in names)
 
 
@@ -344,17 +362,18 @@ def tiers_at_work():
     return {thread for thread in threading.enumerate() if thread.name == "kvferry-tier"}
 
 
-def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_closed():
+def test_of_tiers_that_cannot_be_opened_the_first_is_named_and_the_others_are_closed(opens):
     opened, before = [], tiers_at_work()  # those of another test may hang for a while
 
-    def open_one(url):
+    def opener(url, _):
         if url.endswith(("b", "c")):
             raise ConfigError(url)
         opened.append(MemoryStore(url))
         return opened[-1]
 
+    opens(opener)
     with pytest.raises(ConfigError, match="memory://b"):
-        open_tiers([f"memory://{name}" for name in "abcd"], Counters(), open_one)
+        open_store([f"memory://{name}" for name in "abcd"])
     wait_until(lambda: tiers_at_work() <= before, "one that opens now is closed, too")
     assert opened
     assert all("closed" in repr(store) for store in opened)

@@ -113,7 +113,7 @@ def import_(
         prompt = opened.prompt
         num_bytes = prompt.schema.record_bytes
         notes = [] if model is None else _compare(prompt, model)
-        refuse_small_quota(url, num_bytes)
+        refuse_small_quota(parsed, num_bytes)
         task = bar.add_task("checking", total=len(prompt.keys))
         count = opened.check(lambda done: bar.update(task, completed=done))
         _refuse_too_many(parsed, count * num_bytes)

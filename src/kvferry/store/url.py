@@ -7,8 +7,9 @@ import importlib
 import math
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import unquote
 
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
@@ -153,79 +154,33 @@ def read_options(url: StoreUrl) -> object:
     return build_config(kind_of(url.scheme).options, url.options, where=url.where, hides=True)
 
 
-def refuse_small_quota(urls: str | Sequence[str], record_bytes: int) -> None:
+def refuse_small_quota(url: StoreUrl, record_bytes: int) -> None:
     """Raises ConfigError for a quota below one record. Call it before the store is opened, which
     would evict everything to keep such a quota."""
-    for url in (urls,) if isinstance(urls, str) else urls:
-        max_bytes = getattr(read_options(parse_store_url(url)), "max_bytes", None)
-        if max_bytes is not None and max_bytes < record_bytes:
-            raise ConfigError(
-                f"max_bytes={format_size(max_bytes)} is smaller than one chunk of this model "
-                f"({record_bytes} bytes); raise it or lower chunk_tokens"
-            )
+    max_bytes = getattr(read_options(url), "max_bytes", None)
+    if max_bytes is not None and max_bytes < record_bytes:
+        raise ConfigError(
+            f"max_bytes={format_size(max_bytes)} is smaller than one chunk of this model "
+            f"({record_bytes} bytes); raise it or lower chunk_tokens"
+        )
 
 
-def open_tiers(
-    urls: str | Sequence[str],
-    observer: Observer,
-    open_one: Callable[..., Store],
-    check: ValueCheck | None = None,
-    *,
-    start_seconds: float | None = None,
-) -> Store:
-    """The store of one URL, or those of several as one, nearest first. A single store is a tier of
-    one; without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
-
-    Args:
-        open_one: opens the store of one URL; gets `may_create=False` once its medium has failed to
-            answer. Runs on a thread of the tier; for a single URL without `start_seconds`, on the
-            caller's.
-        check: of the values that are copied between tiers; see `TieredStore`. Refuses a quota below
-            one of them.
-        start_seconds: goes on without a store that takes longer to open, or whose medium does not
-            answer. None: waits for each, and raises for a single store whose medium does not
-            answer.
-
-    Raises:
-        ConfigError: no URL, two of one place, or what `open_one` raised; nothing stays open.
-        StoreError: see `start_seconds`.
-    """
+def _parse_tiers(urls: str | Sequence[str]) -> list[StoreUrl]:
+    """Take one URL or several apart. Raises ConfigError for none, or two of one place."""
     if not isinstance(urls, str | list | tuple):
         raise ConfigError(
             f"a store is a URL or a list of them, not a value of type {type(urls).__name__}"
         )
-    urls = (urls,) if isinstance(urls, str) else tuple(urls)
-    parsed = [parse_store_url(url) for url in urls]
-    places = [_place_of(each) for each in parsed]
-    if not places:
+    parsed = [parse_store_url(url) for url in ((urls,) if isinstance(urls, str) else urls)]
+    if not parsed:
         raise ConfigError(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
         )
+    places = [_place_of(each) for each in parsed]
     for url, place in zip(parsed, places, strict=True):
         if places.count(place) > 1 and not kind_of(url.scheme).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
-    if check is not None:
-        refuse_small_quota(urls, check.num_bytes)
-    is_local = len(urls) == 1 and not kind_of(parsed[0].scheme).hosts
-    if len(urls) == 1 and start_seconds is None:
-        store = open_one(urls[0])
-        return store if is_local else TieredStore([store], observer, check=check)
-
-    def unopened(text: str, url: StoreUrl) -> Unopened:
-        def opened(may_create: bool) -> Store:
-            return open_one(text) if may_create else open_one(text, may_create=False)
-
-        return Unopened(str(url), opened)
-
-    return TieredStore(
-        [unopened(text, url) for text, url in zip(urls, parsed, strict=True)],
-        observer,
-        check=check,
-        patience=replace(
-            _ALONE if is_local else Patience(),
-            start_seconds=math.inf if start_seconds is None else start_seconds,
-        ),
-    )
+    return parsed
 
 
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
@@ -248,7 +203,8 @@ def open_store(
     description: str | None = None,
     start_seconds: float | None = None,
 ) -> Store:
-    """Open the store that `url` names, or several stores as tiers.
+    """Open the store that `url` names, or several stores as tiers. A single store is a tier of one;
+    without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
 
     Args:
         url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix`,
@@ -262,17 +218,21 @@ def open_store(
         check: of values that are copied between tiers (see `TieredStore`), or are in the way of a
             `put` (see `RemoteStore`); a quota below one of these is refused.
         description: what the namespace is; each store keeps it once it is open.
-        start_seconds: see `open_tiers`.
+        start_seconds: goes on without a store that takes longer to open, or whose medium does not
+            answer. None: waits for each, and raises for a single store whose medium does not
+            answer.
 
     Raises:
-        ConfigError: a URL, option, quota or directory that cannot be used.
-        StoreError: the medium of the only store does not answer.
+        ConfigError: no URL, two of one place, or a URL, option, quota or directory that cannot be
+            used; nothing stays open.
+        StoreError: see `start_seconds`.
 
     Example:
         >>> with open_store("memory://example?max_bytes=1GiB") as store:
         ...     store.stat().max_bytes
         1073741824
     """
+    parsed = _parse_tiers(url)
     opening = Opening(
         observer=observer if observer is not None else Observer(),
         multi_process=multi_process,
@@ -280,14 +240,29 @@ def open_store(
         namespace=namespace,
         value_bytes=None if check is None else check.num_bytes,
     )
+    if check is not None:
+        for each in parsed:
+            refuse_small_quota(each, check.num_bytes)
 
-    def opened(url: str, *, may_create: bool = True) -> Store:
+    def opened(url: StoreUrl, may_create: bool = True) -> Store:
         store = open_one(url, replace(opening, may_create=may_create))
         if description is not None:
             store.describe(namespace, description)
         return store
 
-    return open_tiers(url, opening.observer, opened, check, start_seconds=start_seconds)
+    is_local = len(parsed) == 1 and not kind_of(parsed[0].scheme).hosts
+    if len(parsed) == 1 and start_seconds is None:
+        store = opened(parsed[0])
+        return store if is_local else TieredStore([store], opening.observer, check=check)
+    return TieredStore(
+        [Unopened(str(each), partial(opened, each)) for each in parsed],
+        opening.observer,
+        check=check,
+        patience=replace(
+            _ALONE if is_local else Patience(),
+            start_seconds=math.inf if start_seconds is None else start_seconds,
+        ),
+    )
 
 
 def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:

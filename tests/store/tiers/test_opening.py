@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
+from kvferry.store.servers import valkey
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
-from kvferry.store.url import open_tiers
+from kvferry.store.url import open_store
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key
 from kvferry.testing.stores.hooks import wait_until
@@ -202,14 +204,15 @@ def test_what_a_server_answers_counts(opened, is_late):
     assert "away" in repr(store)
 
 
-def test_credentials_are_shown_nowhere(caplog):
+def test_credentials_are_shown_nowhere(caplog, monkeypatch):
     go = threading.Event()
 
-    def open_one(url):
+    def fails(_url, _options, _opening):
         assert go.wait(60)
         raise ConfigError("no server")
 
-    store = open_tiers("valkey://me:secret@host/kv", None, open_one, start_seconds=0.01)
+    monkeypatch.setattr(valkey, "KIND", replace(valkey.KIND, open=fails))
+    store = open_store("valkey://me:secret@host/kv", start_seconds=0.01)
     go.set()
     wait_until(lambda: "cannot be opened" in caplog.text, "it is logged")
     assert "store valkey://host/kv did not open" in caplog.text
@@ -219,14 +222,16 @@ def test_credentials_are_shown_nowhere(caplog):
 
 _HANGS = r"""
 import os, threading
-from kvferry.observe import Counters
-from kvferry.store.url import open_tiers
+from dataclasses import replace
+from kvferry.store import memory
+from kvferry.store.url import open_store
 
-def open_one(url):
+def hangs(url, options, opening):
     os.write(1, b"opening\n")
     threading.Event().wait()
 
-open_tiers(["memory://a", "memory://b"], Counters(), open_one)
+memory.KIND = replace(memory.KIND, open=hangs)
+open_store(["memory://a", "memory://b"])
 """
 
 
