@@ -44,8 +44,14 @@ class MemoryOptions:
 
 
 class _Value(NamedTuple):
+    """Also a `Loan` of `kvferry.transfer.base`."""
+
     content: bytes
     last_used: float
+
+    @property
+    def buffers(self) -> tuple[memoryview]:
+        return (memoryview(self.content),)
 
 
 def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
@@ -55,12 +61,6 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
         part = value[offset : offset + len(buffer)]
         buffer[: len(part)] = part
     return len(value)
-
-
-class LentValue(NamedTuple):
-    """A value for a peer; see `kvferry.transfer.base.Loan`."""
-
-    buffers: tuple[memoryview]
 
 
 class MemoryStore(Store):
@@ -105,12 +105,11 @@ class MemoryStore(Store):
         value = self._values.get(key)
         return None if value is None else copy_ranges(value.content, ranges)
 
-    def lend(self, key: ChunkKey, seconds: float) -> LentValue | None:
+    def lend(self, key: ChunkKey, seconds: float) -> _Value | None:
         """As `kvferry.transfer.base.Lender`, so that a `PeerServer` serves what is here."""
-        value = self._values.get(key)
-        return None if value is None else LentValue((memoryview(value.content),))
+        return self._values.get(key)
 
-    def release(self, loan: LentValue) -> None:
+    def release(self, loan: _Value) -> None:
         """A value never changes, and stays while someone reads it."""
 
     def put(

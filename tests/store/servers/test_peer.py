@@ -15,7 +15,7 @@ from kvferry.observe import Counters, Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
-from kvferry.store.memory import LentValue, MemoryStore
+from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.store.servers.peer import MAX_WRONG, PeerStore
 from kvferry.store.tiers.health import Patience
@@ -30,7 +30,7 @@ from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup
 from tests.servers.peer import running_peer
 from tests.servers.process import free_ports
-from tests.transfer.lending import Relay
+from tests.transfer.lending import DictLoan, Relay
 
 SPACE = bytes(32)
 
@@ -267,7 +267,7 @@ class Lying(CorruptingStore):
         loan = self.inner.lend(key, seconds)
         if loan is None or (self._keys is not None and key not in self._keys):
             return loan
-        return loan._replace(buffers=(memoryview(self._damage(bytes(loan.buffers[0]))),))
+        return loan._replace(content=self._damage(loan.content))
 
     def release(self, loan):
         self.inner.release(loan)
@@ -315,7 +315,7 @@ class OneSlot:
         self.slot, self.is_here = bytearray(content), True
 
     def lend(self, key, seconds):
-        return LentValue((memoryview(self.slot),)) if self.is_here else None
+        return DictLoan((memoryview(self.slot),)) if self.is_here else None
 
     def release(self, loan):
         pass
