@@ -15,6 +15,13 @@ KEY, OTHER = SharedKey(b"k" * 32), SharedKey(b"o" * 32)
 NOW = 1_800_000_000.0
 
 
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Where the key of the user is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvferry"
+
+
 def is_same(one, other):
     return one.proof("client", b"x") == other.proof("client", b"x")
 
@@ -51,13 +58,13 @@ def test_every_byte_of_a_random_key_counts_but_not_the_newline_of_a_text(tmp_pat
         assert is_same(read(key), SharedKey(key))
 
 
-def test_one_of_racing_processes_makes_the_key_of_the_user(tmp_path):
+def test_one_of_racing_processes_makes_the_key_of_the_user(home):
     keys = []
     barrier = threading.Barrier(8)
 
     def make():
         barrier.wait()
-        keys.append(user_key(tmp_path / "kvferry"))
+        keys.append(user_key())
 
     threads = [threading.Thread(target=make) for _ in range(8)]
     for thread in threads:
@@ -66,15 +73,10 @@ def test_one_of_racing_processes_makes_the_key_of_the_user(tmp_path):
         thread.join()
     assert len(keys) == 8
     assert all(is_same(key, keys[0]) for key in keys)
-    assert os.listdir(tmp_path / "kvferry") == ["peer.key"]
-    status = os.stat(tmp_path / "kvferry" / "peer.key")
+    assert os.listdir(home) == ["peer.key"]
+    status = os.stat(home / "peer.key")
     assert status.st_mode & 0o777 == 0o600
     assert status.st_size == 32
-
-
-def test_the_key_of_the_user_is_in_the_cache_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert is_same(user_key(), user_key(tmp_path / "kvferry"))
 
 
 def test_without_a_home_the_key_is_in_no_directory_of_that_name(tmp_path, monkeypatch):
@@ -91,40 +93,41 @@ def test_without_a_home_the_key_is_in_no_directory_of_that_name(tmp_path, monkey
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_key_that_others_can_read_is_refused(tmp_path, mode):
-    user_key(tmp_path)
-    (tmp_path / "peer.key").chmod(mode)
+def test_a_key_that_others_can_read_is_refused(home, mode):
+    user_key()
+    (home / "peer.key").chmod(mode)
     with pytest.raises(ConfigError, match="this user alone"):
-        user_key(tmp_path)
+        user_key()
 
 
-def test_a_link_or_a_pipe_in_place_of_the_key_is_refused(tmp_path):
-    user_key(tmp_path)
-    (tmp_path / "peer.key").rename(tmp_path / "real.key")
-    (tmp_path / "peer.key").symlink_to(tmp_path / "real.key")
+def test_a_link_or_a_pipe_in_place_of_the_key_is_refused(home):
+    user_key()
+    (home / "peer.key").rename(home / "real.key")
+    (home / "peer.key").symlink_to(home / "real.key")
     with pytest.raises(ConfigError, match=r"peer\.key"):
-        user_key(tmp_path)
-    (tmp_path / "peer.key").unlink()
-    os.mkfifo(tmp_path / "peer.key", 0o600)
+        user_key()
+    (home / "peer.key").unlink()
+    os.mkfifo(home / "peer.key", 0o600)
     with pytest.raises(ConfigError, match="this user alone"):
-        user_key(tmp_path)
+        user_key()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_a_key_of_another_user_is_refused(tmp_path):
-    user_key(tmp_path)
-    os.chown(tmp_path / "peer.key", 12345, 12345)
+def test_a_key_of_another_user_is_refused(home):
+    user_key()
+    os.chown(home / "peer.key", 12345, 12345)
     with pytest.raises(ConfigError, match="this user alone"):
-        user_key(tmp_path)
+        user_key()
     with pytest.raises(ConfigError, match="belongs to user 12345"):
-        read_key(tmp_path / "peer.key")
+        read_key(home / "peer.key")
 
 
-def test_a_directory_that_others_can_change_holds_no_key(tmp_path):
-    tmp_path.chmod(0o777)
+def test_a_directory_that_others_can_change_holds_no_key(home):
+    home.mkdir()
+    home.chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others"):
-        user_key(tmp_path)
-    assert os.listdir(tmp_path) == []
+        user_key()
+    assert os.listdir(home) == []
 
 
 def test_a_key_that_an_operator_names(tmp_path):

@@ -71,18 +71,14 @@ def read_key(path: str | Path) -> SharedKey:
     return SharedKey(content.strip() if content.isascii() else content)
 
 
-def user_key(directory: Path | None = None) -> SharedKey:
-    """The key of this user's processes on this machine, made by the first of them.
-
-    Args:
-        directory: where the file is; by default `kvferry` in `user_cache`.
+def user_key() -> SharedKey:
+    """The key of this user's processes on this machine, made in `user_cache` by the first of them.
 
     Raises:
         ConfigError: the file cannot be made or read, is not this user's alone, or is in a directory
             that others can change.
     """
-    if directory is None:
-        directory = user_cache() / "kvferry"
+    directory = user_cache() / "kvferry"
     path = directory / "peer.key"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
