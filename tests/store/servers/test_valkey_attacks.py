@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import StoreError
+from kvferry.store.servers import valkey
 from kvferry.store.servers.resp import Connection, command
-from kvferry.store.servers.valkey import ListLimit, Login, ValkeyClient
+from kvferry.store.servers.valkey import Login, ValkeyClient
 from kvferry.store.servers.valkey_nodes import ValkeyNode
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores import make_key, read_value
@@ -254,12 +255,16 @@ def test_a_list_without_an_end_ends_at_its_deadline():
         client.close()
 
 
-def test_a_list_ends_after_so_many_pages_and_names():
-    for limit in (ListLimit(max_pages=5), ListLimit(max_names=50)):
-        for number in range(5):
-            limit.count(0, b"%d" % number, 10)
+def test_a_list_ends_after_so_many_pages(monkeypatch):
+    monkeypatch.setattr(valkey, "_MAX_PAGES", 5)
+    with hostile_valkey() as server:
+        cursors = itertools.count(1)
+        server.next_cursor = lambda _cursor: str(next(cursors)).encode()
+        client = ValkeyClient([(LOCALHOST, server.port)])
         with pytest.raises(StoreError, match="does not end"):
-            limit.count(0, b"9", 10)
+            list(client.scan("kv/", soon()))
+        assert next(cursors) == 6
+        client.close()
 
 
 @pytest.mark.parametrize("names", [[b"kv/%0130d" % n for n in range(20_000)], [b"kv/" * 400_000]])

@@ -23,7 +23,7 @@ from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 from kvferry.store.servers.resp import Command, ErrorReply, command
 from kvferry.store.servers.valkey_nodes import Login, ValkeyCluster, ValkeyNode, make_tls
 
-__all__ = ["DEFAULT_PORT", "ListLimit", "Login", "ValkeyClient", "make_tls"]
+__all__ = ["DEFAULT_PORT", "Login", "ValkeyClient", "make_tls"]
 
 DEFAULT_PORT = 6379
 _CALL_SECONDS = 30.0
@@ -32,6 +32,8 @@ _LIST_SECONDS = 600.0
 """Limit of a list without a deadline."""
 _PAGE_NAMES = 500
 """Asked for at once. A server may send more while it resizes its table."""
+_MAX_PAGES = 1 << 18
+"""Of a node, names of others included."""
 _PAGE_ROOM = 1 << 20
 """Bytes that a page may take: names of ten times as many records."""
 _OTHER_TYPE_BYTES = 1
@@ -67,24 +69,6 @@ class ValkeyOptions:
             cert_file=self.cert_file,
             key_file=self.key_file,
         )
-
-
-class ListLimit:
-    """Ends a list that does not end by itself: after so many pages of 500 names, those of others
-    included, and names that begin as it was asked."""
-
-    def __init__(self, max_pages: int = 1 << 18, max_names: int = 1 << 22) -> None:
-        self._pages_left = max_pages
-        self._names_left = max_names
-        self._seen: set[tuple[int, bytes]] = set()
-
-    def count(self, node: int, cursor: bytes, num_names: int) -> None:
-        """A page came, of so many names, and where the next one begins. Raises StoreError."""
-        self._pages_left -= 1
-        self._names_left -= num_names
-        if min(self._pages_left, self._names_left) < 0 or (node, cursor) in self._seen:
-            raise StoreError("valkey: the server's list of names does not end")
-        self._seen.add((node, cursor))
 
 
 class ValkeyClient(RemoteClient):
@@ -175,27 +159,30 @@ class ValkeyClient(RemoteClient):
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
         """As in the base class. A value may come twice while the server resizes its table. The last
-        use is unknown where the server evicts by frequency (LFU). Fails where the list does not
-        end."""
+        use is unknown where the server evicts by frequency (LFU)."""
+        until = min(deadline, time.monotonic() + _LIST_SECONDS)
+        for node in self._open().nodes(_call_ends(until)):
+            for names in self._pages(node, prefix, until):
+                yield from _describe(node, names, prefix, _call_ends(until))
+
+    def _pages(self, node: ValkeyNode, prefix: str, until: float) -> Iterator[list[object]]:
+        """The names that a server lists. Fails where the list does not end by itself."""
         # Characters of the pattern language stand for themselves.
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", prefix) + "*"
-        until = min(deadline, time.monotonic() + _LIST_SECONDS)
-        limit = ListLimit()
-        for number, node in enumerate(self._open().nodes(_call_ends(until))):
-            cursor = b"0"
-            while True:
-                ends = _call_ends(until)
-                self._open()
-                words = "SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES
-                (reply,) = node.ask([command(*words, room=_PAGE_ROOM)], ends)
-                match reply:
-                    case [bytes(cursor), list(keys)] if cursor.isdigit() and len(cursor) <= 20:
-                        limit.count(number, cursor, len(keys))
-                        yield from _describe(node, keys, prefix, ends)
-                    case _:
-                        self._refuse(reply, "scan", prefix)
-                if cursor == b"0":
-                    break
+        cursor, seen = b"0", set[bytes]()
+        while cursor not in seen and len(seen) < _MAX_PAGES:
+            seen.add(cursor)
+            self._open()
+            words = "SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES
+            (reply,) = node.ask([command(*words, room=_PAGE_ROOM)], _call_ends(until))
+            match reply:
+                case [bytes(cursor), list(names)] if cursor.isdigit() and len(cursor) <= 20:
+                    yield names
+                case _:
+                    self._refuse(reply, "scan", prefix)
+            if cursor == b"0":
+                return
+        raise StoreError("valkey: the server's list of names does not end")
 
     def close(self) -> None:
         self._closed = True

@@ -62,22 +62,13 @@ class Login(NamedTuple):
 class ValkeyNode:
     """A server, and the connections to it that no call is using. Thread-safe, and on both sides of
     a fork: a list hands each connection to one thread, and a connection knows its process. A
-    connect takes at most `connect_seconds` of its call's time."""
+    connect takes at most `CONNECT_SECONDS` of its call's time."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        login: Login,
-        tls: ssl.SSLContext | None,
-        *,
-        connect_seconds: float = CONNECT_SECONDS,
-    ) -> None:
+    def __init__(self, host: str, port: int, login: Login, tls: ssl.SSLContext | None) -> None:
         self.host = host
         self.port = port
         self._login = login
         self._tls = tls
-        self._connect_seconds = connect_seconds
         self._idle: list[Connection] = []
         self._closed = False
 
@@ -122,7 +113,7 @@ class ValkeyNode:
             connection.close()
 
     def _connect(self, deadline: float) -> Connection:
-        limit = min(deadline, time.monotonic() + self._connect_seconds)
+        limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
         fault = OSError("it has no address")
         for address in addresses_of(self.host, seconds_left(limit)):
             try:
