@@ -27,7 +27,7 @@ from kvferry.store.servers.server_keys import ServerStore
 from kvferry.store.tiers.tier import Tier
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.transfer.base import KeyState
-from kvferry.transfer.client import CALL_SECONDS, PeerClient
+from kvferry.transfer.client import PeerClient
 from kvferry.transfer.tls import PeerFiles
 from kvferry.types import ChunkKey
 
@@ -76,7 +76,6 @@ class PeerStore(ServerStore):
     ) -> int | None:
         if self._closed:
             return None
-        deadline = min(deadline, self._clock() + CALL_SECONDS)
         with self._keys.call() as learn:
             try:
                 self._check_trust(deadline)
