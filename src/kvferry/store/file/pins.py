@@ -62,7 +62,9 @@ class Pins:
         pinned for longer stay so, and are not counted. Raises ConfigError before more than
         `max_bytes` are pinned."""
         ends = until <= self._wall()
-        wanted, num_pinned, pinned_bytes = iter(keys), 0, self.num_bytes()
+        wanted, num_pinned = iter(keys), 0
+        with self._transaction(writes=False) as db:
+            (pinned_bytes,) = checked(db.execute(f"{_SUM} pinned_until > 0").fetchone(), "n")
         while batch := list(islice(wanted, _BATCH)):
             here = f"key IN ({', '.join('?' * len(batch))})"
             with self._transaction(writes=True) as db:
@@ -80,12 +82,6 @@ class Pins:
                 num_pinned += changed.rowcount
                 pinned_bytes += added
         return num_pinned
-
-    def num_bytes(self) -> int:
-        """Of all that is pinned."""
-        with self._transaction(writes=False) as db:
-            (found,) = checked(db.execute(f"{_SUM} pinned_until > 0").fetchone(), "n")
-        return int(found)
 
     def end_due(self) -> None:
         """End the pins whose time has come."""
