@@ -67,6 +67,11 @@ class ErrorReply(NamedTuple):
         return printable(re.sub(r"\bUser \S+ has", "the user has", self.text))[:200]
 
 
+def code_of(reply: object) -> str:
+    """The code of an error that a server answered; empty for any other reply."""
+    return reply.code if isinstance(reply, ErrorReply) else ""
+
+
 class Connection:
     """A connection that one call at a time uses, each wait of which ends at the call's deadline.
     Closes `stream`."""

@@ -20,7 +20,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
-from kvferry.store.servers.resp import Command, ErrorReply, command
+from kvferry.store.servers.resp import Command, ErrorReply, code_of, command
 from kvferry.store.servers.valkey_nodes import Login, ValkeyCluster, ValkeyNode, make_tls
 
 __all__ = ["DEFAULT_PORT", "Login", "ValkeyClient", "make_tls"]
@@ -125,7 +125,7 @@ class ValkeyClient(RemoteClient):
         # These come last: a value that went while its ranges were read has no size.
         commands += [command("STRLEN", name), command("EXISTS", name)]
         *pieces, last, exists = self._ask(commands, deadline)
-        if _is_of_other_type(last):
+        if code_of(last) == "WRONGTYPE":
             return _OTHER_TYPE_BYTES
         size = self._number(last, "read", name)
         for (offset, view), piece in zip(wanted, pieces, strict=True):
@@ -140,7 +140,7 @@ class ValkeyClient(RemoteClient):
     ) -> PutResult:
         condition = () if replaces else ("NX",)
         (reply,) = self._ask([command("SET", name, buffers, *condition)], deadline)
-        if isinstance(reply, ErrorReply) and reply.code == "OOM":
+        if code_of(reply) == "OOM":
             return PutResult.NO_SPACE
         if reply is not None and reply != b"OK":
             self._refuse(reply, "put", name)
@@ -201,7 +201,8 @@ class ValkeyClient(RemoteClient):
         if not commands:
             return []
         replies = server.ask(commands, _call_ends(deadline))
-        if isinstance(server, ValkeyNode) and any(map(_is_elsewhere, replies)):
+        is_elsewhere = any(code_of(reply) in ("MOVED", "ASK") for reply in replies)
+        if isinstance(server, ValkeyNode) and is_elsewhere:
             what = "it is a node of a cluster; add ?cluster=true"
             raise StoreError(f"valkey server {server}: {what}")
         return replies
@@ -239,18 +240,10 @@ def _describe(
     idles, sizes = replies[: len(names)], replies[len(names) :]
     now, found = time.time(), []
     for name, reply, idle in zip(names, sizes, idles, strict=True):
-        size = _OTHER_TYPE_BYTES if _is_of_other_type(reply) else reply
+        size = _OTHER_TYPE_BYTES if code_of(reply) == "WRONGTYPE" else reply
         if isinstance(size, int) and size > 0:  # else it went, or is none of ours
             found.append((name, size, now - idle if isinstance(idle, int) else 0.0))
     return found
-
-
-def _is_of_other_type(reply: object) -> bool:
-    return isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
-
-
-def _is_elsewhere(reply: object) -> bool:
-    return isinstance(reply, ErrorReply) and reply.code in ("MOVED", "ASK")
 
 
 def _open_url(url: StoreUrl, options: ValkeyOptions, opening: Opening) -> RemoteStore:

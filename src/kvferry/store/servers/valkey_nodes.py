@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.network import addresses_of, join_host, reason_of, seconds_left
-from kvferry.store.servers.resp import Command, Connection, ErrorReply, command
+from kvferry.store.servers.resp import Command, Connection, ErrorReply, code_of, command
 
 CONNECT_SECONDS = 2.0
 _NUM_SLOTS = 16384
@@ -154,7 +154,7 @@ class ValkeyNode:
 def _say(connection: Connection, asked: Command, deadline: float, *, is_login: bool) -> None:
     """Raises StoreError if the server refuses."""
     (reply,) = connection.ask([asked], deadline)
-    code = reply.code if isinstance(reply, ErrorReply) else ""
+    code = code_of(reply)
     if reply == b"OK" or (asked.words[0] == "CLIENT" and code == "NOPERM"):
         return  # a user of these keys alone cannot give names
     if not code:
