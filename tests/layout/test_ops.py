@@ -214,6 +214,19 @@ def test_the_tensor_over_all_layers_that_hosts_allocate(stride_order, axes):
     assert np.array_equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("layout", ["NHD", "2BNHD"])
+def test_layers_may_lie_backwards_in_memory(layout, executor):
+    cache = Cache(layout, num_layers=3)
+    cache.fill()
+    wanted = expected_rows(cache, [4, 2], 0, 8)[::-1]
+    cache.tensors.reverse()
+    rows = np.zeros(wanted.shape, np.int32)
+    paged = paged_of(cache, executor)
+    paged.gather(rows_like(rows, executor), 0, paged.runs([4, 2], 0, 8), 0)
+    assert np.array_equal(rows, wanted)
+
+
 def test_a_buffer_becomes_rows_without_a_copy():
     cache = Cache("BHNC", dtype="bfloat16")
     cache.fill()

@@ -35,7 +35,7 @@ class TorchCopies:
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._device = next(iter(storages.values())).device
-        self._views = [(part, _typed(part, storages[part.storage])) for part in parts]
+        self._views = [(each, view_of(each, storages)) for each in parts]
 
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
@@ -63,15 +63,13 @@ class TorchCopies:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The slots of all blocks, and the run's tokens, as `[layers, blocks, heads, slots, size]`
         each, by segment."""
-        num_layers = rows.shape[0]
         tokens = rows[:, :, run.start - first_token : run.stop - first_token]
         tokens = torch.unflatten(tokens, 2, (len(run.blocks), run.num_slots)).movedim(2, 1)
         for segment, view in self._views:
-            low = max(segment.first_layer, layer)
-            high = min(segment.first_layer + segment.num_layers, layer + num_layers)
+            low, high = segment.layers_among(layer, rows.shape[0])
             if low >= high:
                 continue
-            start = segment.low // segment.item
+            start = segment.part.start
             kv = view[low - segment.first_layer : high - segment.first_layer]
             yield (
                 kv[:, :, :, run.first_slot : run.first_slot + run.num_slots],
@@ -79,16 +77,11 @@ class TorchCopies:
             )
 
 
-def _typed(part: Segment, storage: torch.Tensor) -> torch.Tensor:
+def view_of(segment: Segment, storages: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """`[layers, blocks, heads, slots, size]` of integers of the element's size."""
-    whole = torch.empty(0, dtype=INT_OF[part.item], device=storage.device)
-    shape = (
-        part.num_layers,
-        part.num_blocks,
-        part.num_heads,
-        part.block_size,
-        part.size // part.item,
-    )
-    strides = tuple(stride // part.item for stride in part.strides)
-    whole.set_(storage.untyped_storage(), part.offset // part.item, shape, strides)
+    part, storage = segment.part, storages[segment.part.storage]
+    shape = (segment.num_layers, *part.shape)
+    strides = (segment.layer_stride, *part.strides)
+    whole = torch.empty(0, dtype=INT_OF[segment.item], device=storage.device)
+    whole.set_(storage.untyped_storage(), part.offset, shape, strides)
     return whole

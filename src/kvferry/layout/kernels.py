@@ -169,17 +169,19 @@ class TritonCopies:
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._storages = dict(storages)  # kept alive: kernels have their addresses
         self._device = next(iter(storages.values())).device
-        first = parts[0]
-        _, self._block, self._head, self._token, _ = (stride // WORD for stride in first.strides)
-        self._part_words = first.size // WORD
-        lows = sorted({part.low for part in parts})
-        self._num_parts = len(lows)
-        num_layers = max(part.first_layer + part.num_layers for part in parts)
+        first, item = parts[0].part, parts[0].item
+        block, head, token, _ = first.strides
+        self._block, self._head, self._token, self._part_words = (
+            elements * item // WORD for elements in (block, head, token, first.shape[3])
+        )
+        starts = sorted({each.part.start for each in parts})
+        self._num_parts = len(starts)
+        num_layers = max(each.first_layer + each.num_layers for each in parts)
         bases = np.zeros((num_layers, self._num_parts), np.int64)
-        for part in parts:
-            for index in range(part.num_layers):
-                address = part.storage + part.offset + index * part.strides[0]
-                bases[part.first_layer + index, lows.index(part.low)] = address
+        for part, first_layer, count, stride, _ in parts:
+            for index in range(count):
+                address = part.storage + (part.offset + index * stride) * item
+                bases[first_layer + index, starts.index(part.start)] = address
         self._bases = torch.from_numpy(bases).to(self._device)
         constants = torch.from_numpy(hash_constants().view(np.int64))
         self._constants = constants.to(self._device)
@@ -187,14 +189,14 @@ class TritonCopies:
     @staticmethod
     def serves(parts: Sequence[Segment]) -> bool:
         """Whether all layers and parts have one shape, and lie in whole words."""
-        shapes = {(part.strides[1:4], part.size) for part in parts}
-        if len(shapes) != 1 or any(part.strides[4] != part.item for part in parts):
+        shapes = {(*each.part.strides, each.part.shape[3], each.item) for each in parts}
+        if len(shapes) != 1:
             return False
-        (block, head, token), size = shapes.pop()
-        numbers = [block, head, token, size]
-        for part in parts:
-            numbers += [part.storage + part.offset, part.strides[0], part.low]
-        return all(number % WORD == 0 for number in numbers)
+        block, head, token, step, size, item = shapes.pop()
+        numbers = [block * item, head * item, token * item, size * item]
+        for part, _, _, stride, _ in parts:
+            numbers += [part.storage + part.offset * item, stride * item, part.start * item]
+        return step == 1 and all(number % WORD == 0 for number in numbers)
 
     def scatter(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int

@@ -15,20 +15,14 @@ import numpy as np
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout.device import INT_OF, TorchCopies
-from kvferry.layout.plan import (
-    BlockRun,
-    Move,
-    Segment,
-    block_runs,
-    check_block_ids,
-    move_of,
-    segments,
-)
+from kvferry.layout.device import INT_OF, TorchCopies, view_of
+from kvferry.layout.plan import BlockRun, Segment, block_runs, check_block_ids, segments
 from kvferry.layout.spec import Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
 Array = np.ndarray[Any, Any]
+
+_MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
 
 
 class Copies(Protocol):
@@ -107,11 +101,10 @@ class PagedKV:
         """View `buffer` as record rows `[layers, heads, tokens, content]`, in the form that this
         cache copies. It is writable, in C order and exactly as long as `shape` says; or a tensor of
         integers that has the shape already."""
-        if isinstance(buffer, torch.Tensor):
-            return buffer.numpy() if self._is_numpy else buffer
-        if self._is_numpy:
-            return np.frombuffer(buffer, dtype=f"i{self.item_bytes}").reshape(shape)
-        return torch.frombuffer(buffer, dtype=INT_OF[self.item_bytes]).view(shape)
+        rows = buffer
+        if not isinstance(rows, torch.Tensor):
+            rows = torch.frombuffer(rows, dtype=INT_OF[self.item_bytes]).view(shape)
+        return rows.numpy() if self._is_numpy else rows
 
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.
@@ -180,26 +173,28 @@ def _strided(tensor: torch.Tensor) -> Strided:
 
 
 class _Spans(NamedTuple):
-    """A move as numpy runs it."""
+    """What a segment and rows have in common, as numpy copies it: in spans."""
 
-    move: Move
     blocks: Array
-    """`[num_blocks, *move.shape]` of spans in the cache."""
+    """`[num_blocks, layers, heads, slots, elements]`, without the last of these axes as far as they
+    are contiguous on both sides: such a span is one element of numpy's."""
+    row_offset: int
+    row_strides: tuple[int, ...]
+    """Of the same axes, in bytes."""
 
     def of_rows(self, rows: Array, start: int, num_blocks: int) -> Array:
-        """`[num_blocks, *move.shape]` of spans in rows, from token `start` of these on."""
-        offset = self.move.row_offset + start * self.move.row_token
-        shape = (num_blocks, *self.move.shape)
-        return np.ndarray(shape, self.blocks.dtype, rows, offset, self.move.row_strides)
+        """The same of rows, from token `start` of these on."""
+        offset = self.row_offset + start * rows.strides[2]
+        shape = (num_blocks, *self.blocks.shape[1:])
+        return np.ndarray(shape, self.blocks.dtype, rows, offset, self.row_strides)
 
 
 class NumpyCopies:
-    """Copies in the host's memory, by numpy, which releases the GIL and starts no threads: a plan's
-    moves become arrays whose element is a whole contiguous span. Thread-safe."""
+    """Copies in the host's memory, by numpy, which releases the GIL and starts no threads.
+    Thread-safe. Made as `MakeCopies` says."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
-        self._segments = parts
-        self._storages = {address: tensor.numpy() for address, tensor in storages.items()}
+        self._views = [(each, view_of(each, storages).numpy()) for each in parts]
         # As many keys as a geometry has: pieces of a record, times slots of partial blocks.
         self._spans = lru_cache(maxsize=4096)(self._compute_spans)
 
@@ -225,19 +220,27 @@ class NumpyCopies:
         self, layer: int, shape: tuple[int, int, int, int], first_slot: int, num_slots: int
     ) -> tuple[_Spans, ...]:
         found = []
-        for segment in self._segments:
-            move = move_of(segment, layer, shape, first_slot, num_slots)
-            if move is not None:
-                memory, kind = self._storages[move.storage], _span_type(move.span)
-                size = (segment.num_blocks, *move.shape)
-                blocks = np.ndarray(size, kind, memory, move.kv_offset, move.kv_strides)
-                found.append(_Spans(move, blocks))
+        for segment, view in self._views:
+            low, high = segment.layers_among(layer, shape[0])
+            if low >= high:
+                continue
+            token = shape[3] * segment.item
+            head = shape[2] * token
+            per_layer = shape[1] * head
+            offset = (low - layer) * per_layer + segment.part.start * segment.item
+            strides: tuple[int, ...] = (num_slots * token, per_layer, head, token, segment.item)
+            layers = slice(low - segment.first_layer, high - segment.first_layer)
+            blocks = view[layers, :, :, first_slot : first_slot + num_slots].swapaxes(0, 1)
+            span = segment.item
+            while len(strides) > 1 and (
+                blocks.shape[-1] == 1 or blocks.strides[-1] == strides[-1] == span
+            ):
+                span *= blocks.shape[-1]
+                if span > _MAX_SPAN:
+                    break
+                blocks, strides = blocks.view((np.void, span))[..., 0], strides[:-1]
+            found.append(_Spans(blocks, offset, strides))
         return tuple(found)
-
-
-def _span_type(num_bytes: int) -> np.dtype[Any]:
-    # Single elements, as of transposed keys: numpy copies integers faster than spans of their size.
-    return np.dtype(f"u{num_bytes}" if num_bytes in (1, 2, 4, 8) else (np.void, num_bytes))
 
 
 def _index(blocks: range | tuple[int, ...]) -> slice | Array:

@@ -2,10 +2,8 @@
 
     tokens of a request ── block_runs ──▶ runs of blocks
     parts of all layers ── segments ────▶ layers evenly spaced in memory
-    a segment and record rows ─ move_of ─▶ for any block: spans of bytes, contiguous on both sides
 
-Record rows are `[layers, heads, tokens, content]` in C order. A move is computed once for all
-blocks of a geometry; what differs between blocks is one offset on either side.
+Record rows are `[layers, heads, tokens, content]` in C order.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from typing import NamedTuple
 
 from kvferry.errors import LayoutError
 from kvferry.layout.spec import ContentPart
-
-_MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twice that
 
 
 class BlockRun(NamedTuple):
@@ -32,44 +28,20 @@ class BlockRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One content part of layers that are evenly spaced in one memory. In bytes, but for counts."""
+    """One content part of layers that are evenly spaced in one memory."""
 
-    storage: int
+    part: ContentPart
+    """Of the first of these layers."""
     first_layer: int
     num_layers: int
-    low: int
-    """Where the part begins in the content of a row."""
-    size: int
-    """Of the part."""
+    layer_stride: int
+    """In elements; 0 if it is one layer."""
     item: int
-    """Of an element."""
-    offset: int
-    """Of block 0, head 0, token 0 of the first layer."""
-    num_blocks: int
-    num_heads: int
-    block_size: int
-    """In tokens."""
-    strides: tuple[int, ...]
-    """Of layer, block, head, token, content element."""
+    """Bytes of an element."""
 
-
-class Move(NamedTuple):
-    """What of any one block goes where: a box of spans, as numpy describes one. All in bytes."""
-
-    storage: int
-    span: int
-    """Contiguous on both sides."""
-    shape: tuple[int, ...]
-    """Number of spans by axis, outermost in the block's memory first."""
-    kv_offset: int
-    """In the storage, for block 0."""
-    kv_strides: tuple[int, ...]
-    """Of the block axis, then of `shape`."""
-    row_offset: int
-    row_strides: tuple[int, ...]
-    """Of blocks that follow each other, then of `shape`."""
-    row_token: int
-    """Distance of one token to the next in the rows."""
+    def layers_among(self, first: int, count: int) -> tuple[int, int]:
+        """Those of this segment among `count` layers from `first` on, as a range."""
+        return max(self.first_layer, first), min(self.first_layer + self.num_layers, first + count)
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str = "") -> None:
@@ -106,92 +78,20 @@ def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int)
 
 
 def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segment, ...]:
-    """Join the parts of successive layers where these are evenly spaced in one memory. An element
-    has `item` bytes."""
+    """Join the parts of successive layers where these are evenly spaced in one memory, forwards as
+    tensors can be. An element has `item` bytes."""
     found: list[Segment] = []
     for parts in zip(*layers, strict=True):
         at = 0
         while at < len(parts):
             first, count = parts[at], 1
             step = parts[at + 1].offset - first.offset if at + 1 < len(parts) else 0
-            while at + count < len(parts) and parts[at + count] == first._replace(
-                offset=first.offset + count * step
+            while (
+                step >= 0
+                and at + count < len(parts)
+                and parts[at + count] == first._replace(offset=first.offset + count * step)
             ):
                 count += 1
-            found.append(
-                Segment(
-                    storage=first.storage,
-                    first_layer=at,
-                    num_layers=count,
-                    low=first.start * item,
-                    size=first.shape[3] * item,
-                    item=item,
-                    offset=first.offset * item,
-                    num_blocks=first.shape[0],
-                    num_heads=first.shape[1],
-                    block_size=first.shape[2],
-                    strides=(
-                        step * item if count > 1 else 0,
-                        *(stride * item for stride in first.strides),
-                    ),
-                )
-            )
+            found.append(Segment(first, at, count, step if count > 1 else 0, item))
             at += count
     return tuple(found)
-
-
-def move_of(
-    segment: Segment,
-    layer: int,
-    shape: tuple[int, int, int, int],
-    first_slot: int,
-    num_slots: int,
-) -> Move | None:
-    """What a segment of the cache and rows of a `shape` (in elements) from `layer` of the rank's
-    shard on have in common, in these slots of a block; None if that is nothing."""
-    low = max(segment.first_layer, layer)
-    high = min(segment.first_layer + segment.num_layers, layer + shape[0])
-    if low >= high:
-        return None
-    kv_layer, kv_block, kv_head, kv_token, kv_item = segment.strides
-    row_token = shape[3] * segment.item
-    row_head = shape[2] * row_token
-    row_layer = shape[1] * row_head
-    span, axes = _coalesced(
-        [
-            (high - low, kv_layer, row_layer),
-            (shape[1], kv_head, row_head),
-            (num_slots, kv_token, row_token),
-            (segment.size // segment.item, kv_item, segment.item),
-        ],
-        segment.item,
-    )
-    kv_start = segment.offset + (low - segment.first_layer) * kv_layer
-    return Move(
-        storage=segment.storage,
-        span=span,
-        shape=tuple(size for size, _, _ in axes),
-        kv_offset=kv_start + first_slot * kv_token,
-        kv_strides=(kv_block, *(kv for _, kv, _ in axes)),
-        row_offset=(low - layer) * row_layer + segment.low,
-        row_strides=(num_slots * row_token, *(row for _, _, row in axes)),
-        row_token=row_token,
-    )
-
-
-def _coalesced(
-    axes: list[tuple[int, int, int]], item: int
-) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Join axes (size, stride in the block, stride in the row) that are contiguous on both sides:
-    the contiguous span in bytes, and the axes that remain, outermost first."""
-    left = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
-    span = item
-    while left and left[-1][1] == left[-1][2] == span and left[-1][0] * span <= _MAX_SPAN:
-        span *= left.pop()[0]
-    joined: list[tuple[int, int, int]] = []
-    for size, kv, row in left:
-        if joined and joined[-1][1:] == (size * kv, size * row):
-            joined[-1] = (joined[-1][0] * size, kv, row)
-        else:
-            joined.append((size, kv, row))
-    return span, tuple(joined)
