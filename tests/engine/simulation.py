@@ -248,7 +248,10 @@ class Simulation:
 
     def add(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> Request:
         request = Request(
-            f"r{self.num_requests}", prompt, max_total_tokens=len(prompt) + max_tokens, **kwargs
+            f"r{self.num_requests}",
+            list(prompt),
+            max_total_tokens=len(prompt) + max_tokens,
+            **kwargs,
         )
         self.num_requests += 1
         self.requests[request.request_id] = request
@@ -288,7 +291,7 @@ class Simulation:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for request in self.requests.values():
-            if self.scheduler.state_of(request.request_id) == "loading":
+            if request.request_id in self.scheduler._loading:
                 continue
             expected = digests(request.all_token_ids)
             for position in range(request.num_computed_tokens):
@@ -335,7 +338,7 @@ class Simulation:
         in_use = {
             request.block_ids[position // self.block_size]
             for request in self.requests.values()
-            if self.scheduler.state_of(request.request_id) == "running"
+            if request.request_id in self.scheduler._running
             for position in range(request.num_computed_tokens)
         }
         rotten = self.choices.rotten(sorted(in_use - lent))

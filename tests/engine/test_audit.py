@@ -10,6 +10,8 @@ import pytest
 
 import kvferry.engine.connector as engine_connector
 import kvferry.engine.model as engine_model
+from kvferry.cache.build import PrefixCache
+from kvferry.contract.spec import Roles
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import cache_arguments, open_roles
@@ -60,7 +62,11 @@ def complete(path, prompts, *, store=None, counts=None, options=None, draw=from_
     counts = Counters() if counts is None else counts
     engine = EngineConfig(**config)
     arguments = cache_arguments(store, options, ModelConfig(path, engine), engine)
-    roles = open_roles(arguments, counts, draw=draw)
+    roles = open_roles(None, counts)
+    if arguments is not None:
+        cache = PrefixCache(arguments.spec, arguments.options, counts)
+        scheduler = cache.scheduler(draw=draw)
+        roles = Roles(scheduler, cache.worker(), cache.close, cache.wait_ready)
     with LLM(path, roles=roles, observer=counts, **config) as llm:
         for each in prompts:
             completion = llm.generate([each], GREEDY)[0]

@@ -7,33 +7,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.engine.block_pool import BlockPool, extend_hashes
+from kvferry.engine.block_pool import BlockPool
+from kvferry.keys import ChunkKeys
 
 SIZE = 3
 
 
 def chain(*token_ids: int):
-    hashes = []
-    extend_hashes(hashes, token_ids, SIZE)
-    return hashes
+    keys = ChunkKeys(bytes(32), SIZE)
+    keys.extend(token_ids)
+    return keys.keys
 
 
-def cached(pool: BlockPool, hashes) -> list[int]:
-    block_ids = pool.allocate(len(hashes))
-    for block_id, block_hash in zip(block_ids, hashes, strict=True):
-        pool.cache(block_id, block_hash)
+def cache(pool: BlockPool, block_ids, keys, parent=None) -> None:
+    for block_id, key in zip(block_ids, keys, strict=True):
+        pool.cache(block_id, key, parent)
+        parent = key
+
+
+def cached(pool: BlockPool, keys, parent=None) -> list[int]:
+    block_ids = pool.allocate(len(keys))
+    cache(pool, block_ids, keys, parent)
     return block_ids
-
-
-def test_hashes_cover_full_blocks_and_the_whole_prefix():
-    grown = chain(1, 2, 3)
-    assert len(grown) == 1
-    extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7], SIZE)
-    assert grown == chain(1, 2, 3, 4, 5, 6)
-    assert chain(1, 2) == []
-    assert chain(9, 2, 3, 4, 5, 6)[1] != chain(1, 2, 3, 4, 5, 6)[1]
-    # Token ids are of fixed width: no two sequences run together.
-    assert chain(1, 256, 3) != chain(257, 0, 3)
 
 
 def test_allocation_is_all_or_nothing_and_never_the_null_block():
@@ -83,14 +78,14 @@ def test_uncaching_takes_what_was_computed_from_a_block_and_nothing_else():
     branch = chain(0, 1, 2, 3, 4, 5, 99, 98, 97)
     other = chain(7, 7, 7)
     blocks = cached(pool, trunk)
-    (leaf,) = cached(pool, branch[2:])
+    (leaf,) = cached(pool, branch[2:], branch[1])
     cached(pool, other)
     assert pool.find_prefix(branch) == [*blocks[:2], leaf]
     # The second twice over: its descendant is given as well, and an id that is not cached.
     pool.uncache([blocks[2], blocks[1], 11, 400])
     assert pool.find_prefix(trunk) == pool.find_prefix(branch) == blocks[:1]
     assert len(pool.find_prefix(other)) == 1
-    assert pool.num_cached == 2
+    assert len(pool._block_of) == 2
 
 
 def test_integrity_check_sees_a_double_free():
@@ -112,20 +107,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=5 * SIZE))
     def admit(self, tokens):
-        hashes = chain(*tokens)
-        hit = self.pool.find_prefix(hashes)
+        keys = chain(*tokens)
+        hit = self.pool.find_prefix(keys)
         assert len(set(hit)) == len(hit)
         free = self.pool.num_free
         self.pool.acquire(hit)
-        new = self.pool.allocate(len(hashes) - len(hit))
+        new = self.pool.allocate(len(keys) - len(hit))
         if new is None:
             self.pool.free(hit)
             assert self.pool.num_free == free
             return
-        for block_id, block_hash in zip(hit + new, hashes, strict=True):
-            self.pool.cache(block_id, block_hash)
-        assert len(self.pool.find_prefix(hashes)) == len(hashes), "just cached"
-        self.tables.append((hit + new, hashes))
+        cache(self.pool, hit + new, keys)
+        assert len(self.pool.find_prefix(keys)) == len(keys), "just cached"
+        self.tables.append((hit + new, keys))
 
     @rule(data=st.data())
     def finish(self, data):
@@ -136,10 +130,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def spoil(self, data):
         block_ids = data.draw(st.lists(st.integers(0, self.pool.num_blocks - 1), max_size=3))
-        known = {b for b in block_ids if b in self.pool._hash_of}
+        known = {b for b in block_ids if b in self.pool._keys_of}
         self.pool.uncache(block_ids)
-        for table, hashes in self.tables:
-            found = self.pool.find_prefix(hashes)
+        for table, keys in self.tables:
+            found = self.pool.find_prefix(keys)
             for index, block_id in enumerate(table):
                 if block_id in known:
                     assert len(found) <= index, "found through a spoiled block"
@@ -147,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.pool.reset()
-        assert self.pool.num_cached == 0
+        assert not self.pool._block_of
 
     @invariant()
     def books_balance(self):

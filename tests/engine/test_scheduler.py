@@ -111,7 +111,7 @@ def test_prefix_caching_off_shares_nothing():
         request = sim.add(prompt(13))
         sim.run()
         assert request.hit.num_local_tokens == 0
-    assert sim.pool.num_cached == 0
+    assert len(sim.pool._block_of) == 0
 
 
 def test_preemption_takes_the_last_and_resumes_it_right():
@@ -268,11 +268,11 @@ def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_go
     sim = Simulation()
     first = sim.add(prompt(17), max_tokens=1)
     sim.step()
-    assert sim.pool.num_cached == 4
+    assert len(sim.pool._block_of) == 4
     step = sim.scheduler.schedule()
-    bad = sim.pool.find_prefix(first.block_hashes)[1]
+    bad = sim.pool.find_prefix(first.block_keys.keys)[1]
     sim.scheduler.update(step, WorkerOutput(invalid_block_ids=frozenset({bad, 10**6})), sim.sample)
-    assert sim.pool.num_cached == 1
+    assert len(sim.pool._block_of) == 1
 
 
 def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
@@ -280,15 +280,15 @@ def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
     sim.add(prompt(9), max_tokens=9)
     longer = sim.add(prompt(20), max_tokens=9)
     sim.step()
-    hashes = longer.block_hashes
-    found = sim.pool.find_prefix(hashes)
+    keys = longer.block_keys.keys
+    found = sim.pool.find_prefix(keys)
     assert found[:2] != longer.block_ids[:2], "both computed the start; the first one is known"
     assert found[2:] == longer.block_ids[2:5]
     step = sim.scheduler.schedule()
     sim.forward(step)
     bad = WorkerOutput(invalid_block_ids=frozenset({longer.block_ids[0]}))
     sim.scheduler.update(step, bad, sim.sample)
-    assert sim.pool.find_prefix(hashes) == found[:2]
+    assert sim.pool.find_prefix(keys) == found[:2]
 
 
 # ---- ends

@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        self.sim.scheduler.reset_prefix_cache()
+        self.sim.pool.reset()
 
     @invariant()
     def books_balance(self):

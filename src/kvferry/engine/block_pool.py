@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvferry.engine.request import BlockHash, Request
-from kvferry.types import NULL_BLOCK
+from kvferry.engine.request import Request
+from kvferry.keys import ChunkKeys
+from kvferry.types import NULL_BLOCK, ChunkKey
 
-
-def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of `token_ids` (prompt and generated tokens so far) that
-    `hashes` lacks.
-
-    The hashes are local to one engine; `kvferry.keys` makes the keys of stored KV.
-    """
-    parent = hashes[-1].digest if hashes else b""
-    stop = len(token_ids) // block_size * block_size
-    for start in range(len(hashes) * block_size, stop, block_size):
-        content = array("q", token_ids[start : start + block_size]).tobytes()
-        digest = hashlib.blake2b(parent + content, digest_size=16).digest()
-        hashes.append(BlockHash(digest, parent))
-        parent = digest
+_NAMESPACE = bytes(32)
+"""Keys of blocks never leave the engine: they stand for tokens alone."""
 
 
 class BlockPool:
@@ -41,8 +28,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._hash_of: dict[int, BlockHash] = {}
-        self._block_of: dict[bytes, int] = {}
+        # By block, its key and that of the block before it.
+        self._keys_of: dict[int, tuple[ChunkKey, ChunkKey | None]] = {}
+        self._block_of: dict[ChunkKey, int] = {}
 
     @property
     def num_usable(self) -> int:
@@ -54,11 +42,6 @@ class BlockPool:
         """Blocks that can be allocated, cached ones included."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks whose content a prompt can find, held or free."""
-        return len(self._hash_of)
-
     def allocate(self, count: int) -> list[int] | None:
         """Hold `count` free blocks and evict their cached content; None if too few are free."""
         if count > self.num_free:
@@ -69,11 +52,11 @@ class BlockPool:
             self._forget(block_id)
         return block_ids
 
-    def find_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
+    def find_prefix(self, keys: Iterable[ChunkKey]) -> list[int]:
         """Cached blocks of the longest prefix hit. Holds none of them; call `acquire` for that."""
         block_ids: list[int] = []
-        for block_hash in hashes:
-            block_id = self._block_of.get(block_hash.digest)
+        for key in keys:
+            block_id = self._block_of.get(key)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -93,35 +76,36 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if block_id not in self._hash_of:
+                if block_id not in self._keys_of:
                     self._free.move_to_end(block_id, last=False)
 
-    def cache(self, block_id: int, block_hash: BlockHash) -> None:
-        """Make a held, full block findable. Of two blocks with equal content the first stays."""
-        if block_hash.digest not in self._block_of and block_id not in self._hash_of:
-            self._hash_of[block_id] = block_hash
-            self._block_of[block_hash.digest] = block_id
+    def cache(self, block_id: int, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """Make a held, full block findable; `parent` is the key of the block before it. Of two
+        blocks with equal content the first stays."""
+        if key not in self._block_of and block_id not in self._keys_of:
+            self._keys_of[block_id] = key, parent
+            self._block_of[key] = block_id
 
     def uncache(self, block_ids: Iterable[int]) -> None:
         """Forget the content of blocks, and of every cached block computed from it."""
         pending = [
-            self._hash_of[block_id].digest for block_id in block_ids if block_id in self._hash_of
+            self._keys_of[block_id][0] for block_id in block_ids if block_id in self._keys_of
         ]
         if not pending:
             return
-        children: dict[bytes, list[bytes]] = {}
-        for block_hash in self._hash_of.values():
-            children.setdefault(block_hash.parent, []).append(block_hash.digest)
+        children: dict[ChunkKey | None, list[ChunkKey]] = {}
+        for key, parent in self._keys_of.values():
+            children.setdefault(parent, []).append(key)
         while pending:
-            digest = pending.pop()
+            key = pending.pop()
             # The loop may already have evicted it as a descendant of another given block.
-            if digest in self._block_of:
-                self._forget(self._block_of[digest])
-            pending.extend(children.pop(digest, ()))
+            if key in self._block_of:
+                self._forget(self._block_of[key])
+            pending.extend(children.pop(key, ()))
 
     def reset(self) -> None:
         """Forget all cached content; held blocks stay held."""
-        self._hash_of.clear()
+        self._keys_of.clear()
         self._block_of.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -133,9 +117,9 @@ class BlockPool:
         assert NULL_BLOCK not in self._free, "the null block is free"
         assert held.isdisjoint(self._free), "a block is both held and free"
         assert len(held) + self.num_free == self.num_usable, "a block is neither held nor free"
-        assert len(self._block_of) == len(self._hash_of), "cache maps differ in size"
-        for block_id, block_hash in self._hash_of.items():
-            assert self._block_of[block_hash.digest] == block_id, "cache maps disagree"
+        assert len(self._block_of) == len(self._keys_of), "cache maps differ in size"
+        for block_id, (key, _) in self._keys_of.items():
+            assert self._block_of[key] == block_id, "cache maps disagree"
         counts = [0] * self.num_blocks
         for table in tables:
             for block_id in table:
@@ -143,9 +127,9 @@ class BlockPool:
         assert counts == self._ref_counts, "reference counts differ from the holders' tables"
 
     def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_of[block_hash.digest]
+        keys = self._keys_of.pop(block_id, None)
+        if keys is not None:
+            del self._block_of[keys[0]]
 
 
 class KVCache:
@@ -167,9 +151,9 @@ class KVCache:
 
     def local_hit(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix: whole blocks, never the last token. Changes nothing
-        but the request's own hashes."""
+        but the request's own keys."""
         limit = (request.num_tokens - 1) // self.block_size
-        return self.pool.find_prefix(self._hashes(request)[:limit])
+        return self.pool.find_prefix(self._keys(request)[:limit])
 
     def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
         """Give a request without blocks the blocks of its local hit and new ones for the rest of
@@ -198,9 +182,10 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """Offer the blocks that computed tokens fill to the prefix cache."""
         full = request.num_computed_tokens // self.block_size
-        hashes = self._hashes(request)[:full]
-        for index in range(request.num_cached_blocks, len(hashes)):
-            self.pool.cache(request.block_ids[index], hashes[index])
+        keys = self._keys(request)[:full]
+        for index in range(request.num_cached_blocks, len(keys)):
+            parent = keys[index - 1] if index else None
+            self.pool.cache(request.block_ids[index], keys[index], parent)
         request.num_cached_blocks = full
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
@@ -233,8 +218,11 @@ class KVCache:
         """Free the request's blocks; its computed tokens are gone."""
         self.pool.free(self.detach(request))
 
-    def _hashes(self, request: Request) -> list[BlockHash]:
+    def _keys(self, request: Request) -> list[ChunkKey]:
         """Of all full blocks; none without prefix caching."""
-        if self._prefix_caching:
-            extend_hashes(request.block_hashes, request.all_token_ids, self.block_size)
-        return request.block_hashes
+        if not self._prefix_caching:
+            return []
+        if request.block_keys is None:
+            request.block_keys = ChunkKeys(_NAMESPACE, self.block_size)
+        request.block_keys.extend(request.all_token_ids)
+        return request.block_keys.keys

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,17 +51,8 @@ def cache_arguments(
     )
 
 
-def open_roles(
-    arguments: CacheArguments | None,
-    observer: Observer,
-    rank: int = 0,
-    *,
-    draw: Callable[[], float] = random.random,
-) -> Roles:
+def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int = 0) -> Roles:
     """Open the cache on one rank; only the first has a scheduler role that does something.
-
-    Args:
-        draw: see `PrefixCache.scheduler`.
 
     Raises:
         ConfigError: an unknown option, or a store that cannot be used.
@@ -75,7 +65,7 @@ def open_roles(
     cache = PrefixCache(
         replace(spec, shard=shard), arguments.options, observer, has_scheduler=schedules
     )
-    scheduler = cache.scheduler(draw=draw) if schedules else NoScheduler()
+    scheduler = cache.scheduler() if schedules else NoScheduler()
     return Roles(scheduler, cache.worker(), cache.close, cache.wait_ready)
 
 

@@ -226,14 +226,14 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the engine's own prefix cache. What a store holds stays."""
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.pool.reset()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._check_open()
         token_ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(token_ids)
         stop = frozenset(params.stop_token_ids)
-        request = Request(
+        return Request(
             f"request-{next(self._request_numbers)}",
             token_ids,
             max_total_tokens=min(
@@ -242,10 +242,9 @@ class LLM:
                 self._pool_tokens,
             ),
             stop_token_ids=stop if params.ignore_eos else stop | self._eos_token_ids,
+            handover=read_handover(params.kv_transfer_params),
+            options=params.request_options,
         )
-        request.handover = read_handover(params.kv_transfer_params)
-        request.options = params.request_options
-        return request
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvferry.contract.messages import Plan
+from kvferry.keys import ChunkKeys
 from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, BlockTable, Handover, RequestOptions
 
 
@@ -40,13 +41,7 @@ class Outcome(NamedTuple):
     """What the connector has for the client."""
 
 
-class BlockHash(NamedTuple):
-    """Content of one full block: its own digest and that of the block before it."""
-
-    digest: bytes
-    parent: bytes
-
-
+@dataclass(eq=False)
 class Request:
     """Tokens and blocks of one request. Satisfies `kvferry.types.RequestView`.
 
@@ -60,36 +55,31 @@ class Request:
     Attributes:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
-        block_hashes: of its leading full blocks, as many as the prefix cache has needed.
+        block_keys: of its leading full blocks, as many as the prefix cache has needed.
         num_failed_loads: loads that did not bring all that was promised.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
     """
 
     extra_keys = NO_EXTRA_KEYS  # the engine serves text alone
+
+    request_id: str
+    all_token_ids: list[int]
+    _: KW_ONLY
+    max_total_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
     handover: Handover | None = None
     options: RequestOptions = DEFAULT_OPTIONS
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    block_keys: ChunkKeys | None = None
+    num_failed_loads: int = 0
+    hit: Hit | None = None
+    outcome: Outcome | None = None
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *,
-        max_total_tokens: int,
-        stop_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self.request_id = request_id
-        self.all_token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.stop_token_ids = stop_token_ids
-        self.max_total_tokens = max_total_tokens
-        self.num_computed_tokens = 0
-        self.block_ids: list[int] = []
-        self.num_cached_blocks = 0
-        self.block_hashes: list[BlockHash] = []
-        self.num_failed_loads = 0
-        self.hit: Hit | None = None
-        self.outcome: Outcome | None = None
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
 
     @property
     def num_tokens(self) -> int:

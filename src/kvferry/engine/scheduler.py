@@ -117,14 +117,6 @@ class Scheduler:
         """The blocks of all requests."""
         return self._kv.pool
 
-    def state_of(self, request_id: str) -> Literal["waiting", "loading", "running", "finished"]:
-        """Where a request is; `finished` for an unknown one."""
-        if request_id not in self._requests:
-            return "finished"
-        if request_id in self._loading:
-            return "loading"
-        return "running" if request_id in self._running else "waiting"
-
     def has_work(self) -> bool:
         """True while there is a reason to step: requests, ended requests that the workers do not
         know of yet, lent blocks that are not overdue, or work of the connector."""
@@ -134,10 +126,6 @@ class Scheduler:
             or self._role.has_pending_work()
             or self._awaits_lent_blocks()
         )
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all local prefixes."""
-        self.pool.reset()
 
     def schedule(self) -> EngineStep:
         """Decide the next step. The connector builds its plan last, also for a step without
