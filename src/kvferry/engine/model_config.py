@@ -168,17 +168,24 @@ def _read_config(model_dir: Path) -> Any:
         raise ConfigError(f"{model_dir} is not a directory; give one with config.json and weights")
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ConfigError(
-            "the engine needs Transformers: pip install 'kvferry[transformers]'"
-        ) from error
+    require_transformers("the engine")
+    from transformers import AutoConfig
+
     try:
         # Never asks on the terminal whether to run code of the directory.
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model_dir}/config.json cannot be used: {first_line(error)}") from error
+
+
+def require_transformers(what: str) -> None:
+    """Raises ConfigError with the line to run if Transformers, which `what` needs, is not there."""
+    try:
+        import transformers.cache_utils  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs Transformers: pip install 'kvferry[transformers]'"
+        ) from error
 
 
 def _has_other_inputs(config: Any) -> bool:

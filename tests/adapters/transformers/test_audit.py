@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV, StoredKVConfig, host_model
-from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.host_model import Watcher
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from tests.adapters.transformers.generating import (
@@ -127,14 +127,19 @@ def test_no_and_every_hit_are_numbers_too():
         assert StoredKVConfig(audit=audit).audit == audit
 
 
-def test_a_chunk_that_cannot_be_computed_is_not_served(load_model, store_url, monkeypatch, caplog):
+class OutOfMemory(Watcher):
+    def fail(self, *_args):
+        torch.empty(1 << 62)
+
+
+def test_a_chunk_that_cannot_be_computed_is_not_served(load_model, store_url, caplog):
     model = load_model()
     reuse(model, store_url, prompt(64))
     counts = Counters()
     with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK) as kv:
-        with monkeypatch.context() as patch:
-            patch.setattr(HostModel, "compute", lambda *_: torch.empty(1 << 62))
-            assert kv.load(prompt(64)).get_seq_length() == 0
+        fault = model.register_forward_pre_hook(OutOfMemory().fail)
+        assert kv.load(prompt(64)).get_seq_length() == 0
+        fault.remove()
         assert counts["audit_failed"] == 1
         assert kv.load(prompt(64)).get_seq_length() == 63
 

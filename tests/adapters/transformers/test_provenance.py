@@ -320,12 +320,16 @@ def test_what_was_computed_again_in_time_is_stored(load_model, store_url):
         chunks = {key: CachedChunk(0, one, n * CHUNK) for n, key in enumerate(keys)}
         deadline = time.monotonic() + 0.5
 
-        def compute_until_the_deadline(rows, into):
-            writer.host.compute(rows, into)
-            wait_until(lambda: time.monotonic() >= deadline, "the deadline")
-            return True
+        class LateHost:
+            def __getattr__(self, name):
+                return getattr(writer.host, name)
 
-        late = Recomputer(writer.host, writer.rows, Counters(), compute_until_the_deadline)
+            def compute(self, token_ids, into, observer):
+                assert writer.host.compute(token_ids, into, observer)
+                wait_until(lambda: time.monotonic() >= deadline, "the deadline")
+                return True
+
+        late = Recomputer(LateHost(), writer.rows, Counters())
         images = late.images(cache, chunks, (), deadline)
         assert writer.write(images) in (0, 512 // CHUNK)  # 0 if this machine stalled
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:

@@ -43,7 +43,7 @@ def write(
         cache = kv_of
         if cache is None:
             cache = DynamicCache()
-            writer.host.compute(ids.tolist(), cache)
+            assert writer.host.compute(ids[0].tolist(), cache, Counters())
         chain, images = writer.keys(ids), []
         for number in numbers:
             image = gather(writer.rows, cache, writer.host, 0, number * CHUNK)
@@ -65,8 +65,8 @@ def write_on_another(model, url, seed, named=NAMED):
 
     cache, ids = DynamicCache(), prompt(LENGTH, seed)
     host = HostModel(model, None, None)
-    host.compute(prompt(LENGTH, seed + 100)[:, : 2 * CHUNK].tolist(), cache)
-    host.compute(ids[:, 2 * CHUNK :].tolist(), cache)
+    for part in (prompt(LENGTH, seed + 100)[0, : 2 * CHUNK], ids[0, 2 * CHUNK :]):
+        assert host.compute(part.tolist(), cache, Counters())
     return write(model, url, seed, cache, named=named)
 
 

@@ -42,7 +42,7 @@ def explained_rows(
         whole = min(len(keys) * chunk_tokens, max(0, num_tokens - 1))
         misses, why = {}, ""
         if whole > hit:
-            reason, why = off, ""
+            reason = off
             if reason is None:
                 is_limited = cache.num_loaded >= limit
                 reason, why = _why(store, keys[hit // chunk_tokens], cache, is_limited=is_limited)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ class Auditor:
         rows: the record layout.
         store: where records that differ are taken out.
         rate: the option `audit`.
-        computes: appends the KV of tokens to a cache; False if the model fails.
 
     Attributes:
         is_other: the model computes other KV than is stored under its identity.
@@ -53,14 +52,12 @@ class Auditor:
         store: Store,
         rate: str | float,
         observer: Observer,
-        computes: Callable[[list[list[int]], Any], bool],
     ) -> None:
         self._model = model
         self._rows = rows
         self._store = store
         self._rate = rate
         self._observer = observer
-        self._computes = computes
         self._has_passed = False
         # Records that differed. True: the model has stored the record again.
         self._differed: dict[ChunkKey, bool] = {}
@@ -148,7 +145,8 @@ class Auditor:
         """Append a chunk to a cache, and compare it with its record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
-        if not self._computes([hit.token_ids[first : first + size]], cache):
+        token_ids = hit.token_ids[first : first + size]
+        if not self._model.compute(token_ids, cache, self._observer):
             return None
         computed, stored = (
             tensors_of(self._rows, image)

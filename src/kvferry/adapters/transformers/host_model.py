@@ -9,6 +9,7 @@ model in its directory. This module refuses every change that it can detect, and
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,11 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
 from kvferry.engine.model import cache_argument
-from kvferry.engine.model_config import LATENT_MODELS, ModelConfig
+from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, first_line
 from kvferry.errors import ConfigError
+from kvferry.observe import Observer
+
+logger = logging.getLogger(__name__)
 
 _OF_STATIC_CACHES = {"_compiled_call", "_last_compile_config", "_previous_max_cache_length"}
 """Attributes that `generate` sets in a static-cache run; no other call reads them."""
@@ -121,12 +125,18 @@ class HostModel:
         samples values of a few parameters, different ones each time."""
         return self._look() == self._fingerprint and self._samples_agree()
 
-    def compute(self, rows: list[list[int]], cache: Any) -> None:
-        """Append the KV of these tokens to a cache; one list of ids for each of its rows."""
-        with torch.inference_mode():
-            input_ids = torch.tensor(rows, device=self._model.device)
-            arguments = {cache_argument(self._model): cache}
-            self._model(input_ids=input_ids, use_cache=True, **arguments)
+    def compute(self, token_ids: list[int], cache: Any, observer: Observer) -> bool:
+        """Append the KV of these tokens to a cache of one row; False if the model fails."""
+        try:
+            with torch.inference_mode():
+                input_ids = torch.tensor([token_ids], device=self._model.device)
+                arguments = {cache_argument(self._model): cache}
+                self._model(input_ids=input_ids, use_cache=True, **arguments)
+        except RuntimeError:  # no memory, for example
+            logger.exception("KV could not be computed again: nothing is loaded or saved")
+            observer.count("audit_failed")
+            return False
+        return True
 
     @property
     def argument_names(self) -> list[str]:
@@ -279,10 +289,7 @@ def _layers_of_run(
             arguments[cache_argument(model)] = cache
             model(input_ids=input_ids, use_cache=True, **arguments)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{name} cannot run with a DynamicCache: "
-            f"{(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"{name} cannot run with a DynamicCache: {first_line(error)}") from error
     return list(cache.layers)
 
 
@@ -300,16 +307,6 @@ def is_plain(layer: Any) -> bool:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-def require_transformers() -> None:
-    """Raises ConfigError with the line to run if Transformers is not installed."""
-    try:
-        import transformers.cache_utils  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "StoredKV needs Transformers: pip install 'kvferry[transformers]'"
-        ) from error
 
 
 def _refuse_changed(model: Any) -> None:

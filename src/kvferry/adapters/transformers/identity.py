@@ -190,7 +190,8 @@ def _other_code(model: Any) -> Iterator[str]:
         yield "a kernel of a hub (use_kernels)"
     for (_, place, name), function in _called(model).items():
         if place == "function":
-            is_known = is_library_code(function) or _is_of_python(function)
+            root = str(function.__module__).partition(".")[0]
+            is_known = is_library_code(function) or root in sys.stdlib_module_names
         elif place == "experts":
             is_known = is_library_code(function)
         elif function is None:  # no mask is made for it, or no attention of it is called
@@ -200,10 +201,6 @@ def _other_code(model: Any) -> Iterator[str]:
             is_known = is_library_code(function) and function.__name__.startswith(beginning)
         if not is_known:
             yield f"{place} {name!r} ({_name(function)})"
-
-
-def _is_of_python(function: FunctionType) -> bool:
-    return str(function.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def _name(code: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvferry.adapters.transformers.arguments import Prompt
@@ -42,22 +42,12 @@ Image = tuple[ChunkKey, int, memoryview]
 
 
 class Recomputer:
-    """Computes chunks of a cache again, and refuses a cache that has others.
+    """Computes chunks of a cache again, and refuses a cache that has others."""
 
-    `computes` appends the KV of tokens to a cache; False if the model fails.
-    """
-
-    def __init__(
-        self,
-        model: HostModel,
-        rows: RankRows,
-        observer: Observer,
-        computes: Callable[[list[list[int]], Any], bool],
-    ) -> None:
+    def __init__(self, model: HostModel, rows: RankRows, observer: Observer) -> None:
         self._model = model
         self._rows = rows
         self._observer = observer
-        self._computes = computes
         self._has_told = False
 
     def images(
@@ -122,7 +112,7 @@ class Recomputer:
                 self._observer.count("save_deadline")
                 break
             tokens = token_ids[start : start + _TOKENS_AT_ONCE]
-            if not self._computes([tokens], cache):
+            if not self._model.compute(tokens, cache, self._observer):
                 return None
             self._observer.count("save_recomputed_tokens", len(tokens))
         return cache

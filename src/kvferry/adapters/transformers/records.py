@@ -37,27 +37,17 @@ def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, 
     return namespace, RankRows(model.groups, tensor_parallel_shard(model.groups, 0, 1), schema)
 
 
-def _new_image(rows: RankRows) -> memoryview:
-    """Memory for one record: `head | group 0 | ...`, as in the file. Page-aligned, so that a cold
-    file can be read past the page cache."""
-    return memoryview(mmap.mmap(-1, rows.slot_bytes))
-
-
 def first_kept(cache: Any) -> int:
     """The first token that every layer still has: sliding-window layers drop those behind."""
     length = int(cache.get_seq_length())
     return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
 
 
-def copy_tokens(
-    cache: Any, model: HostModel, row: int, first_token: int, into: Sequence[torch.Tensor]
-) -> None:
-    """Copy consecutive tokens of one row of a cache, which has them in every layer.
-
-    Args:
-        first_token: counted from the row's first, padding included.
-        into: by group `[layers, heads, tokens, content]`.
-    """
+def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
+    """A new image of one chunk, `head | group 0 | ...` as in the file, from one row of a cache that
+    has its tokens in every layer. `first_token` counts from the row's first, padding included."""
+    image = memoryview(mmap.mmap(-1, rows.slot_bytes))
+    into = tensors_of(rows, image)
     length = cache.get_seq_length()
     for layer, place in zip(cache.layers, model.layers, strict=True):
         target = into[place.group][place.row]
@@ -67,12 +57,6 @@ def copy_tokens(
         if place.has_pairs_apart:
             values = pairs_together(values)
         target.copy_(torch.cat((keys, values), dim=-1))
-
-
-def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
-    """A new image of one chunk of a row; see `copy_tokens`."""
-    image = _new_image(rows)
-    copy_tokens(cache, model, row, first_token, tensors_of(rows, image))
     return image
 
 

@@ -20,7 +20,7 @@ from kvferry.adapters.transformers.arguments import (
     shape_of,
 )
 from kvferry.adapters.transformers.audit import Auditor, StoredPrefix
-from kvferry.adapters.transformers.host_model import HostModel, require_transformers
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.provenance import Provenance
 from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
 from kvferry.adapters.transformers.records import (
@@ -33,6 +33,7 @@ from kvferry.adapters.transformers.records import (
 from kvferry.config import build_config
 from kvferry.contract.handover import STAMP, read_options
 from kvferry.contract.messages import LookupMiss
+from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
@@ -106,7 +107,7 @@ class StoredKV:
         Raises:
             ConfigError: a model, option or store that cannot be used, and why.
         """
-        require_transformers()
+        require_transformers("StoredKV")
         self._config = build_config(StoredKVConfig, config, where="StoredKV")
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
@@ -126,10 +127,8 @@ class StoredKV:
             self._store, self._rows.schema, self._observer, self._config.io_threads
         )
         self._warned_of_change = False
-        self._auditor = Auditor(
-            self._model, self._rows, store, self._config.audit, self._observer, self._computes
-        )
-        self._recomputer = Recomputer(self._model, self._rows, self._observer, self._computes)
+        self._auditor = Auditor(self._model, self._rows, store, self._config.audit, self._observer)
+        self._recomputer = Recomputer(self._model, self._rows, self._observer)
         self._provenance = Provenance(self._model)
         self._closed = False
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
@@ -394,16 +393,6 @@ class StoredKV:
             yield from self._recomputer.images(cache, chunks, images, deadline)
 
     # ---- checks
-
-    def _computes(self, rows: list[list[int]], cache: Any) -> bool:
-        """Append the KV of these tokens to a cache; False if the model fails."""
-        try:
-            self._model.compute(rows, cache)
-        except RuntimeError:  # no memory, for example
-            logger.exception("KV could not be computed again: nothing is loaded or saved")
-            self._observer.count("audit_failed")
-            return False
-        return True
 
     def _keys(self, prompt: Prompt, num_tokens: int) -> list[ChunkKey]:
         """The keys of the chunks in the first tokens of a row, between its padding and any that is
