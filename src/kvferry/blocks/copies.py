@@ -117,7 +117,7 @@ class BlockCopies:
         Raises:
             TransferError: they did not end within `timeout` seconds; nothing was dropped.
         """
-        if self.stream.overlaps and not self.stream.end().wait(timeout):
+        if not self.stream.end().wait(timeout):
             raise TransferError(
                 f"copies out of the KV memory did not end in {timeout:.0f} s: it must stay"
             )
@@ -213,7 +213,7 @@ class BlockCopies:
     def close(self, timeout: float) -> bool:
         """Let copies under way end, then unpin the slots. False if they did not in time; the slots
         then stay pinned. Idempotent."""
-        if self.stream.overlaps and not self.stream.end().wait(timeout):
+        if not self.stream.end().wait(timeout):
             return False
         self._pins.close()
         return True

@@ -69,7 +69,6 @@ class PagedTables:
         self._tables = Tables(spec)
         self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
-        self._is_bound = False
         self.device = torch.device("cpu")
 
     def register(
@@ -108,11 +107,10 @@ class PagedTables:
         self.device = next(iter(devices), self.device)
         self._of_group = tuple(tuple(parts) for parts in of_group)
         self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
-        self._is_bound = True
 
     def unregister(self) -> None:
         """Drop the tensors, until the next `register`."""
-        self._of_group, self._of_table, self._is_bound = (), {}, False
+        self._of_group, self._of_table = (), {}
 
     def load_runs(
         self,
@@ -157,7 +155,7 @@ class PagedTables:
         self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
     ) -> Runs:
         """Where the tokens from `first_of(table)` to `stop` lie in each table."""
-        if not self._is_bound:
+        if not self._of_group:
             raise LayoutError("the engine has taken its KV memory away, as it does to sleep")
         result = {}
         for table in self._tables.tables:
@@ -168,7 +166,7 @@ class PagedTables:
             used = _blocks_between(table, blocks, first, stop)
             for paged in bound:
                 paged.check_blocks(used)
-            result[table.index] = list(bound[0].runs(used, first, stop))
+            result[table.index] = bound[0].runs(used, first, stop)
         return result
 
     def block_ids(

@@ -37,16 +37,17 @@ class RankRows:
         self._shard = shard
         self.schema = schema
         self._group_spans: list[tuple[int, int]] = []
-        ranges: list[RowRange] = []
+        self._spans: list[tuple[RowRange, int, int]] = []
         offset = schema.head_bytes
         for index, (group, held) in enumerate(zip(groups, shard.groups, strict=True)):
             start = offset
             for rows in _rows_of(index, held.layers, held.heads, group.num_kv_heads):
-                ranges.append(rows)
-                offset += schema.num_bytes_of(rows)
+                stop = offset + schema.num_bytes_of(rows)
+                if stop > offset:
+                    self._spans.append((rows, offset, stop))
+                offset = stop
             self._group_spans.append((start, offset))
         self.slot_bytes = offset
-        self._ranges = tuple(ranges)
 
     @property
     def rank(self) -> int:
@@ -68,14 +69,11 @@ class RankRows:
         self, slot: memoryview, groups: Container[int]
     ) -> list[tuple[RowRange, memoryview]]:
         """The rows of some groups that this rank holds, and where they lie in a slot."""
-        found = []
-        start = self.schema.head_bytes
-        for rows in self._ranges:
-            stop = start + self.schema.num_bytes_of(rows)
-            if rows.component in groups and start < stop:
-                found.append((rows, slot[start:stop]))
-            start = stop
-        return found
+        return [
+            (rows, slot[start:stop])
+            for rows, start, stop in self._spans
+            if rows.component in groups
+        ]
 
     def image_of(self, slot: memoryview) -> memoryview:
         """The head and rows of a slot, without the padding at its end."""
@@ -106,15 +104,10 @@ class RankRows:
         """False where another rank replicates these heads and writes them."""
         return self._shard.groups[group].writes
 
-    def spans(self) -> Iterator[tuple[RowRange, int, int]]:
+    def spans(self) -> list[tuple[RowRange, int, int]]:
         """The ranges that this rank writes, and where the bytes of each start and stop in a slot:
         all but those that another rank replicates and writes."""
-        start = self.schema.head_bytes
-        for rows in self._ranges:
-            stop = start + self.schema.num_bytes_of(rows)
-            if self.writes_group(rows.component) and start < stop:
-                yield rows, start, stop
-            start = stop
+        return [each for each in self._spans if self.writes_group(each[0].component)]
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
         """Leaf digests of the ranges of `spans` of the chunk in a slot, in their order. Rows are
