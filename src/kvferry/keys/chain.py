@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys.encoding import JsonValue, canonical
-from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 KEY_VERSION = 1
 CHUNK_TAG = b"kvferry.chunk.1\0"
@@ -125,16 +125,13 @@ class _ExtraEncoder:
     def encode(self, chunk: int) -> bytes:
         if not self._items:
             return self._encoded
-        touching = _overlapping(self._items, chunk * self._chunk_tokens, self._chunk_tokens)
+        start = chunk * self._chunk_tokens
+        touching: list[JsonValue] = [
+            [item.digest, item.offset - start, item.length]
+            for item in self._items
+            if item.offset < start + self._chunk_tokens and item.offset + item.length > start
+        ]
         return canonical({**self._common, "items": touching}) if touching else self._encoded
-
-
-def _overlapping(items: tuple[MultimodalItem, ...], start: int, length: int) -> list[JsonValue]:
-    return [
-        [item.digest, item.offset - start, item.length]
-        for item in items
-        if item.offset < start + length and item.offset + item.length > start
-    ]
 
 
 def _pack(token_ids: Sequence[int], first: int) -> bytes:

@@ -142,7 +142,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         )
 
     def _num_leading(self, keys: Sequence[str]) -> int:
-        return _leading(self._exist(KV, keys))
+        return len(list(takewhile(bool, self._exist(KV, keys))))
 
     def _exist(self, name: str, keys: Sequence[str]) -> list[bool]:
         if name not in self._pools:
@@ -184,19 +184,13 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Fill pages of the KV pool: which are right now. The others were not written."""
-        return self._faults.call(
-            self._load, KV, keys, host_indices,
-            otherwise=[False] * len(keys), then="its pages are computed",
-        )  # fmt: skip
+        return self._move(self._load, KV, keys, host_indices, "its pages are computed")
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the KV pool: which are stored now."""
-        return self._faults.call(
-            self._save, KV, keys, host_indices,
-            otherwise=[False] * len(keys), then="its pages are not stored",
-        )  # fmt: skip
+        return self._move(self._save, KV, keys, host_indices, "its pages are not stored")
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """As `batch_get_v1`, for several pools."""
@@ -209,14 +203,23 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _each_pool(
         self, move: Callable[[str, Sequence[str], Any], list[bool]], transfers: Any, then: str
     ) -> dict[str, list[bool]]:
-        found = {}
-        for transfer in transfers:
-            keys = transfer.keys or []
-            found[transfer.name] = self._faults.call(
-                move, _text(transfer.name), keys, transfer.host_indices,
-                otherwise=[False] * len(keys), then=then,
-            )  # fmt: skip
-        return found
+        return {
+            each.name: self._move(move, _text(each.name), each.keys or [], each.host_indices, then)
+            for each in transfers
+        }
+
+    def _move(
+        self,
+        move: Callable[[str, Sequence[str], Any], list[bool]],
+        name: str,
+        keys: Sequence[str],
+        host_indices: Any,
+        then: str,
+    ) -> list[bool]:
+        """Which pages `move` moved; none if it fails."""
+        return self._faults.call(
+            move, name, keys, host_indices, otherwise=[False] * len(keys), then=then
+        )
 
     def _load(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pages, records = self._pools[name]
@@ -345,10 +348,6 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 def _text(name: Any) -> str:
     """A pool's name, which may be an enumeration."""
     return str(getattr(name, "value", name))
-
-
-def _leading(found: Sequence[bool]) -> int:
-    return len(list(takewhile(bool, found)))
 
 
 def _starts(keys: Sequence[str], host_indices: Any, pages: Pages) -> list[int]:
