@@ -50,16 +50,21 @@ def _any_file_system_will_do(monkeypatch):
 
 
 @pytest.fixture
-def digest(tmp_path):
-    def run(model, *, cache=tmp_path / "cache", clock_ns=later):
-        return weights_digest(model, cache_dir=cache, clock_ns=clock_ns)
+def digest(tmp_path, monkeypatch):
+    def run(model, *, home=tmp_path, clock_ns=later):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        return weights_digest(model, clock_ns=clock_ns)
 
     return run
 
 
+def cache_in(home):
+    return home / "kvferry" / "weights"
+
+
 def is_cached(tmp_path, model_file):
     info = model_file.stat()
-    return _DigestCache(tmp_path / "cache").get(info) is not None
+    return _DigestCache(cache_in(tmp_path)).get(info) is not None
 
 
 def test_two_models_of_equal_names_sizes_and_headers_differ(tmp_path, digest):
@@ -131,10 +136,10 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, digest):
     (file,) = model.glob("*.safetensors")
     real = digest(model)
     # Only whoever believes the entry for this very state of the file gives another answer.
-    _DigestCache(tmp_path / "cache").put(file.stat(), b"d" * 32)
+    _DigestCache(cache_in(tmp_path)).put(file.stat(), b"d" * 32)
     believed = digest(model)
     assert believed != real
-    assert digest(model, cache=tmp_path / "other") == real
+    assert digest(model, home=tmp_path / "other") == real
 
 
 def test_touching_a_file_hashes_it_again(tmp_path, digest):
@@ -168,7 +173,7 @@ def test_a_file_changed_just_before_hashing_is_not_kept(tmp_path, digest, age_ns
 def test_a_damaged_cache_entry_is_ignored(tmp_path, digest):
     model = make_model(tmp_path / "a")
     expected = digest(model)
-    (entry,) = (tmp_path / "cache").iterdir()
+    (entry,) = cache_in(tmp_path).iterdir()
     good = entry.read_bytes()
     damaged = [b"", good[:-1], good + b" ", good[:-64] + b"0" * 64, good[:-64] + b"zz" * 32]
     damaged += [good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :] for i in range(len(good))]
@@ -182,8 +187,8 @@ def test_a_damaged_cache_entry_is_ignored(tmp_path, digest):
 
 def test_a_cache_that_others_can_write_is_not_used(tmp_path, digest):
     model = make_model(tmp_path / "a")
-    cache = tmp_path / "cache"
-    cache.mkdir()
+    cache = cache_in(tmp_path)
+    cache.mkdir(parents=True)
     cache.chmod(0o777)
     assert digest(model) == digest(model)
     assert list(cache.iterdir()) == []
@@ -191,19 +196,13 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path, digest):
 
 def test_a_cache_directory_is_made_private(tmp_path, digest):
     digest(make_model(tmp_path / "a"))
-    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert cache_in(tmp_path).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_cache_that_is_a_file_costs_nothing_but_time(tmp_path, digest):
     (tmp_path / "file").write_text("not a directory")
     model = make_model(tmp_path / "a")
-    assert digest(model, cache=tmp_path / "file") == digest(model)
-
-
-def test_the_default_cache_is_the_users_cache_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    weights_digest(make_model(tmp_path / "a"), clock_ns=later)
-    assert len(list((tmp_path / "xdg" / "kvferry" / "weights").iterdir())) == 1
+    assert digest(model, home=tmp_path / "file") == digest(model)
 
 
 def test_memory_is_bounded_whatever_the_size(tmp_path, digest):

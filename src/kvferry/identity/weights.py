@@ -49,7 +49,6 @@ def weights_digest(
     model_dir: Path,
     *,
     weights_version: str | None = None,
-    cache_dir: Path | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> bytes:
     """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
@@ -58,13 +57,14 @@ def weights_digest(
     it names, also in sub-directories. The path, owner and times of the directory do not enter: a
     copy or a renamed directory has the same digest. Memory stays below 17 MiB whatever the sizes.
 
+    `kvferry/weights` in the user's cache directory keeps the digests of unchanged files. A cache
+    that cannot be written, is damaged, or is not private to this user is ignored: it costs time,
+    never correctness.
+
     Args:
         model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not; or
             a single such file.
         weights_version: stands for the weights of a directory that has none.
-        cache_dir: keeps the digests of unchanged files; by default `kvferry/weights` in the user's
-            cache directory. A cache that cannot be written, is damaged, or is not private to this
-            user is ignored: it costs time, never correctness.
         clock_ns: wall clock, in the epoch of the file system's time stamps.
 
     Raises:
@@ -74,7 +74,7 @@ def weights_digest(
     files = _weight_files(model_dir, may_be_none=weights_version is not None)
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
-    cache = _DigestCache(cache_dir if cache_dir is not None else _default_cache_dir())
+    cache = _DigestCache(_cache_dir())
     hasher = blake3(WEIGHTS_TAG)
     for name, path in files.items():
         try:
@@ -189,7 +189,7 @@ def _identity(info: os.stat_result) -> tuple[int, int, int, int, int]:
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def _default_cache_dir() -> Path | None:
+def _cache_dir() -> Path | None:
     with suppress(ConfigError):
         return user_cache() / "kvferry" / "weights"
     return None
