@@ -56,6 +56,13 @@ class Difference(NamedTuple):
         )
 
 
+def compare(
+    rows: RankRows, computed: memoryview, stored: memoryview, tolerances: Tolerances
+) -> Difference:
+    """What differs most between two slots, of a chunk that was computed again and of its record."""
+    return largest_difference(tensors_of(rows, computed), tensors_of(rows, stored), tolerances)
+
+
 def largest_difference(
     computed: Sequence[torch.Tensor],
     stored: Sequence[torch.Tensor],

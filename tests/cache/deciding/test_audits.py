@@ -597,7 +597,7 @@ def test_a_comparison_that_fails_is_no_verdict(reader, monkeypatch, recomputes):
     host = reader(recomputes=recomputes)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "kvferry.cache.moving.comparisons.largest_difference",
+            "kvferry.cache.moving.comparisons.compare",
             lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")),
         )
         settled_run(host, "first")
@@ -613,13 +613,13 @@ def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkey
     name = "kvferry.cache.moving.comparisons"
     monkeypatch.setattr(f"{name}.AUDIT_SECONDS", 0.2)
     gate = threading.Event()
-    compare = __import__(name, fromlist=["x"]).largest_difference
+    compare = __import__(name, fromlist=["x"]).compare
 
     def slow(*args):
         gate.wait(20)
         return compare(*args)
 
-    monkeypatch.setattr(f"{name}.largest_difference", slow)
+    monkeypatch.setattr(f"{name}.compare", slow)
     host = reader(recomputes=recomputes)
     request = host.run("first", PROMPT)
     assert request.num_external_tokens == SHORT

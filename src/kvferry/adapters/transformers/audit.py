@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.records import cache_of, gather
-from kvferry.blocks.audit import Difference, largest_difference, tensors_of
+from kvferry.blocks.audit import Difference, compare
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import OTHER_KV
 from kvferry.observe import Observer
@@ -148,11 +148,8 @@ class Auditor:
         token_ids = hit.token_ids[first : first + size]
         if not self._model.compute(token_ids, cache, self._observer):
             return None
-        computed, stored = (
-            tensors_of(self._rows, image)
-            for image in (gather(self._rows, cache, self._model, 0, first), hit.images[number])
-        )
-        return largest_difference(computed, stored, self._model.tolerances)
+        computed = gather(self._rows, cache, self._model, 0, first)
+        return compare(self._rows, computed, hit.images[number], self._model.tolerances)
 
     # ---- verdicts
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.records import cache_of, gather
-from kvferry.blocks.audit import largest_difference, tensors_of
+from kvferry.blocks.audit import compare
 from kvferry.blocks.rows import RankRows
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
@@ -120,14 +120,9 @@ class Recomputer:
     def _difference(self, cache: Any, own: Any, chunks: Iterable[CachedChunk]) -> str | None:
         """Where a cache differs from what was computed by more than rounding."""
         for row, prompt, token in chunks:
-            computed, found = (
-                tensors_of(self._rows, image)
-                for image in (
-                    gather(self._rows, own, self._model, 0, token),
-                    gather(self._rows, cache, self._model, row, prompt.num_padding + token),
-                )
-            )
-            difference = largest_difference(computed, found, self._model.tolerances)
+            computed = gather(self._rows, own, self._model, 0, token)
+            found = gather(self._rows, cache, self._model, row, prompt.num_padding + token)
+            difference = compare(self._rows, computed, found, self._model.tolerances)
             if difference.excess > 1:
                 return difference.describe(self._rows)
         return None

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from kvferry.blocks.audit import largest_difference, tensors_of
+from kvferry.blocks.audit import compare
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import Tolerances
@@ -61,10 +61,8 @@ class Comparisons:
         def run(_job: Job[Filled]) -> Filled:
             if record is None or not is_held or not gathered.mark.wait(DEVICE_SECONDS):
                 return Filled(slot, NOT_COMPARED)
-            computed, stored = (
-                tensors_of(self._rows, self._memory.slot(each)) for each in (slot, record.slot)
-            )
-            found = largest_difference(computed, stored, self._tolerances)
+            computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
+            found = compare(self._rows, computed, stored, self._tolerances)
             what = found.describe(self._rows)
             return Filled(slot, excess=found.excess, difference=what)
 
