@@ -7,11 +7,6 @@
 
 SGLang copies between the GPU and host memory; this keeps pages of that memory, verified. Importing
 this imports SGLang. `docs/sglang.md` has the options.
-
-storage.py   the class that SGLang constructs, on SGLang's own base class
-pages.py     pages of SGLang's host pools as bytes; their records, with deadlines
-identity.py  what gives SGLang's page hashes and pages their meaning; when weights change
-metrics.py   counts for SGLang's metrics
 """
 
 from kvferry.adapters.sglang.storage import KVFerryStorage
