@@ -74,7 +74,7 @@ def weights_digest(
     files = _weight_files(model_dir, may_be_none=weights_version is not None)
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
-    cache = _DigestCache(_cache_dir())
+    cache = _DigestCache(_default_cache_dir())
     hasher = blake3(WEIGHTS_TAG)
     for name, path in files.items():
         try:
@@ -189,7 +189,7 @@ def _identity(info: os.stat_result) -> tuple[int, int, int, int, int]:
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def _cache_dir() -> Path | None:
+def _default_cache_dir() -> Path | None:
     with suppress(ConfigError):
         return user_cache() / "kvferry" / "weights"
     return None
