@@ -31,29 +31,11 @@ from kvferry.testing.stores.hooks import (
 )
 from kvferry.types import ChunkKey
 
-SIZE = 40_961
-HEAD = 4096
-
 QUOTA = 20_000
 """Two or three large values fill it: eviction is the rule, not the exception."""
 
 numbers = st.integers(0, 7)
 sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
-
-BAD_SESSIONS = (
-    "",
-    ".",
-    "..",
-    "../evil",
-    "../../evil",
-    "a/../../evil",
-    "/tmp/evil",
-    "evil\0",
-    "evil\n",
-    "x" * 5000,
-    "\N{GREEK SMALL LETTER ALPHA}",
-    "0" * 64,
-)
 
 
 def _scan(store: Store) -> dict[bytes, Entry]:
