@@ -181,6 +181,7 @@ THIRD_PARTIES = {
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": [
+        "demo",
         "exporters.py",
         "readings.py",
         "adapters/vllm/metrics.py",

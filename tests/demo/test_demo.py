@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.demo.disaggregated import Result, Round, Sums
+from kvferry.demo.disaggregated import Result, Round
 from kvferry.demo.model import prepare_model
 from kvferry.demo.report import verdict
 from kvferry.demo.run import (
@@ -229,10 +229,8 @@ def test_the_handover_demo_moves_every_whole_chunk_and_changes_no_answer(
 
 def test_a_handover_that_moves_too_little_or_changes_an_answer_is_a_fault():
     right = Round(
-        num_tokens=100, prefill_seconds=1.0, done=Sums(64, 4096, 0.1, 0.2), expected_tokens=64,
-        seconds=0.2, proxied_seconds=None, local_seconds=0.1, computed_seconds=1.0,
-        same_answer=True, logprob_diff=1e-6,
-    )  # fmt: skip
+        figures={"moved_tokens": 64.0}, expected_tokens=64, same_answer=True, logprob_diff=1e-6
+    )
 
     def faults(**changed):
         rounds = [right, replace(right, **changed)]
@@ -240,6 +238,6 @@ def test_a_handover_that_moves_too_little_or_changes_an_answer_is_a_fault():
         return Result(model="m", engines=engines, peer="p", rounds=rounds).faults()
 
     assert faults() == []
-    assert faults(done=Sums(32, 2048, 0.1, 0.2)) == ["32 tokens came over instead of 64"]
+    assert faults(figures={"moved_tokens": 32.0}) == ["32 tokens came over instead of 64"]
     assert faults(same_answer=False) == ["an answer changed"]
     assert faults(logprob_diff=float("nan")) == ["log-probabilities differ by nan"]

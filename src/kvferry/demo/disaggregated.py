@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import signal
 import socket
 import sys
@@ -27,12 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.run import (
-    default_document,
-    interrupts_held,
-    load_tokenizer,
-    make_prompts,
-)
+from kvferry.demo.child import Child
+from kvferry.demo.run import default_document, load_tokenizer, make_prompts
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, KVError, StoreError
 from kvferry.keys import JsonValue
@@ -49,8 +44,6 @@ LOAD_SECONDS = 60.0
 """Longer than by default: a busy machine shall show its time, not a recomputed prompt."""
 
 _START_SECONDS = 600
-_ANSWER_SECONDS = 1800
-_END_SECONDS = 60
 _SUMS = ("hit_tokens/peer", "tier_read_bytes/peer", "promise_seconds", "first_token_seconds")
 _QUESTION = "What is this text about?"
 _WARM_UP_CHUNKS = 3
@@ -154,25 +147,14 @@ class Round:
     """One prompt, handed over.
 
     Attributes:
-        prefill_seconds: to the prefiller's token.
-        done: by the decoder, the transfer above all.
+        figures: by their names in the JSON.
         expected_tokens: that could be moved.
-        seconds: to the decoder's first token.
-        proxied_seconds: to the first token that a proxy passes on, prefill and all.
-        local_seconds: the same for a hit in the decoder's own prefix cache.
-        computed_seconds: the same where the decoder computes.
         same_answer: as that of the prefiller alone.
         logprob_diff: largest difference from it.
     """
 
-    num_tokens: int
-    prefill_seconds: float
-    done: Sums
+    figures: Mapping[str, float]
     expected_tokens: int
-    seconds: float
-    proxied_seconds: float | None
-    local_seconds: float
-    computed_seconds: float
     same_answer: bool
     logprob_diff: float
 
@@ -225,15 +207,21 @@ def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: lis
     size, chunk = len(prompt), options.chunk_tokens
     whole = min(size // chunk * chunk, size - 1)
     differences = [abs(a - b) for a, b in zip(decoded.logprobs, alone.logprobs, strict=False)]
+    figures = {
+        "prompt_tokens": size,
+        "prefill_s": first.first_token_seconds,
+        "moved_tokens": second.moved_tokens,
+        "moved_bytes": second.moved_bytes,
+        "moved_s": second.moved_seconds,
+        "ttft_s": second.first_token_seconds,  # after the handover
+        "local_ttft_s": local.seconds,  # by a hit in the decoder's own prefix cache
+        "computed_ttft_s": computed.seconds,
+    }
+    if pair.proxy is not None:
+        figures["proxied_ttft_s"] = decoded.seconds  # as it passes it on, prefill and all
     return Round(
-        num_tokens=size,
-        prefill_seconds=first.first_token_seconds,
-        done=second,
+        figures=figures,
         expected_tokens=whole // pair.block_size * pair.block_size,
-        seconds=second.first_token_seconds,
-        proxied_seconds=None if pair.proxy is None else decoded.seconds,
-        local_seconds=local.seconds,
-        computed_seconds=computed.seconds,
         same_answer=decoded.text == local.text == alone.text,
         logprob_diff=max(differences, default=float("inf")),
     )
@@ -254,11 +242,13 @@ def embedded_pair(options: HandoverOptions) -> Iterator[Pair]:
     shapes = ({"tensor_parallel_size": ranks, "block_size": 16}, {"block_size": 64})
     with ExitStack() as closing_all:
         engines = [
-            closing_all.enter_context(_EngineProcess(options, here, there, shape))
+            closing_all.enter_context(
+                _Engine("an engine", _serve_engine, options, here, there, shape)
+            )
             for here, there, shape in zip(ports, reversed(ports), shapes, strict=True)
         ]
         for engine in engines:
-            engine.wait_ready()
+            engine.receive(_START_SECONDS)
         words = f"{ranks} ranks, blocks of 16", "1 rank, blocks of 64"
         prefiller, decoder = engines
         yield Pair(prefiller, decoder, None, words, f"{HOST}:{ports[0]}", 64)
@@ -281,55 +271,20 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-class _EngineProcess:
-    """An embedded engine in a process of its own. A context manager."""
-
-    def __init__(
-        self, options: HandoverOptions, here: int, there: int, shape: Mapping[str, Any]
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve_engine, args=(options, here, there, shape, theirs), daemon=True
-        )
-        with interrupts_held():
-            self._process.start()
-        theirs.close()
-
-    def wait_ready(self) -> None:
-        self._receive(_START_SECONDS)
+class _Engine(Child):
+    """An embedded engine in a process of its own, which runs `_serve_engine`."""
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
     ) -> Said:
-        self._ours.send((list(prompt), max_tokens, params))
-        return Said(*self._receive(_ANSWER_SECONDS))
+        self.send((list(prompt), max_tokens, params))
+        found: Said = self.receive()
+        return found
 
     def sums(self) -> Sums:
-        self._ours.send(())
-        return Sums(*self._receive(_ANSWER_SECONDS))
-
-    def _receive(self, seconds: float) -> Any:  # noqa: ANN401 - what `_serve_engine` sent
-        try:
-            if not self._ours.poll(seconds):
-                raise StoreError(f"an engine gave no answer in {seconds:.0f} s")
-            answer = self._ours.recv()
-        except EOFError:
-            raise StoreError("an engine died") from None
-        if isinstance(answer, KVError):
-            raise type(answer)(f"an engine failed: {answer}")
-        return answer
-
-    def __enter__(self) -> _EngineProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._ours.close()
-        if kind is not None:  # it may load, or answer, for long
-            self._process.terminate()
-        self._process.join(_END_SECONDS)
-        self._process.kill()  # does nothing if it ended
-        self._process.join()
+        self.send(())
+        found: Sums = self.receive()
+        return found
 
 
 def _serve_engine(
@@ -364,10 +319,10 @@ def _serve_engine(
             pass
 
 
-def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> tuple[Any, ...]:
+def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> Said | Sums:
     if not question:
         sums = counters.snapshot()
-        return tuple(sums.get(name, 0.0) for name in _SUMS)
+        return Sums(*(sums.get(name, 0.0) for name in _SUMS))
     prompt, max_tokens, params = question
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=1, kv_transfer_params=params)
     [found] = llm.generate([prompt], sampling)
@@ -376,7 +331,7 @@ def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> tuple[An
     counters.observe("first_token", found.ttft_seconds)
     chosen = tuple(each.chosen for each in found.logprobs)
     given = None if found.params is None else dict(found.params)
-    return found.ttft_seconds, found.text or "", chosen, given
+    return Said(found.ttft_seconds, found.text or "", chosen, given)
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -404,29 +359,17 @@ class Result:
         if not self.worst_diff <= MAX_LOGPROB_DIFF:
             faults.append(f"log-probabilities differ by {self.worst_diff:.1e}")
         faults += [
-            f"{each.done.moved_tokens:.0f} tokens came over instead of {each.expected_tokens}"
+            f"{moved:.0f} tokens came over instead of {each.expected_tokens}"
             for each in self.rounds
-            if each.done.moved_tokens != each.expected_tokens
+            if (moved := each.figures["moved_tokens"]) != each.expected_tokens
         ]
         return faults
 
 
 def medians(result: Result) -> dict[str, float]:
     """Over the rounds, by name; `proxied_ttft_s` behind a proxy only."""
-    rounds = result.rounds
-    found = {
-        "prompt_tokens": median(each.num_tokens for each in rounds),
-        "prefill_s": median(each.prefill_seconds for each in rounds),
-        "moved_tokens": median(each.done.moved_tokens for each in rounds),
-        "moved_bytes": median(each.done.moved_bytes for each in rounds),
-        "moved_s": median(each.done.moved_seconds for each in rounds),
-        "ttft_s": median(each.seconds for each in rounds),
-        "local_ttft_s": median(each.local_seconds for each in rounds),
-        "computed_ttft_s": median(each.computed_seconds for each in rounds),
-    }
-    proxied = [each.proxied_seconds for each in rounds if each.proxied_seconds is not None]
-    if proxied:
-        found["proxied_ttft_s"] = median(proxied)
+    names = result.rounds[0].figures
+    found = {name: median(each.figures[name] for each in result.rounds) for name in names}
     seconds = found["moved_s"]
     found["gb_per_s"] = found["moved_bytes"] / seconds / 1e9 if seconds else 0.0
     return found

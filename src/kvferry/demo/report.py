@@ -114,12 +114,10 @@ def save_plot(path: Path, result: DemoResult) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = [*result.warm, result.corrupted]
     figure = Figure(figsize=(10, 1.9 + 0.85 * len(runs)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     places = range(len(runs))
     colours = [_WARM] * len(result.warm) + [_CORRUPTED]

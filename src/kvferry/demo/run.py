@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -25,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from kvferry.demo.child import Child
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import model as engine_model
 from kvferry.errors import ConfigError, KVError, StoreError
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RUN_DIR = "kvferry-demo-run"
-_ANSWER_SECONDS = 1800
-_END_SECONDS = 60
 
 _WARM_UP_TOKENS = 12
 """Shorter than a chunk, so never stored. Keeps the cost of a first forward out of the figures."""
@@ -304,45 +300,12 @@ def _run_phase(
 ) -> list[TimedAnswer]:
     """Let a new process answer the first prompts, each with the store at its URL in `stores`;
     `advance` is called after each answer."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    # Where an interrupt leaves no time to kill it, the end of this process does.
-    process = context.Process(target=_answer_all, args=(options, stores, theirs), daemon=True)
     answers: list[TimedAnswer] = []
-    try:
-        with interrupts_held():
-            process.start()
-        theirs.close()
-        while len(answers) < len(stores):
-            if not ours.poll(_ANSWER_SECONDS):
-                raise StoreError(f"the {name} phase gave no answer in {_ANSWER_SECONDS} s")
-            answer = ours.recv()
-            if isinstance(answer, KVError):
-                raise type(answer)(f"the {name} phase failed: {answer}")
-            answers.append(answer)
+    with Child(f"the {name} phase", _answer_all, options, stores) as child:
+        for _ in stores:
+            answers.append(child.receive())
             advance(name)
-    except EOFError:
-        process.join(_END_SECONDS)
-        raise StoreError(f"the {name} phase died (exit status {process.exitcode})") from None
-    else:
-        process.join(_END_SECONDS)  # it closes its store
-        return answers
-    finally:
-        if process.pid is not None:
-            process.kill()  # does nothing if it ended; otherwise we were interrupted
-            process.join()
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block ends. A process that is started in it never sees one: it
-    inherits that the signal is blocked, and needs no time to say so itself."""
-    resource_tracker.ensure_running()  # by the first process otherwise, and it would end the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return answers
 
 
 def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection) -> None:

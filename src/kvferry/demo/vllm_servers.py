@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.demo.disaggregated import HOST, HandoverOptions, Pair, Said, Sums, free_ports
 from kvferry.errors import ConfigError, StoreError
@@ -23,6 +27,12 @@ _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
 _MODEL = "demo"
 _BLOCKS = (128, 32)
+_METRICS = (
+    "vllm:kvferry_hit_tokens_total",
+    "vllm:kvferry_tier_read_bytes_total",
+    "vllm:kvferry_promise_seconds_sum",
+    "vllm:time_to_first_token_seconds_sum",
+)
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -63,17 +73,16 @@ def vllm_pair(options: HandoverOptions, proxy: Path | None) -> Iterator[Pair]:
                 roles, ports, _BLOCKS, peers, reversed(peers), strict=True
             )
         ]
-        for url, process in zip(urls, started, strict=True):
-            process.wait_for(f"{url}/health")
+        for url, await_server in zip(urls, started, strict=True):
+            await_server(f"{url}/health")
         front = None
         if proxy is not None:
             command = [sys.executable, str(proxy), "--host", HOST, "--port", str(proxy_ports[0])]
             for kind, port in zip(("prefiller", "decoder"), ports, strict=True):
                 command += [f"--{kind}-hosts", HOST, f"--{kind}-ports", str(port)]
             front = f"http://{HOST}:{proxy_ports[0]}"
-            running.enter_context(_running(options, "proxy", command)).wait_for(
-                f"{front}/healthcheck"
-            )
+            await_proxy = running.enter_context(_running(options, "proxy", command))
+            await_proxy(f"{front}/healthcheck")
         prefiller, decoder = map(_Server, urls)
         words = tuple(f"vLLM, blocks of {block}" for block in _BLOCKS)
         between = None if front is None else _Server(front)
@@ -100,15 +109,17 @@ def _serve(
     ]
 
 
-class _Running:
-    """A process of a server, which writes to a log."""
+@contextmanager
+def _running(
+    options: HandoverOptions, name: str, command: Sequence[str]
+) -> Iterator[Callable[[str], None]]:
+    """A process of a server, which writes to a log. Gives a function that waits until it answers at
+    a URL, and raises StoreError where it ends or takes too long."""
+    path = options.work_dir / f"disaggregated-{name}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=_ENVIRONMENT | os.environ)
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    def wait_for(self, url: str) -> None:
-        """Wait until it answers. Raises StoreError."""
+    def wait_for(url: str) -> None:
         until = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -117,18 +128,12 @@ class _Running:
                 pass
             else:
                 return
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise StoreError(f"a server did not start; see {self._log}")
+            if process.poll() is not None or time.monotonic() > until:
+                raise StoreError(f"a server did not start; see {path}")
             time.sleep(0.2)
 
-
-@contextmanager
-def _running(options: HandoverOptions, name: str, command: Sequence[str]) -> Iterator[_Running]:
-    path = options.work_dir / f"disaggregated-{name}.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=_ENVIRONMENT | os.environ)
     try:
-        yield _Running(process, path)
+        yield wait_for
     finally:
         process.terminate()
         try:
@@ -180,23 +185,12 @@ class _Server:
 
     def sums(self) -> Sums:
         with self._open("/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        wanted = (
-            ("vllm:kvferry_hit_tokens_total{", 'tier="peer"'),
-            ("vllm:kvferry_tier_read_bytes_total{", 'tier="peer"'),
-            ("vllm:kvferry_promise_seconds_sum", ""),
-            ("vllm:time_to_first_token_seconds_sum", ""),
-        )
-        return Sums(
-            *(
-                sum(
-                    float(line.rsplit(" ", 1)[1])
-                    for line in lines
-                    if line.startswith(name) and label in line
-                )
-                for name, label in wanted
-            )
-        )
+            families = text_string_to_metric_families(answer.read().decode())
+        sums: defaultdict[str, float] = defaultdict(float)
+        for sample in chain.from_iterable(family.samples for family in families):
+            if sample.labels.get("tier", "peer") == "peer":
+                sums[sample.name] += sample.value
+        return Sums(*(sums[name] for name in _METRICS))
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
         request = urllib.request.Request(self._url + path)

@@ -193,11 +193,9 @@ def write_png(path: Path, rows: Curve, title: str, tiers: Mapping[int, str]) -> 
     Raises:
         ConfigError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     capacities = [row["capacity_blocks"] for row in rows]
     for name in rows[0]:
