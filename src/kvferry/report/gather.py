@@ -315,11 +315,3 @@ def causes(removals: Iterable[Removal]) -> list[Cause]:
             )
         )
     return sorted(found.values(), key=lambda cause: -cause.num_records)
-
-
-def over_time(removals: Iterable[Removal]) -> TimeSteps:
-    """Removed records by reason."""
-    steps = TimeSteps()
-    for each in removals:
-        steps.add(each.at, each.reason, 1)
-    return steps

@@ -26,7 +26,6 @@ from kvferry.report.gather import (
     TimeSteps,
     age,
     causes,
-    over_time,
 )
 from kvferry.store.base import Removal
 
@@ -335,14 +334,12 @@ def _shares(report: Report, figures: dict[str, Figure]) -> list[str]:
     if not (requests.hits.names or requests.misses.names):
         return [*shown, "<p>The journal holds no answered request.</p>"]
     figures["shares"] = _draw_shares(requests)
-    figures["misses"] = _bars(requests.misses, "tokens computed")
+    figures["misses"] = _draw_sums(requests.misses, "tokens computed")
     return [*shown, _picture("shares"), "<h2>Tokens computed, by reason</h2>", _picture("misses")]
 
 
 def _draw_shares(requests: RecordedRequests) -> Figure:
     """Of all tokens of a step of time, those of each tier. Both sums have steps of one width."""
-    from plotly.graph_objects import Bar, Figure
-
     totals: Counter[float] = Counter()
     width = max(requests.hits.seconds, requests.misses.seconds)
     parts: dict[str, Counter[float]] = {name: Counter() for name in requests.hits.names}
@@ -353,43 +350,37 @@ def _draw_shares(requests: RecordedRequests) -> Figure:
         for name, amount in sums.items():
             parts[name][at // width * width] += amount
     starts = sorted(at for at, total in totals.items() if total)
-    figure = Figure(
-        [
-            Bar(
-                name=safe(name),
-                x=[_time(at + 0.5 * width) for at in starts],
-                y=[parts[name][at] / totals[at] for at in starts],
-                width=1000 * width,
-                marker_color=_COLOURS[number % len(_COLOURS)],
-            )
-            for number, name in enumerate(parts)
-        ]
-    )
-    layout = {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens that hit"}
-    return _over_time(figure).update_layout(yaxis=layout)
+    shares = {name: [sums[at] / totals[at] for at in starts] for name, sums in parts.items()}
+    axis = {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens that hit"}
+    return _stacked(starts, width, shares, axis)
 
 
-def _bars(steps: TimeSteps, title: str) -> Figure:
+def _draw_sums(steps: TimeSteps, title: str) -> Figure:
+    rows = list(steps.steps())
+    heights = {name: [sums[name] for _, sums in rows] for name in steps.names}
+    return _stacked([at for at, _ in rows], steps.seconds, heights, {"title": title})
+
+
+def _stacked(
+    starts: Sequence[float],
+    seconds: int,
+    heights: Mapping[str, Sequence[float]],
+    axis: Mapping[str, object],
+) -> Figure:
+    """Bars over time; `heights` has by name one for each step of time."""
     from plotly.graph_objects import Bar, Figure
 
-    rows = list(steps.steps())
-    figure = Figure(
-        [
-            Bar(
-                name=safe(name),
-                x=[_time(at + 0.5 * steps.seconds) for at, _ in rows],
-                y=[sums[name] for _, sums in rows],
-                width=1000 * steps.seconds,
-                marker_color=_COLOURS[number % len(_COLOURS)],
-            )
-            for number, name in enumerate(steps.names)
-        ]
-    )
-    return _over_time(figure).update_layout(yaxis={"title": title})
-
-
-def _over_time(figure: Figure) -> Figure:
-    return figure.update_layout(
+    bars = [
+        Bar(
+            name=safe(name),
+            x=[_time(at + 0.5 * seconds) for at in starts],
+            y=each,
+            width=1000 * seconds,
+            marker_color=_COLOURS[number % len(_COLOURS)],
+        )
+        for number, (name, each) in enumerate(heights.items())
+    ]
+    return Figure(bars).update_layout(
         barmode="stack",
         height=320,
         margin={"l": 60, "r": 10, "t": 10, "b": 80},
@@ -397,6 +388,7 @@ def _over_time(figure: Figure) -> Figure:
         legend={"orientation": "h", "y": -0.25},
         plot_bgcolor="#fff",
         xaxis={"type": "date"},
+        yaxis=axis,
         hovermode="x unified",
     )
 
@@ -407,7 +399,10 @@ def _removed(report: Report, figures: dict[str, Figure]) -> list[str]:
         return [*shown, "<p>This store does not remember what it removed; a directory does.</p>"]
     if not report.removals:
         return [*shown, "<p>Nothing, as far as the store remembers.</p>"]
-    figures["removals"] = _bars(over_time(report.removals), "records removed")
+    removed = TimeSteps()
+    for each in report.removals:
+        removed.add(each.at, each.reason, 1)
+    figures["removals"] = _draw_sums(removed, "records removed")
     rows = [
         (each.reason, each.detail, each.num_records, format_size(each.num_bytes),
          _time(each.last_at))
