@@ -52,7 +52,6 @@ SIDEWAYS = {
     ("cli", "prompt_file"),
     ("cli", "readings"),
     ("cli", "report"),
-    ("readings", "explain"),
     ("cli", "simulate"),
     # It compares namespaces as `explain` does.
     ("doctor", "explain"),

@@ -8,19 +8,14 @@ otherwise.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, groupby
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import ConfigError, StoreError
-from kvferry.journal import JournalLine
+from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
@@ -462,34 +457,3 @@ def merge(runs: Sequence[Run]) -> list[Run]:
         members = list(group)
         merged.append(members[0]._replace(num_tokens=sum(run.num_tokens for run in members)))
     return merged
-
-
-def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
-    """The last `limit` lines of a journal, or of the requests whose id starts with `request`.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is none of a journal.
-    """
-    lines = journal_lines(path)
-    return list(deque((line for line in lines if line.request.startswith(request or "")), limit))
-
-
-def journal_lines(path: Path) -> Iterator[JournalLine]:
-    """Every line of a journal, read one by one; raises as `read_journal`."""
-    decoder = msgspec.json.Decoder(JournalLine)
-    number = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
-                try:
-                    found = decoder.decode(line) if line.strip() else None
-                except msgspec.DecodeError:
-                    if not line.endswith(b"\n"):  # under way, or cut short by a full disk
-                        break
-                    raise
-                if found is not None:
-                    yield found
-    except OSError as error:
-        raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"journal {path}, line {number}: {error}") from error

@@ -1,8 +1,8 @@
 """The journal (option `record`): one JSON line for each request, with its keys and its answer.
 
 A line holds no tokens and no text; the keys are cut digests of them. The scheduler's thread only
-appends to a queue in memory. A thread of its own writes once a second. `kvferry simulate` reads the
-file.
+appends to a queue in memory. A thread of its own writes once a second. The commands `explain`,
+`simulate`, `top`, `report` and `doctor` read the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -25,6 +25,9 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
+
+ENGINE = "engine"
+"""Stands where a tier would, for tokens that the engine had itself."""
 
 KEY_BYTES = 8
 """Of a chunk key. Among ten million chunks, two are taken for one with a chance of 1 in 370,000."""
@@ -73,6 +76,11 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     hits: dict[str, int] = {}
     misses: dict[str, int] = {}
     why: str = ""
+
+    def by_source(self) -> dict[str, int]:
+        """Tokens that were not computed: by tier, and of `ENGINE`."""
+        own = {ENGINE: self.local} if self.local else {}
+        return own | self.hits
 
 
 class Journal:
@@ -189,3 +197,34 @@ def _write_whole(file: FileIO, line: bytes) -> None:
         if end == os.fstat(file.fileno()).st_size:
             file.truncate(end - num_written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
+    """The last `limit` lines of a journal, or of the requests whose id starts with `request`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of a journal.
+    """
+    lines = journal_lines(path)
+    return list(deque((line for line in lines if line.request.startswith(request or "")), limit))
+
+
+def journal_lines(path: Path) -> Iterator[JournalLine]:
+    """Every line of a journal, read one by one; raises as `read_journal`."""
+    decoder = msgspec.json.Decoder(JournalLine)
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
+                if not line.strip():
+                    continue
+                try:
+                    yield decoder.decode(line)
+                except msgspec.DecodeError:
+                    if not line.endswith(b"\n"):  # under way, or cut short by a full disk
+                        return
+                    raise
+    except OSError as error:
+        raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"journal {path}, line {number}: {error}") from error

@@ -9,21 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvferry.errors import ConfigError
-from kvferry.explain import read_journal
+from kvferry.journal import ENGINE, read_journal
+
+K = TypeVar("K")
 
 MAX_METRICS_BYTES = 32 << 20
 
 JOURNAL_REQUESTS = 1000
 """How many of the last requests of a journal are summed up."""
-
-ENGINE = "engine"
-"""Stands where a tier would, for tokens that the engine had itself."""
 
 Buckets = dict[float, float]
 """Durations that are not longer, by bound in seconds."""
@@ -73,11 +72,7 @@ class Reading:
         if self.num_tokens < before.num_tokens:
             return self
         times = {
-            name: {
-                bound: count - before.times.get(name, {}).get(bound, 0.0)
-                for bound, count in buckets.items()
-            }
-            for name, buckets in self.times.items()
+            name: _less(buckets, before.times.get(name, {})) for name, buckets in self.times.items()
         }
         return Reading(
             at=self.at,
@@ -93,7 +88,7 @@ class Reading:
         )
 
 
-def _less(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+def _less(now: Mapping[K, float], before: Mapping[K, float]) -> dict[K, float]:
     return {name: value - before.get(name, 0.0) for name, value in now.items()}
 
 
@@ -197,8 +192,7 @@ def read_requests(path: Path) -> Reading:
     hits: Counter[str] = Counter()
     misses: Counter[str] = Counter()
     for line in lines:
-        hits.update({ENGINE: line.local} if line.local else {})
-        hits.update(line.hits)
+        hits.update(line.by_source())
         misses.update(line.misses)
     times = [line.time for line in lines]
     return Reading(

@@ -39,7 +39,7 @@ def key_of(number: int) -> ChunkKey:
 
 
 def recorded(*prompts: list[int], chunk_tokens: int = 7) -> RecordedRequests:
-    requests = RecordedRequests("engine")
+    requests = RecordedRequests()
     for numbers in prompts:
         keys = [key_of(number)[:KEY_BYTES].hex() for number in numbers]
         requests.add(JournalLine(NOW, chunk_tokens, 100, keys))
@@ -102,7 +102,7 @@ def test_the_largest_branches_are_kept_with_what_they_follow():
 
 def test_memory_is_bounded_whatever_is_in_the_journal_and_the_store():
     rng = random.Random(3)
-    requests = RecordedRequests("engine")
+    requests = RecordedRequests()
     tracemalloc.start()
     try:
         for _ in range(300):
@@ -146,7 +146,7 @@ def test_names_beyond_the_limit_are_added_up():
 
 def test_keys_that_are_none_are_an_error():
     with pytest.raises(ConfigError, match="hexadecimal"):
-        RecordedRequests("engine").add(JournalLine(1.0, 7, 100, ["xyz"]))
+        RecordedRequests().add(JournalLine(1.0, 7, 100, ["xyz"]))
 
 
 def test_a_record_whose_last_use_is_not_known_is_not_old():

@@ -426,7 +426,8 @@ def _differences_as_json(differs: Differences) -> JsonRow:
 
 
 def _explain_journal(path: Path, request: str | None, limit: int, json: str | None) -> None:
-    from kvferry.explain import SENTENCES, read_journal
+    from kvferry.explain import SENTENCES
+    from kvferry.journal import read_journal
 
     lines = read_journal(path, request, limit)
     if not lines and request is not None:
@@ -434,7 +435,7 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
     misses: Counter[str] = Counter()
     for line in lines:
         misses.update(line.misses)
-    hit = sum(line.local + sum(line.hits.values()) for line in lines)
+    hit = sum(sum(line.by_source().values()) for line in lines)
     total = sum(line.num_tokens for line in lines)
     summary = f"{hit:,} of {total:,} tokens of the last {len(lines)} requests hit"
     if misses:
@@ -464,8 +465,7 @@ def _without_keys(line: JournalLine) -> JsonRow:
 
 
 def _journal_row(line: JournalLine) -> JsonRow:
-    hits = {"engine": line.local, **line.hits} if line.local else line.hits
-    why = line.why
+    hits, why = line.by_source(), line.why
     if not (hits or line.misses):
         why = "no answer: of an earlier release, or it ended before it was admitted"
     return {

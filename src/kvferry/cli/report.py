@@ -59,11 +59,10 @@ def report(
 
 
 def _read_requests(path: Path, bar: Progress) -> RecordedRequests:
-    from kvferry.explain import journal_lines
-    from kvferry.readings import ENGINE
+    from kvferry.journal import journal_lines
     from kvferry.report.gather import RecordedRequests
 
-    requests = RecordedRequests(ENGINE)
+    requests = RecordedRequests()
     for line in bar.track(journal_lines(path), description="reading requests"):
         requests.add(line)
     return requests

@@ -18,7 +18,7 @@ from kvferry.cache.config import DEFAULT_MEMORY_BYTES, SharedStorageConfig
 from kvferry.config import build_config, printable, unknown
 from kvferry.doctor.machine import Finding
 from kvferry.errors import ConfigError
-from kvferry.explain import read_journal
+from kvferry.journal import read_journal
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 

@@ -121,22 +121,20 @@ class RecordedRequests:
 
     Attributes:
         count: of all requests.
-        hits: tokens by tier; `engine` for those that the engine had itself.
+        hits: tokens by tier, and of `ENGINE`.
         misses: tokens by reason.
     """
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self.hits, self.misses = TimeSteps(), TimeSteps()
-        self._engine = engine
         self._recent: deque[tuple[int, list[bytes]]] = deque()  # tokens of a chunk, and keys
         self._num_recent = 0
 
     def add(self, line: JournalLine) -> None:
         """Raises ConfigError for keys that are none."""
         self.count += 1
-        own = {self._engine: line.local} if line.local else {}
-        for name, amount in [*own.items(), *line.hits.items()]:
+        for name, amount in line.by_source().items():
             self.hits.add(line.time, name, amount)
         for name, amount in line.misses.items():
             self.misses.add(line.time, name, amount)
