@@ -124,6 +124,6 @@ def test_a_trace_that_is_none(run, tmp_path):
 
 def test_a_picture_needs_matplotlib(run, trace, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("kvferry.cli.simulate.find_spec", lambda _name: None)
+    monkeypatch.setattr("kvferry.cli.output.find_spec", lambda _name: None)
     ran = run("simulate", trace, "--png", tmp_path / "curve.png")
     assert (ran.code, "pip install 'kvferry[demo]'" in ran.error_line) == (2, True)

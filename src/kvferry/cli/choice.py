@@ -77,7 +77,6 @@ def read_choice(
     older_than: str | None = None,
 ) -> Choice:
     """Raises ConfigError for options that cannot be read, or do not go together."""
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.types import ExtraKeys
 
     has_prompt = prompt_file is not None or tokens is not None

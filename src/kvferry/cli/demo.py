@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,14 +9,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.cli.output import JsonOption, emit, plain, progress, read_text
+from kvferry.cli.output import JsonOption, emit, plain, progress, read_text, require_extra
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from kvferry.demo.disaggregated import HandoverOptions, Pair
     from kvferry.demo.run import DemoOptions
 
 _MODEL_EXTRA = ("transformers", "accelerate", "gguf")
@@ -60,7 +55,7 @@ def demo(
 
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
-    _require((*_MODEL_EXTRA, "matplotlib"))
+    require_extra("the demo", "demo", *_MODEL_EXTRA, "matplotlib")
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
@@ -75,13 +70,6 @@ def demo(
         chunk_tokens=chunk_tokens,
     )
     _run(options, console, json)
-
-
-def _require(modules: Sequence[str]) -> None:
-    # Before they are imported: they come with an optional extra of half a gigabyte.
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'kvferry[demo]'")
 
 
 def _prepare(directory: Path, wheel: Path | None, console: Console) -> Path:
@@ -174,7 +162,7 @@ def demo_disaggregated(
     """
     if proxy is not None and engine != "vllm":
         raise ConfigError("--proxy needs vLLM's servers; add --engine vllm")
-    _require(_MODEL_EXTRA)
+    require_extra("the demo", "demo", *_MODEL_EXTRA)
     from kvferry.demo import disaggregated, vllm_servers
 
     console = Console(stderr=True, highlight=False)
@@ -186,24 +174,10 @@ def demo_disaggregated(
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-
     if engine == "vllm":
         opening = vllm_servers.vllm_pair(options, proxy)
     else:
         opening = disaggregated.embedded_pair(options)
-    _run_handovers(options, opening, console, json)
-
-
-def _run_handovers(
-    options: HandoverOptions,
-    opening: AbstractContextManager[Pair],
-    console: Console,
-    json: str | None,
-) -> None:
-    """Start both engines, hand prompts over, print the result; exit code 1 if the result has
-    faults."""
-    from kvferry.demo import disaggregated
-
     with opening as pair:
         console.print("demo: both engines run")
         result = disaggregated.run_rounds(

@@ -12,20 +12,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.output import JsonOption, JsonRow, emit, make_fact_table, make_table, read_text
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    make_fact_table,
+    make_namespace_table,
+    read_text,
+)
 from kvferry.cli.prompts import model_identity
+from kvferry.store.url import read_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvferry.doctor.machine import Finding
     from kvferry.doctor.stores import Model, StoreReport
-    from kvferry.doctor.vllm import VllmConfig
     from kvferry.store.base import Store
     from kvferry.store.kind import StoreUrl
 
 _MAX_TEXT = 400
-_MAX_ROWS = 20
 
 
 def doctor(
@@ -56,12 +62,15 @@ def doctor(
 
     Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
     """
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.cache.config import DEFAULT_MEMORY_BYTES
     from kvferry.doctor import machine
     from kvferry.doctor.stores import run
 
-    config = None if vllm_config is None else _check_config(vllm_config)
+    config = None
+    if vllm_config is not None:
+        from kvferry.doctor.vllm import check_config
+
+        config = check_config(vllm_config)
     facts = None if model is None else _model(model, prefill_tokens_per_second)
     findings = [] if config is None else list(config.findings)
     hooks = _check_vllm(findings) if vllm else None
@@ -86,16 +95,10 @@ def _opened(url: StoreUrl) -> Store:
     """An existing store; writable unless its URL says otherwise. Without its quota: a check evicts
     nothing."""
     options = {name: value for name, value in url.options.items() if name != "max_bytes"}
-    is_read_only = options.get("read_only", "false").lower() in ("true", "yes", "on", "1")
+    is_read_only = getattr(read_options(url), "read_only", False)
     return stores.open_existing(
         dataclasses.replace(url, options=options), writable=not is_read_only
     )
-
-
-def _check_config(given: str) -> VllmConfig:
-    from kvferry.doctor.vllm import check_config
-
-    return check_config(given)
 
 
 def _check_vllm(findings: list[Finding]) -> list[str]:
@@ -172,11 +175,8 @@ def _tables(report: StoreReport) -> list[RenderableType]:
     if report.facts:
         tables.append(make_fact_table(report.facts))
     if report.namespaces:
-        columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
-        columns |= {"model": "model", "read by --model": "read_by_model"}
-        left = len(report.namespaces) - _MAX_ROWS
-        title = "namespaces" + (f", {left} smaller ones not shown" if left > 0 else "")
-        tables.append(make_table(columns, report.namespaces[:_MAX_ROWS], title=title))
+        read_by = {"read by --model": "read_by_model"}
+        tables.append(make_namespace_table("namespaces", report.namespaces, read_by))
     return tables
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.output import JsonOption, emit, read_text
+from kvferry.cli.output import JsonOption, emit, read_text, require_extra
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
@@ -57,9 +56,7 @@ def generate(
     """
     options = _connector_options(store, chunk_tokens, record)
     text = _read_prompt(prompt, prompt_file)
-    if find_spec("transformers") is None:
-        raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
-    # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    require_extra("the engine", "transformers", "transformers")
     from kvferry.engine import LLM, SamplingParams
     from kvferry.engine.model import encode_message
 

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from textwrap import indent
@@ -63,6 +64,17 @@ def require_targets(source: Path | None, *targets: Path | None) -> None:
             require_writable(target)
 
 
+def require_extra(what: str, extra: str, *modules: str) -> None:
+    """Refuse, before it imports them, what needs modules of an optional extra.
+
+    Raises:
+        ConfigError: one of them is not installed.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'kvferry[{extra}]'")
+
+
 JsonOption = Annotated[
     str | None,
     typer.Option(
@@ -102,6 +114,8 @@ _TABLE_ROWS = 1000
 """Of a longer list, rows are printed as they come."""
 
 _MAX_COLUMN = 40
+
+_SHOWN_NAMESPACES = 20
 
 _KEY_DIGITS = 16
 """Of a key or namespace in a table; `kvferry show` takes them for the whole."""
@@ -254,6 +268,21 @@ def make_table(
     for row in rows:
         table.add_row(*(plain(_readable(name, row.get(name))) for name in columns.values()))
     return table
+
+
+def make_namespace_table(
+    title: str, spaces: Sequence[JsonRow], more: Mapping[str, str] | None = None
+) -> Table:
+    """A table of namespaces, which are given the largest first; `more` are columns of `make_table`
+    besides those that every such table has."""
+    left = len(spaces) - _SHOWN_NAMESPACES
+    title += f", {left} smaller ones not shown" if left > 0 else ""
+    rows = [
+        {**row, "namespace": row["namespace"] or "not known yet"}
+        for row in spaces[:_SHOWN_NAMESPACES]
+    ]
+    columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
+    return make_table({**columns, "model": "model", **(more or {})}, rows, title=title)
 
 
 def _readable(name: str, value: JsonValue) -> str:

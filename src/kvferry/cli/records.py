@@ -21,6 +21,7 @@ from kvferry.cli.output import (
     emit_rows,
     format_age,
     make_fact_table,
+    make_namespace_table,
     make_table,
     parse_duration,
     progress,
@@ -46,8 +47,6 @@ from kvferry.store.base import Entry, Removal, Store
 from kvferry.store.kind import shown_url
 from kvferry.store.maintenance import estimate
 from kvferry.types import FORMAT_VERSION
-
-_SHOWN_NAMESPACES = 20
 
 
 class Order(StrEnum):
@@ -263,27 +262,15 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
 
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
     """
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.cache.config import DEFAULT_MEMORY_BYTES
 
-    facts, spaces, removals = query_store(url, _count)
-    facts = {
-        "url": shown_url(url),
-        **facts,
-        "memory_bytes": DEFAULT_MEMORY_BYTES,
-    }
-    removed = _by_reason(removals)
+    facts, spaces, removals = query_store(url, count_records)
+    facts = {"url": shown_url(url), **facts, "memory_bytes": DEFAULT_MEMORY_BYTES}
+    removed = by_reason(removals)
     since = removals[-1].at if removals else None
     tables = [make_fact_table(facts)]
     if spaces:
-        left = len(spaces) - _SHOWN_NAMESPACES
-        title = "records by namespace" + (f", {left} smaller ones not shown" if left > 0 else "")
-        rows = [
-            {**row, "namespace": row["namespace"] or "not known yet"}
-            for row in spaces[:_SHOWN_NAMESPACES]
-        ]
-        columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
-        tables.append(make_table({**columns, "model": "model"}, rows, title=title))
+        tables.append(make_namespace_table("records by namespace", spaces))
     if since is not None:
         columns = {"why": "reason", "records": "num_records", "size": "num_bytes"}
         title = f"removed in the last {format_age(since)}"
@@ -292,13 +279,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
     emit({**facts, **lists}, json, *tables)
 
 
-def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[JsonRow]]:
-    """Counts, namespaces (the largest first), and removals by reason (the latest first)."""
-    facts, spaces, removals = _count(store)
-    return facts, spaces, _by_reason(removals)
-
-
-def _count(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
+def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
     """Counts, namespaces (the largest first) and removals (the latest first)."""
     counts = namespaces(store)
     models = model_names(store, counts)
@@ -320,20 +301,20 @@ def _count(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
     return facts, rows, store.removals(sys.maxsize) or []
 
 
-def _by_reason(removals: list[Removal]) -> list[JsonRow]:
+def by_reason(removals: list[Removal]) -> list[JsonRow]:
     """The latest first."""
-    found: list[JsonRow] = []
-    for reason in dict.fromkeys(each.reason for each in removals):
-        went = [each for each in removals if each.reason == reason]
-        found.append(
-            {
-                "reason": reason,
-                "num_records": len(went),
-                "num_bytes": sum(each.num_bytes for each in went),
-                "last_at": went[0].at,
-            }
-        )
-    return found
+    from kvferry.report.gather import causes
+
+    found = causes(each._replace(detail="") for each in removals)
+    return [
+        {
+            "reason": cause.reason,
+            "num_records": cause.num_records,
+            "num_bytes": cause.num_bytes,
+            "last_at": cause.last_at,
+        }
+        for cause in sorted(found, key=lambda cause: -cause.last_at)
+    ]
 
 
 def verify(

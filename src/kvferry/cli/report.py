@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 
-from kvferry.cli.output import JsonOption, JsonRow, emit, progress, require_targets
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    progress,
+    require_extra,
+    require_targets,
+)
 from kvferry.cli.stores import (
     UNREADABLE,
     UrlArgument,
@@ -42,10 +48,8 @@ def report(
 
     Example: kvferry report file:///var/cache/kvferry --html report.html
     """
-    if find_spec("plotly") is None:
-        raise ConfigError("the page needs plotly: pip install 'kvferry[report]'")
+    require_extra("the page", "report", "plotly")
     require_targets(journal, html, None if json in (None, "-") else Path(json))
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.report.page import render
 
     with progress() as bar:

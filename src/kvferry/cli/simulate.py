@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from kvferry.cli.output import (
     emit,
     make_fact_table,
     make_table,
+    require_extra,
     require_size,
     require_targets,
 )
@@ -56,7 +56,6 @@ def simulate(
 
     Example: kvferry simulate trace.jsonl --tiers 10000,100000 --csv curve.csv
     """
-    # Not at the top: all commands, and the help, would wait for numpy.
     from kvferry.simulate.policies import check_policy
     from kvferry.simulate.report import Simulator
     from kvferry.simulate.trace import read_trace
@@ -66,8 +65,8 @@ def simulate(
         check_policy(name)
     rates = _rates(bytes_per_token, prefill_rate, tier_rates, len(_split("--tiers", tiers)))
     require_targets(trace, csv, png, None if json in (None, "-") else Path(json))
-    if png is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install 'kvferry[demo]'")
+    if png is not None:
+        require_extra("--png", "demo", "matplotlib")
     simulator = Simulator(read_trace(trace))
     sizes = _blocks("--tiers", tiers, simulator, rates)
     curve: Curve = []

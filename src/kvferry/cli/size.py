@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.output import JsonOption, JsonRow, emit, make_fact_table, make_table
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    make_fact_table,
+    make_table,
+    require_extra,
+)
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +52,6 @@ def size(
             f"--prefill-tokens-per-second {prefill_tokens_per_second}: must be from 1e-6 to 1e15"
         )
     groups = groups_of(model, dtype)
-    # Imported late: a top-level import would slow down every command and the help.
     from kvferry.keys.namespace import describe_group
     from kvferry.record.schema import RecordSchema
 
@@ -80,11 +85,7 @@ def size(
 
 
 def groups_of(model: Path, dtype: str = "auto") -> tuple[KVGroup, ...]:
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            "reading a config needs transformers: pip install 'kvferry[transformers]'"
-        )
-    # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    require_extra("reading a config", "transformers", "transformers")
     from kvferry.config import build_config
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.connector import kv_groups

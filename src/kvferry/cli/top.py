@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
-from kvferry.cli.records import count_records
+from kvferry.cli.records import by_reason, count_records
 from kvferry.cli.stores import query_store
 from kvferry.config import format_size
 from kvferry.errors import KVError
@@ -68,7 +68,6 @@ def top(
 
 
 def _view(source: str, journal: Path | None) -> View:
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.readings import read_endpoint, read_requests
 
     if journal is not None:
@@ -247,7 +246,8 @@ def _ms(seconds: float) -> str:
 
 
 def _show_store(url: str) -> tuple[JsonRow, list[RenderableType]]:
-    facts, spaces, removed = query_store(url, count_records)
+    facts, spaces, removals = query_store(url, count_records)
+    removed = by_reason(removals)
     used, quota = facts.get("used_bytes"), facts.get("max_bytes")
     summary = f"{shown_url(url)}: {facts['num_records']} records, {_size(used)}"
     if quota is not None:

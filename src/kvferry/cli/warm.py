@@ -6,14 +6,21 @@ import contextlib
 import http.client
 import json as json_module
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
 
-from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress, read_text
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    make_table,
+    progress,
+    read_text,
+    require_extra,
+)
 from kvferry.cli.stores import await_answer
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
@@ -166,9 +173,7 @@ def _engine(
     """The weights are loaded when the first prompt is not stored yet."""
     if model is None:
         raise ConfigError("give the model directory")
-    if find_spec("transformers") is None:
-        raise ConfigError("the engine needs transformers: pip install 'kvferry[transformers]'")
-    # Not at the top: torch and transformers take seconds to load, and most commands need neither.
+    require_extra("the engine", "transformers", "transformers")
     from kvferry.engine import LLM, SamplingParams
     from kvferry.engine.model import load_tokenizer
     from kvferry.keys import ChunkKeys
