@@ -8,8 +8,8 @@ otherwise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -43,6 +43,9 @@ SENTENCES: Mapping[str, str] = {
 MAX_REMOVALS = 1 << 16
 MAX_NAMESPACES = 1000
 """A store has a few; more are not compared."""
+
+DESCRIBE_SECONDS = 10.0
+"""How long descriptions of namespaces are read; the others are not shown."""
 
 COMPARE_SECONDS = 10.0
 """How long other namespaces are searched for the prompt."""
@@ -113,20 +116,24 @@ Differences = dict[str, tuple[JsonValue, JsonValue]]
 """Field to the two values; None where there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """A prompt in one namespace.
-
-    Attributes:
-        differs: in what the namespace differs from what was asked for: there, here.
-        runs: the whole prompt.
-    """
+class Space(NamedTuple):
+    """A namespace of tokens that a store describes."""
 
     namespace: Namespace
-    chunk_tokens: int
-    num_tokens: int
+    differs: Differences
+    """In what it differs from what was asked for: there, here."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        return chunk_tokens_of(self.namespace) or 1
+
+
+class Explanation(NamedTuple):
+    """A prompt in one namespace."""
+
+    space: Space
     runs: list[Run]
-    differs: Differences = field(default_factory=dict)
+    """The whole prompt."""
 
     @property
     def hit_tokens(self) -> int:
@@ -137,20 +144,11 @@ class Explanation:
         return next((run for run in self.runs if run.why is not Why.HIT), None)
 
 
-class Space(NamedTuple):
-    """A namespace that a store describes."""
-
-    namespace: Namespace
-    chunk_tokens: int
-    differs: Differences
-
-
 class Nearest(NamedTuple):
     """Where else the start of a prompt is stored."""
 
-    namespace: Namespace
+    space: Space
     hit_tokens: int
-    differs: Differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,25 +186,22 @@ class PromptAnswer:
         return why
 
 
-def describe_all(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
-    """The namespaces whose description is readable; at most `MAX_NAMESPACES`, for
-    `COMPARE_SECONDS`."""
-    found = []
-    until = time.monotonic() + COMPARE_SECONDS
-    for digest in digests[:MAX_NAMESPACES]:
-        if time.monotonic() >= until:
-            break
-        namespace = describe(store, digest)
-        if namespace is not None:
-            found.append(namespace)
+def describe_all(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespace | None]:
+    """The namespaces that the store describes, as far as `DESCRIBE_SECONDS` last; None for a
+    description that is damaged, or of another namespace."""
+    found: dict[bytes, Namespace | None] = {}
+    until = time.monotonic() + DESCRIBE_SECONDS
+    for digest in dict.fromkeys(digests):
+        text = store.describe(digest) if digest and time.monotonic() < until else None
+        if text is not None:
+            found[digest] = Namespace.from_text(digest, text)
     return found
 
 
-def describe(store: Store, digest: bytes) -> Namespace | None:
-    """A namespace with a usable description."""
-    text = store.describe(digest) if digest else None
-    namespace = None if text is None else Namespace.from_text(digest, text)
-    return None if namespace is None or chunk_tokens_of(namespace) is None else namespace
+def spaces_of_tokens(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
+    """Of these namespaces, at most `MAX_NAMESPACES`, those in which tokens lead to keys."""
+    known = describe_all(store, digests[:MAX_NAMESPACES]).values()
+    return [each for each in known if each is not None and chunk_tokens_of(each) is not None]
 
 
 def chunk_tokens_of(namespace: Namespace) -> int | None:
@@ -215,11 +210,6 @@ def chunk_tokens_of(namespace: Namespace) -> int | None:
         return None
     size = namespace.description.get("chunk_tokens")
     return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
-
-
-def space_of(namespace: Namespace, differs: Differences) -> Space:
-    """A namespace of `describe`."""
-    return Space(namespace, chunk_tokens_of(namespace) or 1, differs)
 
 
 def differences(there: JsonValue, here: JsonValue) -> Differences:
@@ -336,67 +326,60 @@ class PromptSearch:
             found.append(self.explain(space))
             if any(run.why is Why.NO_ANSWER for run in found[-1].runs):
                 break  # the next question could take as long
-        found.sort(key=lambda each: (-each.hit_tokens, len(each.differs)))
+        found.sort(key=lambda each: (-each.hit_tokens, len(each.space.differs)))
         answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
         if answer.reason.is_explained:
             return answer
         plain = 0
         if self._extra != NO_EXTRA_KEYS:
-            plain = max(map(self.without_extra, spaces))
+            until = time.monotonic() + COMPARE_SECONDS
+            plain = max(self._leading(space, NO_EXTRA_KEYS, until) for space in spaces)
         nearest = self.nearest(others(), answer.hit_tokens)
         return replace(answer, elsewhere=nearest, without_extra=plain)
 
     def explain(self, space: Space) -> Explanation:
         """Every chunk of the prompt in one namespace."""
-        namespace, size, differs = space
-        keys = ChunkKeys(namespace.digest, size, self._extra)
+        digest, size = space.namespace.digest, space.chunk_tokens
+        keys = ChunkKeys(digest, size, self._extra)
         keys.extend(self._token_ids)
         runs: list[Run] = []
         for number, key in enumerate(keys.keys):
-            runs.append(self._ask(namespace, key, Run(number * size, size, Why.HIT)))
+            runs.append(self._ask(digest, key, Run(number * size, size, Why.HIT)))
             if runs[-1].why is Why.NO_ANSWER:
                 break  # each further question could take as long
-        return Explanation(
-            namespace=namespace,
-            chunk_tokens=size,
-            num_tokens=len(self._token_ids),
-            runs=merge(_complete(runs, len(keys.keys) * size, len(self._token_ids))),
-            differs=differs,
-        )
+        runs = _complete(runs, len(keys.keys) * size, len(self._token_ids))
+        return Explanation(space, _merged(runs))
 
     def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
         """Of these namespaces, the one that has the longest start of the prompt, if more than
         `least` tokens of it."""
         best = None
         until = time.monotonic() + COMPARE_SECONDS
-        for namespace, size, differs in spaces:
+        for space in spaces:
             if time.monotonic() >= until:
                 break
-            found = self._leading(namespace, size, self._extra, until)
+            found = self._leading(space, self._extra, until)
             if found > (best.hit_tokens if best else least):
-                best = Nearest(namespace, found, differs)
+                best = Nearest(space, found)
         return best
 
-    def without_extra(self, space: Space) -> int:
-        """Leading tokens of the prompt that are stored for requests without salt and LoRA."""
-        until = time.monotonic() + COMPARE_SECONDS
-        return self._leading(space.namespace, space.chunk_tokens, NO_EXTRA_KEYS, until)
-
-    def _leading(self, namespace: Namespace, size: int, extra: ExtraKeys, until: float) -> int:
-        keys = ChunkKeys(namespace.digest, size, extra)
+    def _leading(self, space: Space, extra: ExtraKeys, until: float) -> int:
+        """Leading tokens of the prompt that are stored, as far as known by `until`."""
+        digest, size = space.namespace.digest, space.chunk_tokens
+        keys = ChunkKeys(digest, size, extra)
         num_chunks = len(self._token_ids) // size
         for number in range(num_chunks):
             if number == len(keys.keys):  # most namespaces lack the first: the rest is not hashed
                 keys.extend(self._token_ids if number else self._token_ids[:size])
             is_late = time.monotonic() >= until
-            if is_late or self._fault(namespace.digest, keys.keys[number]) is not None:
+            if is_late or self._fault(digest, keys.keys[number]) is not None:
                 return number * size
         return num_chunks * size
 
-    def _ask(self, namespace: Namespace, key: ChunkKey, run: Run) -> Run:
-        fault = self._fault(namespace.digest, key)
+    def _ask(self, namespace: bytes, key: ChunkKey, run: Run) -> Run:
+        fault = self._fault(namespace, key)
         if fault is None:
-            return run._replace(detail=self._store.of(namespace.digest).tier_of(key))
+            return run._replace(detail=self._store.of(namespace).tier_of(key))
         if isinstance(fault, StoreError):
             return run._replace(why=Why.NO_ANSWER, detail=str(fault))
         if fault is not MissReason.ABSENT:
@@ -449,7 +432,7 @@ def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
     return [run for run in runs if run.num_tokens]
 
 
-def merge(runs: Sequence[Run]) -> list[Run]:
+def _merged(runs: Sequence[Run]) -> list[Run]:
     """Neighbours of which the same is to be said as one; of removals, the first one's time."""
     groups = groupby(runs, key=lambda run: (run.why, run.detail, run.by))
     merged = []

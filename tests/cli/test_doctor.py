@@ -27,7 +27,7 @@ from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import KVGroup
 from tests.adapters.transformers.generating import prompt, reuse
-from tests.cli.test_explain import put_prompt, space_of
+from tests.cli.test_explain import put_prompt, put_row, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import guarded, seaweed, url_of, valkey_server
 from tests.servers.process import LOCALHOST, free_ports
@@ -238,6 +238,15 @@ def test_15_a_description_that_is_damaged(found, url, root):
     (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
     (what,) = found(url)
     assert "the description of namespace" in what
+
+
+def test_rows_of_a_host_are_no_damaged_description(run, found, url):
+    plain = url.partition("?")[0]
+    put_prompt(plain)
+    put_row(plain)
+    assert found(url) == []
+    (store,) = json.loads(run("doctor", url, "--json", "-").out)["stores"]
+    assert {each["model"] for each in store["namespaces"]} == {"m", "m (rows of vllm)"}
 
 
 def test_16_a_store_that_is_slower_than_computing(found, url, model_dir):

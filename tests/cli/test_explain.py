@@ -19,8 +19,15 @@ import pytest
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import MEANINGS, SENTENCES, PromptSearch, TierStores, Why, differences
-from kvferry.explain import space_of as space_in
+from kvferry.explain import (
+    MEANINGS,
+    SENTENCES,
+    PromptSearch,
+    Space,
+    TierStores,
+    Why,
+    differences,
+)
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import NO_DEADLINE, PutResult
@@ -290,7 +297,7 @@ def test_a_tier_that_fails_is_asked_once_and_the_others_answer(url):
 
     with open_one(url) as store:
         search = PromptSearch(TierStores([Away(store), store]), TOKENS)
-        (found,) = search.answer([space_in(SPACE, {})], list).found
+        (found,) = search.answer([Space(SPACE, {})], list).found
     assert [run.why for run in found.runs] == [Why.HIT, Why.PARTIAL]
     assert len(asked) == 1
 

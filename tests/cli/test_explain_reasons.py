@@ -19,7 +19,7 @@ import pytest
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import SENTENCES, PromptSearch, Why, space_of
+from kvferry.explain import SENTENCES, PromptSearch, Space, Why
 from kvferry.store.base import NO_DEADLINE
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -483,7 +483,7 @@ def test_a_store_that_goes_away_is_asked_no_further(url, kind):
 
     with GoesAway(open_one(url, Opening(namespace=SPACE.digest))) as store:
         search = PromptSearch(store, TOKENS, removals=store.removals(1))
-        answer = search.answer([space_of(SPACE, {})], list)
+        answer = search.answer([Space(SPACE, {})], list)
     assert [(each.why, each.detail) for each in answer.found[0].runs] == [
         (Why.HIT, kind),
         (Why.NO_ANSWER, "away"),

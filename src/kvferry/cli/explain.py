@@ -26,7 +26,7 @@ from kvferry.errors import ConfigError, StoreError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import Differences, Explanation, Nearest, PromptAnswer, Run, Space
+    from kvferry.explain import Differences, Explanation, PromptAnswer, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
@@ -83,15 +83,18 @@ def explain(
             raise ConfigError("give a store URL or --journal, not both")
         _explain_journal(journal, request, limit, json)
         return
-    tiers = _checked(urls or [], model, namespace)
+    if not urls:
+        raise ConfigError("give the URL of a store, or --journal FILE")
+    if model is None and namespace is None:
+        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
+    digits = None if namespace is None else check_digits(namespace)
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
-    # Not at the top: all commands, and the help, would wait for it.
     from kvferry.types import ExtraKeys
 
     extra = ExtraKeys(cache_salt=salt, lora=lora)
-    ask = _question(tiers, model, namespace, extra)
+    ask = _question(urls, model, digits, extra)
     answer = ask(token_ids)
-    notes = _notes(answer, extra, by_model=namespace is None)
+    notes = _notes(answer, extra, by_model=digits is None)
     if prompt_file is not None and not answer.reason.is_explained:
         other = ask(read_tokens(model, prompt_file, None, raw=not raw))
         if other.hit_tokens > answer.hit_tokens:
@@ -100,27 +103,14 @@ def explain(
     _show(answer, notes, json)
 
 
-def _checked(urls: list[str], model: Path | None, namespace: str | None) -> list[str]:
-    """The URLs of the tiers that are asked. Raises ConfigError if these, or whose prompt it is, are
-    not given."""
-    if not urls:
-        raise ConfigError("give the URL of a store, or --journal FILE")
-    if model is None and namespace is None:
-        raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if namespace is not None:
-        check_digits(namespace)
-    return urls
-
-
 # -- the store ------------------------------------------------------------------------------------
 
 
 def _question(
-    tiers: list[str], model: Path | None, namespace: str | None, extra: ExtraKeys
+    tiers: list[str], model: Path | None, digits: str | None, extra: ExtraKeys
 ) -> Callable[[Sequence[int]], PromptAnswer]:
     """What answers for the token ids of a prompt."""
-    if namespace is not None:
-        digits = namespace.lower()
+    if digits is not None:
         return lambda token_ids: _ask_tiers(
             tiers, lambda store: _ask_namespace(store, digits, token_ids, extra)
         )
@@ -149,17 +139,17 @@ def _ask_model(
         Nearest,
         PromptAnswer,
         PromptSearch,
-        describe_all,
+        Space,
         differences_of_model,
-        space_of,
+        spaces_of_tokens,
     )
 
     digests = store.described()
     if not digests:
         stores.namespaces(store)  # raises where the prefix is wrong
     spaces = [
-        space_of(each, differences_of_model(each, identity))
-        for each in describe_all(store, digests)
+        Space(each, differences_of_model(each, identity))
+        for each in spaces_of_tokens(store, digests)
     ]
     prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
     ours = [space for space in spaces if "weights" not in space.differs]
@@ -168,15 +158,14 @@ def _ask_model(
         return prompt.answer(ours, lambda: others)
     nearest = prompt.nearest(others, 0)
     if nearest is None and others:
-        similar = min(others, key=lambda space: len(space.differs))
-        nearest = Nearest(similar.namespace, 0, similar.differs)
+        nearest = Nearest(min(others, key=lambda space: len(space.differs)), 0)
     return PromptAnswer(num_tokens=len(token_ids), found=[], elsewhere=nearest)
 
 
 def _ask_namespace(
     store: Store, digits: str, token_ids: Sequence[int], extra: ExtraKeys
 ) -> PromptAnswer:
-    from kvferry.explain import MAX_REMOVALS, PromptSearch, describe_all, differences, space_of
+    from kvferry.explain import MAX_REMOVALS, PromptSearch, Space, differences, spaces_of_tokens
 
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
@@ -184,26 +173,25 @@ def _ask_namespace(
 
     def others() -> list[Space]:
         try:
-            known = describe_all(store, store.described() if digests is None else digests)
+            known = spaces_of_tokens(store, store.described() if digests is None else digests)
         except StoreError:  # it cannot list them; what is known of this one stands
             return []
         return [
-            space_of(each, differences(each.description, target.description))
+            Space(each, differences(each.description, target.description))
             for each in known
             if each.digest != target.digest
         ]
 
-    return prompt.answer([space_of(target, {})], others)
+    return prompt.answer([Space(target, {})], others)
 
 
 def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
-    from kvferry.explain import describe
-    from kvferry.keys import Namespace
+    from kvferry.explain import chunk_tokens_of, describe_all
 
     known = [bytes.fromhex(digits)] if digests is None else digests
     matches = [each for each in known if each.hex().startswith(digits)]
-    found = describe(store, matches[0]) if len(matches) == 1 else None
-    if found is not None:
+    found = describe_all(store, matches).get(matches[0]) if len(matches) == 1 else None
+    if found is not None and chunk_tokens_of(found) is not None:
         return found
     if digests is None:
         matches = [each for each in store.described() if each.hex() == digits]
@@ -212,11 +200,9 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
         raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry stat`")
     if len(matches) > 1:
         raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
-    text = store.describe(matches[0])
-    opaque = None if text is None else Namespace.from_text(matches[0], text)
-    if opaque is not None and opaque.is_opaque:
+    if found is not None and found.is_opaque:
         raise ConfigError(
-            f"namespace {digits} holds opaque {opaque.title}: their keys are hashes of the host, "
+            f"namespace {digits} holds opaque {found.title}: their keys are hashes of the host, "
             "which do not follow from a prompt; the host's own metrics say what hit"
         )
     raise ConfigError(
@@ -236,7 +222,7 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[st
     if not answer.reason.is_explained:
         miss = answer.found[0].first_miss if answer.found else None
         if miss is not None and answer.hit_tokens:
-            last = answer.hit_tokens + answer.found[0].chunk_tokens
+            last = answer.hit_tokens + answer.found[0].space.chunk_tokens
             notes.append(
                 f"The prompt differs from what was stored within tokens {answer.hit_tokens + 1:,}-"
                 f"{last:,}, or nothing longer was stored."
@@ -257,19 +243,19 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
     summary = _summary(answer)
     shown: list[RenderableType] = [summary]
     if answer.found:
-        best = answer.found[0]
+        best, runs = answer.found[0]
         model = f"{_runs_as(best.namespace)}, {best.chunk_tokens} tokens a chunk"
-        rows = [_row(run) for run in best.runs[:_MAX_RUNS]]
+        rows = [_row(run) for run in runs[:_MAX_RUNS]]
         columns = {"tokens": "tokens", "what": "why", "more": "more"}
         title = f"namespace {best.namespace.digest.hex()[:16]} ({model})"
         shown.append(make_table(columns, rows, title=title))
-        if len(best.runs) > _MAX_RUNS:
-            shown.append(f"{len(best.runs) - _MAX_RUNS} more rows; --json has all")
+        if len(runs) > _MAX_RUNS:
+            shown.append(f"{len(runs) - _MAX_RUNS} more rows; --json has all")
         shown += _difference_table("it differs from the model directory in", best.differs)
     if len(answer.found) > 1:
         shown.append(_also(answer.found[1:]))
     if answer.elsewhere is not None:
-        other = answer.elsewhere
+        other = answer.elsewhere.space
         about = f"{other.namespace.digest.hex()[:16]} ({other.namespace.title})"
         shown += _difference_table(f"nearest: namespace {about} differs in", other.differs)
     emit({**_as_json(answer, summary), "notes": list(notes)}, json, *shown, *map(plain, notes))
@@ -299,8 +285,9 @@ def _summary(answer: PromptAnswer) -> str:
         miss = best.first_miss
         if miss is None:
             return f"{text}: the prompt is empty"
-        if total < best.chunk_tokens:
-            return f"{text}; the prompt is shorter than a chunk of {best.chunk_tokens} tokens"
+        size = best.space.chunk_tokens
+        if total < size:
+            return f"{text}; the prompt is shorter than a chunk of {size} tokens"
         if miss.why is Why.PARTIAL:
             left = "the last token" if total - hit == 1 else "the end, less than a chunk,"
             return f"{text}; {left} is always computed"
@@ -316,14 +303,14 @@ def _summary(answer: PromptAnswer) -> str:
     if answer.without_extra > hit:
         text += f"; {answer.without_extra:,} are stored without this salt and LoRA"
     if answer.elsewhere is not None and answer.elsewhere.hit_tokens > hit:
-        names = _names(answer.elsewhere.differs)
+        names = _names(answer.elsewhere.space.differs)
         text += f"; {answer.elsewhere.hit_tokens:,} are stored under another namespace ({names})"
     return text
 
 
 def _hits(answer: PromptAnswer) -> str:
     text = f"{answer.hit_tokens:,} of {answer.num_tokens:,} tokens would hit"
-    differs = answer.found[0].differs if answer.found and answer.hit_tokens else {}
+    differs = answer.found[0].space.differs if answer.found and answer.hit_tokens else {}
     if differs:  # an engine that runs the directory as it is written reads none of it
         text += f" for an engine that differs from the model directory in {_names(differs)}"
     return text
@@ -348,10 +335,10 @@ def _row(run: Run) -> JsonRow:
 def _also(found: Sequence[Explanation]) -> RenderableType:
     rows: list[JsonRow] = [
         {
-            "namespace": each.namespace.digest.hex(),
-            "chunk_tokens": each.chunk_tokens,
+            "namespace": each.space.namespace.digest.hex(),
+            "chunk_tokens": each.space.chunk_tokens,
             "hit_tokens": each.hit_tokens,
-            "differs": _names(each.differs),
+            "differs": _names(each.space.differs),
         }
         for each in found[:_MAX_DIFFERENCES]
     ]
@@ -385,41 +372,35 @@ def _cut(value: JsonValue) -> str:
 def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
     found: list[JsonValue] = [
         {
-            **_about(each.namespace),
-            "chunk_tokens": each.chunk_tokens,
+            **_about(each.space),
+            "chunk_tokens": each.space.chunk_tokens,
             "hit_tokens": each.hit_tokens,
-            "differs": _differences_as_json(each.differs),
             "chunks": [run._asdict() for run in each.runs],
         }
         for each in answer.found
     ]
+    nearest = answer.elsewhere
+    elsewhere: JsonValue = None
+    if nearest is not None:
+        elsewhere = {**_about(nearest.space), "hit_tokens": nearest.hit_tokens}
     return {
         "summary": summary,
         "num_tokens": answer.num_tokens,
         "hit_tokens": answer.hit_tokens,
         "reason": answer.reason,
         "namespaces": found,
-        "elsewhere": _nearest_as_json(answer.elsewhere),
+        "elsewhere": elsewhere,
         "without_extra": answer.without_extra,
     }
 
 
-def _about(namespace: Namespace) -> JsonRow:
-    return {"namespace": namespace.digest.hex(), "model": namespace.title}
-
-
-def _nearest_as_json(nearest: Nearest | None) -> JsonValue:
-    if nearest is None:
-        return None
-    differs = _differences_as_json(nearest.differs)
-    return {**_about(nearest.namespace), "hit_tokens": nearest.hit_tokens, "differs": differs}
-
-
-def _differences_as_json(differs: Differences) -> JsonRow:
-    return {
+def _about(space: Space) -> JsonRow:
+    differs: JsonRow = {
         _cut(name): {"there": _cut(there), "here": _cut(here)}
-        for name, (there, here) in differs.items()
+        for name, (there, here) in space.differs.items()
     }
+    digest, model = space.namespace.digest.hex(), space.namespace.title
+    return {"namespace": digest, "model": model, "differs": differs}
 
 
 # -- the journal ----------------------------------------------------------------------------------

@@ -17,13 +17,7 @@ from kvferry.cli.output import (
     require_extra,
     require_targets,
 )
-from kvferry.cli.stores import (
-    UNREADABLE,
-    UrlArgument,
-    described_namespaces,
-    entries,
-    query_store,
-)
+from kvferry.cli.stores import UNREADABLE, UrlArgument, entries, query_store
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
@@ -96,10 +90,11 @@ def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Prog
 
 
 def _titles(store: Store, digests: list[bytes]) -> dict[bytes, SpaceText]:
+    from kvferry.explain import describe_all
     from kvferry.report.page import SpaceText
 
     found = {}
-    for digest, namespace in described_namespaces(store, digests).items():
+    for digest, namespace in describe_all(store, digests).items():
         tenant = "" if namespace is None else namespace.description.get("tenant")
         title = UNREADABLE if namespace is None else namespace.title
         found[digest] = SpaceText(title, tenant if isinstance(tenant, str) else "")

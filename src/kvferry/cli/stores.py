@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -19,9 +19,6 @@ from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
 
-if TYPE_CHECKING:
-    from kvferry.keys import Namespace
-
 T = TypeVar("T")
 
 UrlArgument = Annotated[
@@ -33,9 +30,6 @@ UrlArgument = Annotated[
 
 UNREADABLE = "(unreadable)"
 """Stands where the name of a model would."""
-
-DESCRIBE_SECONDS = 10.0
-"""How long a command asks for the names of models; the others are not shown."""
 
 FIRST_ANSWER_SECONDS = 10.0
 """How long a command waits for a server's first answer; to list it may take longer."""
@@ -171,26 +165,12 @@ def find(store: Store, key_prefix: str) -> Entry:
 def model_names(store: Store, digests: Iterable[bytes]) -> dict[bytes, str]:
     """Names of the models of namespaces that the store describes; `UNREADABLE` for a description
     that is damaged, or of another namespace."""
-    found = described_namespaces(store, digests)
+    from kvferry.explain import describe_all
+
     return {
         digest: UNREADABLE if namespace is None else namespace.title
-        for digest, namespace in found.items()
+        for digest, namespace in describe_all(store, digests).items()
     }
-
-
-def described_namespaces(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespace | None]:
-    """The namespaces that the store describes, as far as `DESCRIBE_SECONDS` last; None for a
-    description that is damaged, or of another namespace."""
-    # Not at the top: all commands, and the help, would wait for it.
-    from kvferry.keys import Namespace
-
-    found = {}
-    until = time.monotonic() + DESCRIBE_SECONDS
-    for digest in dict.fromkeys(digests):
-        text = store.describe(digest) if digest and time.monotonic() < until else None
-        if text is not None:
-            found[digest] = Namespace.from_text(digest, text)
-    return found
 
 
 def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:

@@ -321,11 +321,11 @@ def _check_clock(
 
 def _check_namespaces(store: Store, model: Model | None, report: StoreReport) -> None:
     counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
-    known = {each.digest: each for each in describe_all(store, list(counts))}
     largest_first = sorted(counts, key=lambda digest: -counts[digest][1])
+    known = describe_all(store, largest_first)
     for digest in largest_first:
         space = known.get(digest)
-        if space is None and store.describe(digest) is not None:
+        if digest in known and space is None:
             report.add(
                 f"the description of namespace {digest.hex()[:16]} is damaged, or of another",
                 "start an engine of this model, which writes it again",
@@ -341,7 +341,8 @@ def _check_namespaces(store: Store, model: Model | None, report: StoreReport) ->
             row["read_by_model"] = not differs
             row["differs"] = differs[:8]
         report.namespaces.append(row)
-    _check_sharing([known[digest] for digest in largest_first if digest in known], report)
+    found = [space for space in known.values() if space is not None and not space.is_opaque]
+    _check_sharing(found, report)
     if model is not None and report.namespaces:
         _check_ours(report)
 
