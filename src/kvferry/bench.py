@@ -34,6 +34,7 @@ from rich.text import Text
 from kvferry.errors import ConfigError
 from kvferry.filesystem import file_system
 from kvferry.observe import Observer
+from kvferry.processors import process_cpus
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult, Store
 from kvferry.store.kind import StoreUrl
@@ -305,9 +306,7 @@ def machine(directory: Path) -> Row:
     """
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(process_cpus()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

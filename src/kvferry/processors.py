@@ -14,14 +14,13 @@ def process_cpus() -> frozenset[int]:
     Engines tie each computing thread to a processor of its own, so one thread's processors are not
     all that the process was given; those of all threads are.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return frozenset(range(os.cpu_count() or 1))
     cpus: set[int] = set()
-    with suppress(OSError):  # a sandbox may forbid it, or have no /proc
-        cpus |= os.sched_getaffinity(0)
-        for thread in os.listdir(_THREADS):
-            with suppress(ProcessLookupError):  # ended meanwhile
-                cpus |= os.sched_getaffinity(int(thread))
+    if hasattr(os, "sched_getaffinity"):
+        with suppress(OSError):  # a sandbox may forbid it, or have no /proc
+            cpus |= os.sched_getaffinity(0)
+            for thread in os.listdir(_THREADS):
+                with suppress(ProcessLookupError):  # ended meanwhile
+                    cpus |= os.sched_getaffinity(int(thread))
     return frozenset(cpus or range(os.cpu_count() or 1))
 
 

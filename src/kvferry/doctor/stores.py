@@ -129,34 +129,38 @@ def _check_open(
     started = time.perf_counter()
     store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
     report.facts["answer_ms"] = round(1e3 * (time.perf_counter() - started), 3)
+    room = math.inf
     if parsed.scheme == "file":
-        _check_directory(store, parsed, report)
+        room = _check_directory(store, parsed, report)
     report.step = "measuring it"
-    _measure(store, parsed, report, wall)
+    _measure(store, parsed, report, wall, room)
     report.step = "listing its namespaces"
     _check_namespaces(store, model, report)
     if model is not None:
         _check_model(store, parsed, model, report)
 
 
-def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> None:
-    root = parsed.path
+def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
+    """Returns the bytes that records of this check may take without evicting others."""
+    root, options = parsed.path, read_options(parsed)
     if untrusted := why_untrusted(root):
         report.add(f"the directory {untrusted}: others can change it", "chown it, and chmod 700")
     report.facts["file_system"] = file_system(root)
     report.facts["shared_by_machines"] = not is_of_one_machine(root)
     found, facts = os.statvfs(root), store.facts()
     report.facts |= {name: facts[name] for name in ("used_bytes", "quarantined") if name in facts}
-    quota = getattr(read_options(parsed), "max_bytes", None)
+    quota = getattr(options, "max_bytes", None)
     report.facts["max_bytes"] = quota
-    free = found.f_bavail * found.f_frsize
-    files = found.f_favail if found.f_files else None
-    check_room(report, quota, int(facts.get("used_bytes") or 0), free, files)
+    used, free = int(facts.get("used_bytes") or 0), found.f_bavail * found.f_frsize
+    check_room(report, quota, used, free, found.f_favail if found.f_files else None)
     if facts.get("quarantined"):
         report.add(
             f"{facts['quarantined']} damaged records are in quarantine",
             "check the disk; `kvferry ls --removed` says when and why",
         )
+    if getattr(options, "read_only", False):
+        return 0
+    return free if quota is None else min(free, quota - used)
 
 
 def check_room(
@@ -198,12 +202,12 @@ def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
 
 
 def _measure(
-    store: Store, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float]
+    store: Store, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
 ) -> None:
     schema = RecordSchema.for_groups(
         namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(_GROUP,)
     )
-    if parsed.scheme == "file" and not _may_write(parsed, report, schema.record_bytes):
+    if room < 2 * NUM_RECORDS * schema.record_bytes:
         # Where records of this check would evict others, what is there is read.
         speed = measure(store)
         report.facts |= _rates(speed.write, speed.read)
@@ -221,14 +225,6 @@ def _measure(
             f"{len(left)} records of this check could not be deleted",
             "check the right to delete: damaged records could not be taken out either",
         )
-
-
-def _may_write(parsed: StoreUrl, report: StoreReport, record_bytes: int) -> bool:
-    """Whether a directory has room for the records of this check."""
-    options, facts, needed = read_options(parsed), report.facts, NUM_RECORDS * record_bytes
-    quota, used, free = facts.get("max_bytes"), facts.get("used_bytes"), facts.get("free_bytes")
-    fits = not isinstance(quota, int) or int(str(used or 0)) + 2 * needed <= quota
-    return fits and int(str(free)) > 2 * needed and not getattr(options, "read_only", False)
 
 
 def _time(values: Store, schema: RecordSchema, keys: list[ChunkKey], report: StoreReport) -> None:
