@@ -244,7 +244,7 @@ def test_ctrl_c_is_one_line_and_130():
 
 def test_a_reader_that_left_gets_no_traceback(make_store):
     made = make_store(num_records=3)
-    command = f"{sys.executable} -m kvferry.cli.main ls {made.url} --json - | head -c 1 >/dev/null"
+    command = f"{sys.executable} -m kvferry.cli ls {made.url} --json - | head -c 1 >/dev/null"
     done = _run("bash", "-c", f"set -o pipefail; {command}")
     assert done.returncode in (0, 141)
     assert done.stderr == ""
@@ -257,7 +257,7 @@ def test_a_command_ends_quietly_when_nothing_reads_its_output(make_store, comman
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli.main", *arguments],
+        [sys.executable, "-m", "kvferry.cli", *arguments],
         stdout=writer, stderr=subprocess.PIPE, check=False,
     )  # fmt: skip
     os.close(writer)

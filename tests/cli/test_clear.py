@@ -180,7 +180,7 @@ def in_terminal(answer: bytes | None, *arguments: object) -> tuple[int, bytes]:
     """Run a command whose terminal gets `answer`, or an interrupt, once it has asked; and again
     until it ends: a terminal that gets ready to read drops what came before."""
     leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "kvferry.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "kvferry.cli", *map(str, arguments)]
     text = b""
     with subprocess.Popen(command, stdin=follower, stderr=follower, stdout=follower) as process:
         os.close(follower)

@@ -436,7 +436,7 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
 
 def test_ctrl_c_and_a_reader_that_leaves(url, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    command = [sys.executable, "-m", "kvferry.cli.main", "doctor"]
+    command = [sys.executable, "-m", "kvferry.cli", "doctor"]
     with (
         subprocess.Popen(
             [*command, "--vllm-config", str(tmp_path / "fifo")],

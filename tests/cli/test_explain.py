@@ -531,7 +531,7 @@ def test_places_that_are_no_store_are_one_line(run, tmp_path, tokens_file):
 def test_a_narrow_terminal(url, tokens_file):
     """60 columns, as a terminal has them."""
     put_prompt(url, tokens=TOKENS[:7])
-    command = [sys.executable, "-m", "kvferry.cli.main", "explain", url, "--namespace"]
+    command = [sys.executable, "-m", "kvferry.cli", "explain", url, "--namespace"]
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
     done = subprocess.run(
@@ -562,7 +562,7 @@ def test_a_store_in_use_and_a_reader_that_leaves(url, asked, tokens_file):
     with open_one(url):
         assert asked(url)["hit_tokens"] == 28
     command = (
-        f"{sys.executable} -m kvferry.cli.main explain {url} --namespace {SPACE.digest.hex()} "
+        f"{sys.executable} -m kvferry.cli explain {url} --namespace {SPACE.digest.hex()} "
         f"--tokens {tokens_file} --json - | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}"
     )
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
@@ -573,7 +573,7 @@ def test_a_store_in_use_and_a_reader_that_leaves(url, asked, tokens_file):
 def test_ctrl_c_while_the_prompt_is_awaited_is_one_line(tmp_path, url):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    command = [sys.executable, "-m", "kvferry.cli.main", "explain", url, "--namespace", "00"]
+    command = [sys.executable, "-m", "kvferry.cli", "explain", url, "--namespace", "00"]
     with (
         subprocess.Popen(
             [*command, "--tokens", str(fifo)], stderr=subprocess.PIPE, stdout=subprocess.PIPE

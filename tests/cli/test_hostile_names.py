@@ -102,7 +102,7 @@ def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path, command):
     os.mkdir(root)
     for url in (b"file://" + root, b"file://" + os.fsencode(tmp_path) + b"/caf%E9"):
         done = subprocess.run(
-            [sys.executable, "-m", "kvferry.cli.main", *command.split(), url, *COMMANDS[command]],
+            [sys.executable, "-m", "kvferry.cli", *command.split(), url, *COMMANDS[command]],
             capture_output=True,
             check=False,
         )

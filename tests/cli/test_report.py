@@ -20,7 +20,7 @@ __all__ = ["valkey_server"]
 
 
 def started(*arguments, **given):
-    command = [sys.executable, "-m", "kvferry.cli.main", "report", *map(str, arguments)]
+    command = [sys.executable, "-m", "kvferry.cli", "report", *map(str, arguments)]
     return subprocess.Popen(command, **given)
 
 

@@ -170,7 +170,7 @@ def test_a_server_that_is_away_or_hangs_is_one_line(run, prompts):
 
 def test_ctrl_c_is_one_line(prompts):
     with serving(hangs=threading.Event()) as (place, asked):
-        command = [sys.executable, "-m", "kvferry.cli.main", "warm", "m", "--openai", place]
+        command = [sys.executable, "-m", "kvferry.cli", "warm", "m", "--openai", place]
         with subprocess.Popen(
             [*command, "--prompts", str(prompts)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
         ) as process:

@@ -36,7 +36,7 @@ def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
     model = make_tiny_model(tmp_path / "model", max_position_embeddings=2048, **shape)
     save_tiny_tokenizer(model)
     command = [
-        *(sys.executable, "-m", "kvferry.cli.main", "demo-disaggregated", "--engine", "vllm"),
+        *(sys.executable, "-m", "kvferry.cli", "demo-disaggregated", "--engine", "vllm"),
         *("--proxy", str(PROXY), "--model-dir", str(model), "--dir", str(tmp_path)),
         *("--rounds", "2", "--document-tokens", "700", "--max-tokens", "5", "--json", "-"),
     ]

@@ -136,7 +136,3 @@ def _without_urls(message: str, arguments: Sequence[str] | None) -> str:
 def _fail(message: str, code: int) -> int:
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
