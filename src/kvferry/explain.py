@@ -52,13 +52,11 @@ COMPARE_SECONDS = 10.0
 
 
 class Why(StrEnum):
-    """What became, or would become, of a chunk of a prompt."""
+    """What became, or would become, of a chunk of a prompt; `MEANINGS` says it in words."""
 
     HIT = "hit"
     NEVER_STORED = "never stored"
-    """Not there, and not among the removals that the store remembers."""
     NOT_THERE = "not there"
-    """As above, in a store that remembers no removals."""
     EVICTED = "evicted"
     DELETED = "deleted"
     QUARANTINED = "quarantined"
@@ -68,9 +66,7 @@ class Why(StrEnum):
     OTHER_NAMESPACE = "other namespace"
     OTHER_KEYS = "other salt or LoRA"
     BEHIND = "behind a miss"
-    """Stored, but a prompt is read from its start."""
     NOT_ASKED = "not asked"
-    """Behind a chunk at which the store failed."""
     PARTIAL = "partial"
 
     @property
@@ -298,7 +294,9 @@ class PromptSearch:
 
     Args:
         extra: salt and LoRA adapter of the request.
-        removals: what the store remembers, newest first; None: nothing.
+
+    Raises:
+        StoreError: the store cannot say what it removed.
     """
 
     def __init__(
@@ -306,11 +304,11 @@ class PromptSearch:
         store: Store,
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
-        removals: Sequence[Removal] | None = None,
     ) -> None:
         self._store = store
         self._token_ids = token_ids
         self._extra = extra
+        removals = store.removals(MAX_REMOVALS)
         self._unknown = Why.NOT_THERE if removals is None else Why.NEVER_STORED
         # The newest of each key stands.
         self._removed = {each.key: each for each in reversed(removals or ())}

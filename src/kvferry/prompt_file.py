@@ -182,9 +182,8 @@ def export_prompt(
         ConfigError: the file cannot be written, or see `StoredPrompt`.
         StoreError: the store cannot be read.
     """
-    records = _stored(store, prompt)
     if path is None:
-        return _copy(records, None, progress)
+        return _copy(store, prompt, None, progress)
     text = prompt.as_json()
     part = None
     try:
@@ -192,7 +191,7 @@ def export_prompt(
             part = Path(file.name)
             file.write(_prompt_member(text))
             _write_padded(file, text)
-            done = _copy(records, file, progress)
+            done = _copy(store, prompt, file, progress)
             file.write(_END)
             file.flush()
             os.fsync(file.fileno())
@@ -206,40 +205,25 @@ def export_prompt(
     return done
 
 
-def _stored(
-    store: Store, prompt: StoredPrompt
-) -> Iterator[tuple[ChunkKey, memoryview] | MissReason]:
-    """The right records of a prompt up to the first that is missing; the reason instead of one that
-    is wrong, and then no more. Each is overwritten by the next."""
+def _copy(
+    store: Store, prompt: StoredPrompt, file: IO[bytes] | None, progress: Progress
+) -> Exported:
+    """The right records of a prompt, up to the first that is missing or wrong."""
     values, room = store.of(prompt.namespace.digest), prompt.room()
-    for number, key in enumerate(prompt.keys):
+    num_records, fault = 0, None
+    for key in prompt.keys:
         size = values.read(key, [(0, room)])
         if size is None:
-            return
-        reason = prompt.why_wrong(number, room[:size], size)
-        if reason is not None:
-            yield reason
-            return
-        yield key, room
-
-
-def _copy(
-    records: Iterator[tuple[ChunkKey, memoryview] | MissReason],
-    file: IO[bytes] | None,
-    progress: Progress,
-) -> Exported:
-    num_records = num_bytes = 0
-    for found in records:
-        if isinstance(found, MissReason):
-            return Exported(num_records, num_bytes, found)
-        key, record = found
+            break
+        fault = prompt.why_wrong(num_records, room[:size], size)
+        if fault is not None:
+            break
         if file is not None:
-            file.write(_member(_name(key), len(record)))
-            _write_padded(file, record)
+            file.write(_member(_name(key), len(room)))
+            _write_padded(file, room)
         num_records += 1
-        num_bytes += len(record)
         progress(num_records)
-    return Exported(num_records, num_bytes, None)
+    return Exported(num_records, num_records * len(room), fault)
 
 
 def _name(key: ChunkKey) -> str:

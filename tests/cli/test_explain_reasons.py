@@ -482,7 +482,7 @@ def test_a_store_that_goes_away_is_asked_no_further(url, kind):
             return super().read(key, ranges, deadline)
 
     with GoesAway(open_one(url, Opening(namespace=SPACE.digest))) as store:
-        search = PromptSearch(store, TOKENS, removals=store.removals(1))
+        search = PromptSearch(store, TOKENS)
         answer = search.answer([Space(SPACE, {})], list)
     assert [(each.why, each.detail) for each in answer.found[0].runs] == [
         (Why.HIT, kind),

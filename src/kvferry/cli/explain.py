@@ -135,7 +135,6 @@ def _ask_model(
     store: Store, identity: ModelIdentity, token_ids: Sequence[int], extra: ExtraKeys
 ) -> PromptAnswer:
     from kvferry.explain import (
-        MAX_REMOVALS,
         Nearest,
         PromptAnswer,
         PromptSearch,
@@ -151,7 +150,7 @@ def _ask_model(
         Space(each, differences_of_model(each, identity))
         for each in spaces_of_tokens(store, digests)
     ]
-    prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
+    prompt = PromptSearch(store, token_ids, extra)
     ours = [space for space in spaces if "weights" not in space.differs]
     others = [space for space in spaces if "weights" in space.differs]
     if ours:
@@ -165,11 +164,11 @@ def _ask_model(
 def _ask_namespace(
     store: Store, digits: str, token_ids: Sequence[int], extra: ExtraKeys
 ) -> PromptAnswer:
-    from kvferry.explain import MAX_REMOVALS, PromptSearch, Space, differences, spaces_of_tokens
+    from kvferry.explain import PromptSearch, Space, differences, spaces_of_tokens
 
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
-    prompt = PromptSearch(store, token_ids, extra, store.removals(MAX_REMOVALS))
+    prompt = PromptSearch(store, token_ids, extra)
 
     def others() -> list[Space]:
         try:

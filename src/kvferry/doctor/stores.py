@@ -32,6 +32,7 @@ from kvferry.types import ChunkKey, KVGroup
 ANSWER_SECONDS = 5.0
 """Limit of each call."""
 
+CLEAN_SECONDS = 5.0
 SKEW_SECONDS = 60.0
 NUM_RECORDS = 4
 MIN_FREE_FILES = 10_000
@@ -412,11 +413,9 @@ def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreRepo
     report.facts["break_even_tokens"] = max(CHUNK_TOKENS, math.ceil(latency / saved))
 
 
-def run(
-    url: str, opened: Opener, model: Model | None, seconds: float, clean_seconds: float = 5.0
-) -> StoreReport:
+def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:
     """`check` for `seconds` at most, in a thread that may hang. An interrupt is raised when the
-    records of the check are removed, or after `clean_seconds`."""
+    records of the check are removed, or after `CLEAN_SECONDS`."""
     report = StoreReport(shown_url(url))
     thread = threading.Thread(
         target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True
@@ -430,5 +429,5 @@ def run(
             late.add(f"{late.step} took more than {seconds:.0f} s", _AWAY)
     finally:
         report.is_over.set()
-        thread.join(clean_seconds)
+        thread.join(CLEAN_SECONDS)
     return report if late is None else late
