@@ -25,8 +25,10 @@ from kvferry.demo.run import (
     make_prompts,
     run_demo,
 )
+from kvferry.demo.vllm_servers import _Server
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
+from tests.cli.test_top import says, served
 from tests.tokenizers import save_tiny_tokenizer
 
 KEYS = [
@@ -225,6 +227,21 @@ def test_the_handover_demo_moves_every_whole_chunk_and_changes_no_answer(
     assert result["moved_tokens"] == result["prompt_tokens"] // 32 * 32 // 64 * 64 > 256
     assert result["moved_bytes"] > 0
     assert "Right: every answer as of a single engine" in out
+
+
+def test_the_sums_of_a_server_are_those_of_all_its_engines_and_of_peers_alone():
+    text = (
+        'vllm:kvferry_hit_tokens_total{engine="0",tier="peer"} 64.0\n'
+        'vllm:kvferry_hit_tokens_total{engine="1",tier="peer"} 32.0\n'
+        'vllm:kvferry_hit_tokens_total{engine="0",tier="memory"} 7.0\n'
+        'vllm:kvferry_tier_read_bytes_total{engine="0",tier="peer"} 4096.0\n'
+        'vllm:kvferry_promise_seconds_bucket{engine="0",le="1.0"} 3.0\n'
+        'vllm:kvferry_promise_seconds_sum{engine="0"} 0.5\n'
+        'vllm:time_to_first_token_seconds_sum{engine="0",model_name="demo"} 1.25\n'
+    )
+    with served(says(text.encode())) as url:
+        found = _Server(url.removesuffix("/metrics")).sums()
+    assert found == {"moved_tokens": 96.0, "moved_bytes": 4096.0, "moved_s": 0.5, "ttft_s": 1.25}
 
 
 def test_a_handover_that_moves_too_little_or_changes_an_answer_is_a_fault():

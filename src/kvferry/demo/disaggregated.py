@@ -44,7 +44,12 @@ LOAD_SECONDS = 60.0
 """Longer than by default: a busy machine shall show its time, not a recomputed prompt."""
 
 _START_SECONDS = 600
-_SUMS = ("hit_tokens/peer", "tier_read_bytes/peer", "promise_seconds", "first_token_seconds")
+_SUMS = {
+    "moved_tokens": "hit_tokens/peer",
+    "moved_bytes": "tier_read_bytes/peer",
+    "moved_s": "promise_seconds",
+    "ttft_s": "first_token_seconds",
+}
 _QUESTION = "What is this text about?"
 _WARM_UP_CHUNKS = 3
 
@@ -65,24 +70,10 @@ class Said(NamedTuple):
     params: Mapping[str, Any] | None = None
 
 
-class Sums(NamedTuple):
-    """What an engine did since its start.
-
-    Attributes:
-        moved_tokens: that came from peers.
-        moved_bytes: likewise.
-        moved_seconds: from first look-ups until all was verified in memory.
-        first_token_seconds: from requests to their first tokens.
-    """
-
-    moved_tokens: float
-    moved_bytes: float
-    moved_seconds: float
-    first_token_seconds: float = 0.0
-
-    def since(self, before: Sums) -> Sums:
-        """What was done after an earlier reading."""
-        return Sums(*(now - then for now, then in zip(self, before, strict=True)))
+Sums = Mapping[str, float]
+"""What an engine did since its start, by the names of figures: tokens and bytes that came from
+peers, the seconds from first look-ups until all of it was verified in memory (`moved_s`), and those
+from requests to their first tokens (`ttft_s`)."""
 
 
 class Side(Protocol):
@@ -147,7 +138,7 @@ class Round:
     """One prompt, handed over.
 
     Attributes:
-        figures: by their names in the JSON.
+        figures: by their names in the JSON; those of `Sums` are the decoder's.
         expected_tokens: that could be moved.
         same_answer: as that of the prefiller alone.
         logprob_diff: largest difference from it.
@@ -200,7 +191,10 @@ def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: lis
         prefilled = pair.prefiller.ask(prompt, 1, PREFILL)
         decoded = pair.decoder.ask(prompt, options.max_tokens, prefilled.params)
     after = pair.prefiller.sums(), pair.decoder.sums()
-    first, second = (now.since(then) for now, then in zip(after, before, strict=True))
+    first, second = (
+        {name: now[name] - then[name] for name in _SUMS}
+        for now, then in zip(after, before, strict=True)
+    )
     local = pair.decoder.ask(prompt, options.max_tokens)
     computed = pair.decoder.ask(other, options.max_tokens)
     alone = pair.prefiller.ask(prompt, options.max_tokens)
@@ -209,11 +203,8 @@ def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: lis
     differences = [abs(a - b) for a, b in zip(decoded.logprobs, alone.logprobs, strict=False)]
     figures = {
         "prompt_tokens": size,
-        "prefill_s": first.first_token_seconds,
-        "moved_tokens": second.moved_tokens,
-        "moved_bytes": second.moved_bytes,
-        "moved_s": second.moved_seconds,
-        "ttft_s": second.first_token_seconds,  # after the handover
+        "prefill_s": first["ttft_s"],
+        **second,
         "local_ttft_s": local.seconds,  # by a hit in the decoder's own prefix cache
         "computed_ttft_s": computed.seconds,
     }
@@ -322,7 +313,7 @@ def _serve_engine(
 def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> Said | Sums:
     if not question:
         sums = counters.snapshot()
-        return Sums(*(sums.get(name, 0.0) for name in _SUMS))
+        return {figure: sums.get(name, 0.0) for figure, name in _SUMS.items()}
     prompt, max_tokens, params = question
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=1, kv_transfer_params=params)
     [found] = llm.generate([prompt], sampling)

@@ -27,12 +27,12 @@ _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
 _MODEL = "demo"
 _BLOCKS = (128, 32)
-_METRICS = (
-    "vllm:kvferry_hit_tokens_total",
-    "vllm:kvferry_tier_read_bytes_total",
-    "vllm:kvferry_promise_seconds_sum",
-    "vllm:time_to_first_token_seconds_sum",
-)
+_SUMS = {
+    "moved_tokens": "vllm:kvferry_hit_tokens_total",
+    "moved_bytes": "vllm:kvferry_tier_read_bytes_total",
+    "moved_s": "vllm:kvferry_promise_seconds_sum",
+    "ttft_s": "vllm:time_to_first_token_seconds_sum",
+}
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -190,7 +190,7 @@ class _Server:
         for sample in chain.from_iterable(family.samples for family in families):
             if sample.labels.get("tier", "peer") == "peer":
                 sums[sample.name] += sample.value
-        return Sums(*(sums[name] for name in _METRICS))
+        return {figure: sums[name] for figure, name in _SUMS.items()}
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
         request = urllib.request.Request(self._url + path)
