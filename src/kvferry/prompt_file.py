@@ -13,12 +13,14 @@ import mmap
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import KEY_VERSION, ChunkKeys, JsonValue, Namespace
@@ -80,10 +82,10 @@ class StoredPrompt:
         try:
             return RecordSchema.for_groups(
                 namespace=self.namespace.digest,
-                chunk_tokens=_whole(described["chunk_tokens"]),
+                chunk_tokens=msgspec.convert(described["chunk_tokens"], int),
                 groups=_groups(described["groups"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, ValueError, msgspec.ValidationError):
             raise ConfigError(f"{where} describes records that no store can have") from None
 
     @cached_property
@@ -133,29 +135,14 @@ class StoredPrompt:
 
 
 def _groups(described: JsonValue) -> tuple[KVGroup, ...]:
-    """Raises TypeError, KeyError or ValueError for what describes no groups."""
-    found = []
-    for each in described if isinstance(described, list) else ():
-        if not isinstance(each, Mapping):
-            raise TypeError
-        group = KVGroup(
-            num_layers=_whole(each["num_layers"]),
-            num_kv_heads=_whole(each["num_kv_heads"]),
-            content_size=_whole(each["content_size"]),
-            dtype=str(each["dtype"]),
-            block_size=1,
-            window=None if each["window"] is None else _whole(each["window"]),
-        )
-        if describe_group(group) != each:
-            raise ValueError
-        found.append(group)
-    return tuple(found)
-
-
-def _whole(value: JsonValue) -> int:
-    if type(value) is not int:
-        raise TypeError
-    return value
+    """Raises ValueError or msgspec.ValidationError for what describes no groups."""
+    found = tuple(
+        msgspec.convert({**each, "block_size": 1}, KVGroup)
+        for each in msgspec.convert(described, list[dict[str, Any]])
+    )
+    if [describe_group(group) for group in found] != described:
+        raise ValueError
+    return found
 
 
 # -- out of a store -------------------------------------------------------------------------------

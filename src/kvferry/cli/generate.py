@@ -54,7 +54,9 @@ def generate(
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
-    options = _connector_options(store, chunk_tokens, record)
+    if record is not None and store is None:
+        raise ConfigError(f"--record {record} needs --store: without one there are no keys")
+    options = {"chunk_tokens": chunk_tokens, "record": None if record is None else str(record)}
     text = _read_prompt(prompt, prompt_file)
     require_extra("the engine", "transformers", "transformers")
     from kvferry.engine import LLM, SamplingParams
@@ -62,7 +64,11 @@ def generate(
 
     counters = Counters()
     with LLM(
-        model_dir, store=store, connector_options=options, observer=counters, dtype=dtype
+        model_dir,
+        store=store,
+        connector_options=None if store is None else options,
+        observer=counters,
+        dtype=dtype,
     ) as llm:
         prompt_token_ids = llm.encode(text)
         if not raw:
@@ -72,17 +78,6 @@ def generate(
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
     _show(answer, len(prompt_token_ids), counters, json)
-
-
-def _connector_options(
-    store: str | None, chunk_tokens: int, record: Path | None
-) -> dict[str, int | str] | None:
-    if store is None:
-        if record is not None:
-            raise ConfigError(f"--record {record} needs --store: without one there are no keys")
-        return None
-    recorded: dict[str, int | str] = {} if record is None else {"record": str(record)}
-    return {"chunk_tokens": chunk_tokens, **recorded}
 
 
 class _Streamed(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,24 +91,20 @@ def _run_live(view: View, interval: float) -> None:
     console = Console(highlight=False)
     _, shown = view()
     answered_at = time.time()
+    fault: list[RenderableType] = []
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Group(*map(_as_text, shown)), refresh=True)
+            live.update(Group(*map(_as_text, [*fault, *shown])), refresh=True)
             started = time.monotonic()
             time.sleep(interval)
             try:
                 _, shown = view()
-                answered_at = time.time()
+                answered_at, fault = time.time(), []
             except (KVError, OSError) as error:
-                age = format_age(answered_at)
-                shown = [f"no answer for {age}: {error}", *_without_fault(shown)]
+                fault = [f"no answer for {format_age(answered_at)}: {error}"]
             # A large store is not listed all the time.
             busy = time.monotonic() - started - interval
             time.sleep(max(0.0, 5 * busy - interval))
-
-
-def _without_fault(shown: Sequence[RenderableType]) -> list[RenderableType]:
-    return [each for each in shown if not (isinstance(each, str) and each.startswith("no answer"))]
 
 
 def _as_text(renderable: RenderableType) -> RenderableType:
