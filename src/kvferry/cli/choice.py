@@ -107,7 +107,8 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
     if choice.token_ids is not None:
         yield from _of_prompt(store, choice)
         return
-    digests = None if _is_any(choice) else set(_spaces(store, choice))
+    is_any = choice.digits is None and choice.identity is None and choice.tenant is None
+    digests = None if is_any else set(_spaces(store, choice))
     unused_since = None if choice.age is None else time.time() - choice.age
     for entry in stores.entries(store, store.scan()):
         if digests is not None and entry.namespace not in digests:
@@ -148,10 +149,6 @@ def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
             "are hashes of the host, which do not follow from the tokens of a prompt"
         )
     return found
-
-
-def _is_any(choice: Choice) -> bool:
-    return choice.digits is None and choice.identity is None and choice.tenant is None
 
 
 def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -114,16 +113,16 @@ class Chances(Lru):
             self._left.popitem(last=False)
 
 
-ORDERS: Final = MappingProxyType({"pool": lambda _capacity: Lru(), "chances": Chances})
-"""By name: makes the order of a pool of so many blocks."""
-
 LRU = "lru"
 """LRU in the order of the prompt, which `reuse` computes without a replay."""
+
+POOL = "pool"
+CHANCES = "chances"
 
 REPEATED = "repeated"
 """`pool`, of a store with `save_repeated`: it takes what a second request uses."""
 
-POLICIES: Final = (LRU, *ORDERS, REPEATED)
+POLICIES: Final = (LRU, POOL, CHANCES, REPEATED)
 
 
 def check_policy(name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.simulate.policies import LRU, ORDERS, REPEATED, replay
+from kvferry.simulate.policies import CHANCES, LRU, POOL, REPEATED, Chances, Lru, replay
 from kvferry.simulate.reuse import (
     NEVER,
     Replay,
@@ -36,8 +36,8 @@ _PERCENTILES = (25, 50, 75, 90, 99)
 _COLOURS = {
     OPTIMUM: "#8d99ae",
     LRU: "#2a7f62",
-    "pool": "#2a7f62",
-    "chances": "#c8553d",
+    POOL: "#2a7f62",
+    CHANCES: "#c8553d",
     REPEATED: "#6a4c93",
 }
 
@@ -76,9 +76,8 @@ class Simulator:
             return optimum(self._previous, capacity)
         if policy == LRU:
             return lru_outcome(self.distances, capacity)
-        if policy == REPEATED:
-            return replay(self.trace, capacity, ORDERS["pool"](capacity), repeated=True)
-        return replay(self.trace, capacity, ORDERS[policy](capacity))
+        order = Chances(capacity) if policy == CHANCES else Lru()
+        return replay(self.trace, capacity, order, repeated=policy == REPEATED)
 
     def facts(self) -> Facts:
         """The trace in figures; distances in blocks."""
@@ -200,7 +199,7 @@ def write_png(path: Path, rows: Curve, title: str, tiers: Mapping[int, str]) -> 
     capacities = [row["capacity_blocks"] for row in rows]
     for name in rows[0]:
         if not name.startswith("capacity"):
-            style = "--" if name in (OPTIMUM, "pool") else "-"
+            style = "--" if name in (OPTIMUM, POOL) else "-"
             rates = [row[name] for row in rows]
             axes.plot(capacities, rates, style, marker=".", color=_COLOURS.get(name), label=name)
     for capacity, name in tiers.items():
