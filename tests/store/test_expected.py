@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from kvferry.errors import StoreError
+from kvferry.observe import Observer
 from kvferry.store.expected import MAX_PROMPTS, ExpectedKeys
+from kvferry.store.servers.server_keys import ServerKeys
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import make_key, wait_until
 
@@ -16,12 +19,10 @@ class Medium:
         self.there: set[bytes] = set()
         self.known: set[bytes] = set()
         self.looks: list[list[tuple[bytes, ...]]] = []
-        self.fails = False
 
     def look(self, prompts):
         self.looks.append(list(prompts))
         self.known |= self.there & {key for keys in prompts for key in keys}
-        return not self.fails
 
     def expected(self, clock) -> ExpectedKeys:
         return ExpectedKeys(lambda key: key in self.known, self.look, clock)
@@ -58,15 +59,23 @@ def test_the_time_of_a_key_is_over():
     expected.close()
 
 
-def test_nothing_is_awaited_of_a_medium_that_fails():
-    medium, clock = Medium(), FakeClock()
-    medium.fails = True
-    expected = medium.expected(clock)
+def test_a_server_that_does_not_answer_once_is_asked_again():
+    clock, asked = FakeClock(), []
+
+    def find(keys, _deadline):
+        asked.append(keys)
+        if len(asked) < 3:
+            raise StoreError("no answer in time")
+        return [True] * len(keys)
+
+    keys = ServerKeys(find, Observer(), learns=True, clock=clock)
+    expected = ExpectedKeys(keys.contains, keys.ask, clock)
     expected.add(KEYS, clock() + 60)
-    wait_until(lambda: not expected._is_looking, "nothing is looked for")
-    assert not expected.awaits(KEYS[0])
-    assert len(medium.looks) == 1
+    wait_until(lambda: len(asked) == 2, "it was asked twice")
+    assert expected.awaits(KEYS[0])
+    wait_until(lambda: all(map(keys.contains, KEYS)), "they have come")
     expected.close()
+    keys.close()
 
 
 def test_a_flood_of_prompts_has_a_bound():

@@ -33,14 +33,15 @@ class ExpectedKeys:
     Args:
         has: whether a key is known to be there. Memory only.
         look: asks the medium for the keys of several prompts, each in order, and makes `has` know
-            those that are there. False if the medium failed: then nothing is expected of it.
+            those that are there. A medium that fails has nothing new: whether one that goes on
+            failing is waited for is decided by its tier.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         has: Callable[[ChunkKey], bool | None],
-        look: Callable[[list[tuple[ChunkKey, ...]]], bool],
+        look: Callable[[list[tuple[ChunkKey, ...]]], object],
         clock: Callable[[], float],
     ) -> None:
         self._has = has
@@ -112,10 +113,7 @@ class ExpectedKeys:
             prompts = self._forget_what_came()
             if prompts is None:
                 return
-            if not self._look(prompts):
-                with self._lock:
-                    self._until.clear()
-                    self._prompts.clear()
+            self._look(prompts)
             num_missing = sum(map(len, prompts))
             pause = FIRST_PAUSE_SECONDS if num_missing != num_before else 2 * pause
             pause, num_before = min(pause, LAST_PAUSE_SECONDS), num_missing

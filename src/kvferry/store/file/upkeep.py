@@ -126,11 +126,10 @@ class Upkeep:
         self._probes.append(tuple(keys))
         self._wake.set()
 
-    def look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
-        """`probe` each; see `ExpectedKeys`. A directory that cannot be read only finds nothing."""
+    def look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> None:
+        """`probe` each; see `ExpectedKeys`."""
         for keys in prompts:
             self.probe(keys)
-        return True
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="kvferry-store", daemon=True)

@@ -186,20 +186,16 @@ class ServerKeys:
             while True:
                 questions.append(self._waiting.popleft())
         try:
-            self._ask_of([each.keys for each in questions], FIRST_BATCH)
+            self.ask([each.keys for each in questions], FIRST_BATCH)
         finally:
             for keys, mark in questions:
                 for key in keys:
                     if self._asked.get(key, mark) <= mark:  # else asked for again since
                         self._asked.pop(key, None)
 
-    def ask(self, prompts: Sequence[Sequence[ChunkKey]]) -> bool:
-        """Ask the server again for keys that are expected. False if it failed. Blocks on I/O."""
-        return self._ask_of(prompts, FIRST_EXPECTED)
-
-    def _ask_of(self, prompts: Sequence[Sequence[ChunkKey]], count: int) -> bool:
+    def ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int = FIRST_EXPECTED) -> None:
         """Ask for the first `count` keys of each prompt, and for further ones of those of which the
-        server has some."""
+        server has some. Blocks on I/O."""
         waiting, start = prompts, 0
         try:
             while waiting:
@@ -215,8 +211,6 @@ class ServerKeys:
         except StoreError as error:
             self._observer.count("store_probe_failed")
             self.on_result(error)
-            return False
-        return True
 
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
         """One question. Raises StoreError."""
