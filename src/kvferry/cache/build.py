@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
-    """The cache as one process has it: an open store, and the roles over it. Close it once, after
+    """The cache as one process has it: an open store, and the roles over it. Close it after
     its roles.
 
     Args:
@@ -84,10 +84,10 @@ class PrefixCache:
         observer.watch(lambda: _tier_gauges(self.store, role))
 
     def _count_slots(self) -> int:
-        """Slots of the host pool: whole records, so that every rank has the same number."""
+        """Slots of the host pool, in whole records, so that every rank has the same number."""
         record_bytes = slot_size(self.schema.record_bytes)
         num_slots = self.config.memory_bytes // record_bytes
-        needed = 1 if self.config.audit == "off" else 2  # an audit compares two
+        needed = 1 if self.config.audit == "off" else 2  # an audit needs two
         if num_slots < needed:
             raise ConfigError(
                 f"memory_bytes={self.config.memory_bytes} is smaller than "
@@ -97,7 +97,7 @@ class PrefixCache:
         return num_slots
 
     def _open_store(self, *, index: bool) -> Store:
-        """The store, which may open later.
+        """The store; it may still be opening.
 
         Raises:
             ConfigError: it cannot be used.
@@ -110,23 +110,23 @@ class PrefixCache:
             index=index,
             namespace=namespace.digest,
             check=value_check(self.schema),
-            # Once per engine is enough: the process with the scheduler role does it.
+            # Described once per engine, by the process of the scheduler role.
             description=namespace.as_text() if index and spec.saves else None,
             start_seconds=self.config.start_timeout_seconds,
         )
 
     @property
     def block_multiple(self) -> int:
-        """In tokens; every hit is a multiple of it."""
+        """Every hit is a multiple of so many tokens."""
         return self.context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
         """Block until look-ups can find everything stored, for at most `timeout` seconds; True if
-        they can. For the start of an engine: earlier look-ups work, and may miss."""
+        they can. For the start of an engine: look-ups before that work, and may miss."""
         return self.store.wait_indexed(timeout)
 
     def close(self) -> None:
-        """Close the store, after the role. Idempotent."""
+        """Close the server of peers and the store. Idempotent."""
         if self._server is not None:
             self._server.close()
         self.store.close()
@@ -140,11 +140,11 @@ class PrefixCache:
         )
 
     def _next_epoch(self) -> bytes:
-        """A new namespace: the weights changed and have no version, so no stored record fits."""
+        """A new namespace: new weights without a version, which no stored record is of."""
         return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
-        """Warn of chunks longer than a window: they are stored only if one step computes them."""
+        """Warn of chunks longer than a window, which are stored only if one step computes them."""
         windows = (part.window for part in self.spec.table_parts if part.window is not None)
         smallest = min(windows, default=self.config.chunk_tokens)
         if self.spec.saves and smallest < self.config.chunk_tokens:
@@ -166,8 +166,8 @@ class PrefixCache:
 
         Args:
             prefetch_recent: whether the records that were used last are fetched at start.
-            draw: makes a random number from 0 to 1, without 1; says which hits are audited, and
-                from which end.
+            draw: makes a random number in [0, 1), which decides whether a hit is audited, and
+                whether near its start or its end.
             log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
@@ -202,8 +202,7 @@ class PrefixCache:
         """The worker role; call once.
 
         Raises:
-            ConfigError: more memory than this machine lets a process reserve, or has, where other
-                processes read it.
+            ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
@@ -218,7 +217,7 @@ def _tier_gauges(store: Store, role: str) -> Gauges:
     found: Gauges = {}
     for tier in store.tiers():
         found[f"tier_since_seconds/{tier.name}/{role}/{tier.state}/{tier.because}"] = tier.since
-        if role == "scheduler":  # the others do not know what all of it holds
+        if role == "scheduler":  # workers do not know all that it holds
             found[f"store_records/{tier.name}"] = tier.stat.num_records
             found[f"store_used_bytes/{tier.name}"] = tier.stat.used_bytes
             if tier.stat.max_bytes is not None:

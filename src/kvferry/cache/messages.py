@@ -10,7 +10,7 @@ from kvferry.types import RankShard
 
 
 class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a prompt and the slot of the host pool that it is in."""
+    """One chunk of a prompt, and its slot in the host pool."""
 
     slot: int
     key: bytes
@@ -28,7 +28,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Copy tokens `[start, stop)` of a request from slots into blocks.
 
-    `chunks` are those that the hit needs. `blocks` has one slice per table: the blocks to fill.
+    `chunks` are those of the hit; `blocks` are to be filled, one slice per block table.
     """
 
     request_id: str
@@ -40,9 +40,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Copy one whole chunk from blocks into its slot and hash it; a rank that holds all of a record
-    writes it to the store, too. `blocks` has one slice per table.
+    writes it to the store, too. `blocks` has one slice per block table.
 
-    A save that compares is an audit: nothing is written.
+    With `compare_with` it is an audit: nothing is stored.
     """
 
     chunk: SlotChunk
@@ -50,9 +50,8 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     compare_with: SlotChunk | None = None
     """Compare the copy with this record of the chunk, in another slot, instead of writing it."""
     checks: Load | None = None
-    """The load of the hit that the comparison checks. Its blocks are reported as failed, in the
-    same step, unless the comparison passes. None: nothing was loaded, or the host cannot compute it
-    again."""
+    """The load that is audited. Its blocks are reported as failed, in the same step, unless the
+    comparison passes. None: nothing was loaded, or the host cannot compute it again."""
 
 
 class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
@@ -60,14 +59,14 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     loads before the forward, and the saves after it."""
 
     pool: int = 0
-    """Which host pool the slots are of; random."""
+    """A random number that names the pool of the slots."""
     fetches: tuple[Fetch, ...] = ()
     cancels: tuple[int, ...] = ()
-    """Slots whose fetch is no longer wanted. Its end is reported nevertheless."""
+    """Slots whose fetch is no longer wanted. The end of a fetch is still reported."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     unchecked: tuple[Load, ...] = ()
-    """Loads of earlier steps whose blocks are reported as failed."""
+    """Loads of earlier steps whose audit will not come: their blocks are reported as failed."""
     failures_known: tuple[int, ...] = ()
     """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
     if none. A rank that had more failures refuses the saves of the plan: they may have been
@@ -86,27 +85,26 @@ PUT_OFF = "put_off"
 """The chunk may be saved in a later step."""
 
 REFUSED = "refused"
-"""The host's blocks do not hold what it reported: no later try helps."""
+"""The blocks do not hold what the host reported: a later try would not help."""
 
 NOT_COMPARED = "not_compared"
 """There is no result of the comparison."""
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """A fetch, or the copy of a save, ended on one rank; of a save that compares, the comparison
-    ended."""
+    """A fetch, the copy of a save, or the comparison of an audit ended on one rank."""
 
     slot: int
     missed: str | None = None
     """None: the slot holds what the plan said, verified. Else why it does not: a
-    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save, any of these
-    or `NOT_COMPARED` for a save that compares."""
+    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save, one of these
+    or `NOT_COMPARED` for an audit."""
     seconds: float = 0.0
     """Of a fetch: from the plan to the end of the read."""
     excess: float = 0.0
-    """Of a comparison: `kvferry.blocks.audit.Difference.excess` ..."""
+    """Of a comparison: `kvferry.blocks.audit.Difference.excess`."""
     difference: str = ""
-    """... and where the largest difference is, for people."""
+    """Of a comparison: where the largest difference is, for people."""
 
     @property
     def agrees(self) -> bool:
@@ -153,19 +151,19 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     sealed: tuple[Sealed, ...] = ()
     saved: tuple[Saved, ...] = ()
     region: SlotRegion | None = None
-    """The rank's slots; in every report, since the scheduler role may be younger than the rank."""
+    """The rank's slots; in every report, since the scheduler role may start later than the rank."""
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     failures: int = 0
     """Steps in which a load failed on this rank, since its start."""
     failed_requests: frozenset[str] = frozenset()
-    """Requests whose load failed after it was promised ..."""
+    """Requests whose load failed after it was promised."""
     failed_keys: tuple[bytes, ...] = ()
-    """... and the chunks that failed."""
+    """Keys of the chunks that these loads lacked."""
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):
-    """Reports of all ranks; one rank sends one."""
+    """One report of a rank, or those of all ranks once they are folded."""
 
     reports: tuple[RankReport, ...] = ()
 

@@ -1,11 +1,11 @@
-"""What the bytes of one stored chunk look like: a safetensors file with a fixed plan.
+"""What the bytes of one stored chunk look like: a safetensors file with a fixed layout.
 
     0        8              8 + n  + 16     + 16 * num_leaves = head_bytes, a multiple of 4096
     | n: u64 | JSON header  | root | leaves | component 0 | component 1 | ...
 
 `root` and the leaf table are tensors of the file like the components, so any safetensors reader
-opens it. Everything here is arithmetic over a schema: no I/O, no tensors. `docs/format.md` is the
-normative text; the golden files in `tests/record` hold it.
+opens it. Sizes, offsets, headers and digests only: no I/O, no tensors. `docs/format.md` is the
+normative text, and the golden files in `tests/record` hold it to that.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ CHECKSUM_NAME = "xxh3_128"
 LEAF_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 ALIGN = 4096
-"""Offset of the payload: what O_DIRECT asks for on every common file system."""
+"""The payload begins at a multiple of it: enough for O_DIRECT on every common file system."""
 
 MAX_HEADER_BYTES = 64 * 1024
-"""A JSON header beyond this is hostile: ours take about 0.4 KiB, 0.1 KiB per component and at most
-4 KiB of padding. It bounds what parsing one can allocate."""
+"""Of the longest JSON header that is made or read, without its length. Bounds what parsing the
+header of a stranger can allocate."""
 
 MAX_LEAVES = 1 << 22
 """A leaf table of 64 MiB; a record that claims more is hostile."""
 
 MAX_PAYLOAD_BYTES = 1 << 40
-"""A component beyond this is hostile. Both bounds limit arithmetic; nothing is ever allocated
-because a header claims it."""
+"""Of the largest component. This bound and `MAX_LEAVES` keep numbers small; nothing is ever
+allocated because a header claims it."""
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 SAFETENSORS_DTYPE = {
@@ -144,7 +144,7 @@ class RecordSchema:
         if self.num_leaves > MAX_LEAVES:
             raise ConfigError(
                 f"a record of {self.num_leaves} leaves is above the bound of {MAX_LEAVES}: "
-                "use larger chunks"
+                "use smaller chunks"
             )
         self._header_parts = self._split_header()
         table_bytes = DIGEST_BYTES * (1 + self.num_leaves)  # the root is one more digest
@@ -242,7 +242,7 @@ class RecordSchema:
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
     def encode_head(self, key: ChunkKey, first_token: int, leaf_table: bytes) -> bytes:
-        """Everything before the payload, `head_bytes` long; written last, it commits the record.
+        """Everything before the payload, `head_bytes` long.
 
         Raises:
             ContractError: a leaf table that is not `16 * num_leaves` bytes; see `encode_header`.

@@ -1,7 +1,7 @@
 """Stored and removed chunks, as vLLM's KV events.
 
-The hashes are our chunk keys, not vLLM's block hashes: a chunk has its own number of tokens, and
-subscribers find it by the event's tokens.
+The hashes are our chunk keys, not vLLM's block hashes: chunks and blocks differ in size, and
+subscribers match events by their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.kvferry")
 
 
 class EventTranslator:
-    """Makes a host's events.
+    """Makes KV events of vLLM.
 
     Args:
         events: the host's module of KV events.
@@ -30,16 +30,16 @@ class EventTranslator:
         self._is_known = True
 
     def translate(self, events: Iterable[object]) -> list[Any]:
-        """The host's events, in order; none after the host refused one that we made. A chunk whose
+        """The host's events, in order; none once the host refused one. A chunk whose
         content depends on more than its tokens is left out where the host's event has no field for
-        that: a subscriber would take it for the plain one."""
+        that: a subscriber would take it for the chunk of the tokens alone."""
         if not self._is_known:
             return []
         try:
             return list(self._translate(events))
         except TypeError as error:
             self._is_known = False
-            logger.warning("kvferry: this vLLM wants other KV events, none are sent: %s", error)
+            logger.warning("kvferry: this vLLM's KV events differ, so none are sent: %s", error)
             return []
 
     def _translate(self, events: Iterable[object]) -> Iterator[Any]:
@@ -63,7 +63,7 @@ class EventTranslator:
                 yield self._make(self._events.BlockRemoved, block_hashes=list(event.keys))
 
     def _make(self, kind: type[Any], **values: object) -> Any:  # noqa: ANN401 - the host's
-        """An event with the fields that this host's events have."""
+        """An event, with those of the fields that this vLLM has."""
         values["medium"] = self._medium
         fields = kind.__struct_fields__
         return kind(**{name: value for name, value in values.items() if name in fields})

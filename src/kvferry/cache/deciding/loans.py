@@ -27,9 +27,9 @@ class SlotLoan:
 
     Attributes:
         slot: where it is.
-        until: monotonic seconds. The slot is not assigned again before then, or before
-            `Loans.release`. Later, or if the loan was taken just as the slot was evicted, the bytes
-            may be another chunk's: a reader verifies what it has read.
+        until: monotonic seconds. The slot is not assigned again until then, or until
+            `Loans.release` if that is earlier. Later, or if the loan was taken just as the slot
+            was evicted, the bytes may be another chunk's: a reader verifies what it has read.
         buffers: the record's bytes, in order; the first begins with its head.
     """
 
@@ -40,7 +40,7 @@ class SlotLoan:
 
 
 class Loans:
-    """Thread-safe; memory only. The lock is held for a few look-ups in dicts.
+    """The slots that may be lent, and those that are. Thread-safe; the lock is held briefly.
 
     Args:
         ranks: where the slots are; None: nothing is lent.
@@ -81,8 +81,8 @@ class Loans:
         return self._slots.get(key) is not None
 
     def withdraw(self, key: ChunkKey) -> None:
-        """The chunk is evicted, or its save failed: it is not lent any more. Running loans go
-        on."""
+        """The chunk is evicted, or its save failed: it is lent no more. Running loans
+        last."""
         with self._lock:
             self._slots.pop(key, None)
 
@@ -108,7 +108,7 @@ class Loans:
                 return KeyState.PENDING
             loan = SlotLoan(key, slot, self._clock() + seconds)
             self._lent[slot] = [*self._current(slot), loan]
-        # The slot keeps its bytes from here on.
+        # From here on the slot is not evicted.
         parts = None if self._ranks is None else self._ranks.whole_record(slot)
         loan.buffers = tuple(part.toreadonly() for part in parts or ())
         if loan.buffers:

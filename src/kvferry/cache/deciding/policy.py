@@ -1,8 +1,8 @@
-"""Decides how much of a hit to load and what to compute again, from rates measured on this engine.
+"""Decides how much of a hit to load and what to compute, by the rates measured in this engine.
 
-A hit is worth waiting for as long as computing it would take. Where tiers of different speed hold
+No hit is waited for longer than computing it would take. Where tiers of different speed hold
 a prompt, its first part may be worth loading and the rest not. While a tier is slower than the
-engine, one hit in `RETRY_SLOW_SECONDS` is loaded from it.
+engine, one hit is loaded from it every `RETRY_SLOW_SECONDS`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 
 RETRY_SLOW_SECONDS = 4.0
 """How often a hit that is expected to be slower than computing is loaded, to notice a store that
-has recovered. With the longest pause of a breaker it makes less than ten seconds."""
+has recovered. It and the longest pause of a circuit breaker are less than ten seconds."""
 
 _WEIGHT = 0.25
-"""Weight of a new sample in a moving average: a few steps forget an outlier."""
+"""Weight of a new sample in a moving average: an outlier fades within a few."""
 
 MIN_WAIT_SECONDS = 0.25
-"""A prefetch is given at least this long: below it, the measured rates are noise."""
+"""A fetch is given at least this long: for less, the measured rates are noise."""
 
 SLACK_SECONDS = 0.1
-"""A load is refused only if it is expected to lose by more than this. Rates of small hits measure
-the latency of a step more than the store."""
+"""A load is refused only if it is expected to take this much longer than computing. The rate of a
+small hit shows the latency of a step more than the speed of the store."""
 
 MAX_LOSSES = 2.0
 MIN_LOSSES = 1.5
 """A tier counts as slow after two loads that were slower than computing, or one that was given up:
 one may be an outlier, and the rate of a small hit is a bad guide to a large one. Each fast load
-halves the count, so a tier of which every second load is slow still counts as slow."""
+halves the count, so a tier of which every second load is slow counts as slow half the time."""
 
 MAX_STEP_SECONDS = 60.0
-"""A step whose output takes longer is taken for lost."""
+"""A step without output for so long is not timed any more."""
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
@@ -54,7 +54,7 @@ class TierSpeed:
 
     @property
     def is_slow(self) -> bool:
-        """Whether loading has been slower than computing of late."""
+        """Whether loading was slower than computing lately."""
         return self.losses >= MIN_LOSSES
 
 
@@ -64,9 +64,9 @@ class LoadDecision(NamedTuple):
     num_chunks: int
     """Of the leading chunks."""
     load_seconds: float
-    """Expected, for all of them."""
+    """Expected, for the whole hit."""
     compute_seconds: float
-    """Expected, for all of them."""
+    """Expected, for the whole hit."""
 
 
 class LoadPolicy:
@@ -124,7 +124,7 @@ class LoadPolicy:
         return self._num_timed
 
     def end_step(self, number: int) -> None:
-        """The output of a timed step came."""
+        """A timed step ended: learn from it."""
         if self._timed is not None and self._timed[0] == number:
             _, started, num_tokens = self._timed
             self._timed = None
@@ -141,7 +141,7 @@ class LoadPolicy:
         return any(speed.is_slow for speed in self.tiers.values())
 
     def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> LoadDecision:
-        """How much of a hit to load: all of it where a probe is due.
+        """How much of a hit to load: all of it when a slow tier is tried again.
 
         Args:
             parts: tier and tokens of each chunk, in the order of the prompt; None for one that is
@@ -168,7 +168,7 @@ class LoadPolicy:
         return worth._replace(num_chunks=len(parts))
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
-        """Expected; as long as computing where a tier has shown neither to be slower nor faster."""
+        """Expected; no more than computing takes, unless the tier is slow."""
         if tier is None:
             return 0.0
         speed = self.tiers[tier]

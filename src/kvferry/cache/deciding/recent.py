@@ -1,4 +1,4 @@
-"""Finds the records that were used last: an engine that starts has its first hits in memory."""
+"""Finds the records used last, so that an engine's first hits are in memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
 FILL_SECONDS = 10.0
-"""How long the store is listed and read. A host is kept stepping meanwhile."""
+"""How long listing and reading may take. The engine is kept stepping meanwhile."""
 
 AT_ONCE = 4
-"""Records that are fetched together: a hit that comes meanwhile waits for no more than these."""
+"""Records that are fetched together: a hit that comes meanwhile waits for these at most."""
 
 
 class RecentRecord(NamedTuple):
@@ -29,16 +29,16 @@ class RecentRecord(NamedTuple):
 
 
 class RecentRecords:
-    """Lists them once, on a thread of its own; then hands them out, the most recent first.
+    """Lists recent records once, on a thread of its own; then hands them out, the newest first.
 
     Args:
-        store: asked if it knows.
+        store: may know them.
         count: how many at most.
         clock: monotonic seconds.
 
     Attributes:
-        is_engine_in_use: a request came. The remaining records are fetched in steps of requests
-            only, so that an engine for one request does not wait for them.
+        is_engine_in_use: a request came. The other records are fetched in steps that requests
+            cause, so that a run of one request does not wait for them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RecentRecords:
 
     @property
     def is_done(self) -> bool:
-        """Whether all were handed out, or the time is over."""
+        """Whether all are handed out, or the time is over."""
         return (self._left is not None and not self._left) or self._clock() > self._until
 
     @property
@@ -83,7 +83,7 @@ class RecentRecords:
         """Runs in: I/O thread."""
         found: list[RecentRecord] = []
         with suppress(StoreError):
-            # Some may be of other models, which share the store.
+            # Four times as many: some may be of other models that share the store.
             for entry in self._store.recent(4 * self._count):
                 if len(found) == self._count or self.is_done:
                     break

@@ -21,14 +21,14 @@ from kvferry.store.recordio import write_sealed
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""How long `close` lets writes that are under way finish before it leaves them behind."""
+"""How long `close` waits for writes under way before it abandons them."""
 
 
 @dataclass(slots=True, eq=False)
 class _SharedRecord:
     slot: Slot
     namespace: bytes
-    """Of the epoch in which it was begun."""
+    """Of the record, as it was when the save began."""
     digests: dict[int, bytes] = field(default_factory=dict)
     is_sealed: bool = False
     """Set by the job, before it writes."""
@@ -36,13 +36,13 @@ class _SharedRecord:
 
 
 class SharedWrites:
-    """All records under way. Runs in: scheduler thread, but for the jobs.
+    """The records that are being saved. Runs in: scheduler thread, except for the jobs.
 
     Args:
-        context: has the store to write to.
+        context: holds the store.
         pool: knows which record is in which slot.
         ranks: where the parts of every record are.
-        schema: of the records; their namespace comes with each.
+        schema: of the records, except for their namespace.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SharedWrites:
         self._threads = IOPool(-(-context.config.io_threads // 2), "kvferry-save")
 
     def begin(self, slot: Slot, namespace: bytes) -> None:
-        """Expect the digests of a saved chunk."""
+        """Expect the digests of a chunk that is about to be saved."""
         self._records[slot.index] = _SharedRecord(slot, namespace)
 
     def report(self, rank: int, slot: Slot, digests: bytes) -> None:
@@ -70,11 +70,11 @@ class SharedWrites:
                 record.job = self._threads.submit(lambda _job: self._write(record))
 
     def abort(self, slot: Slot) -> None:
-        """Give a record up of which a rank could not copy or hash its part."""
+        """Give up a record: a rank could not copy or hash its part."""
         self._records.pop(slot.index, None)
 
     def poll(self) -> list[tuple[Slot, PutResult]]:
-        """Note what is sealed by now; return the writes that ended since the last call."""
+        """Seal what has its head by now; return the writes that ended since the last call."""
         ended = []
         for record in list(self._records.values()):
             job = record.job
@@ -89,10 +89,10 @@ class SharedWrites:
         return ended
 
     def close(self) -> None:
-        """Let writes under way end. Bounded in time."""
+        """Wait up to `CLOSE_SECONDS` for writes under way."""
         self._records.clear()
         if not self._threads.close(CLOSE_SECONDS):
-            logger.warning("a store operation did not end in time; left behind at close")
+            logger.warning("a store operation did not end in time; it is abandoned at close")
 
     def _result_of(self, job: Job[PutResult]) -> PutResult:
         if job.result is None:

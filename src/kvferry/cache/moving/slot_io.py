@@ -30,13 +30,14 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 DEVICE_SECONDS = 60.0
-"""How long a thread of ours waits for the device, which works on the engine's steps first."""
+"""How long an I/O thread waits for a copy that is queued behind the engine's steps."""
 
 WRITES_CLOSE_SECONDS = 10.0
-"""How long `close` lets writes that are under way finish before it leaves them behind."""
+"""How long `close` waits for writes under way before it abandons them."""
 
 READS_CLOSE_SECONDS = 0.5
-"""How long `close` waits for cancelled reads, which no request needs. A stalled read is left."""
+"""How long `close` waits for cancelled reads, which no request needs; one that hangs is
+abandoned."""
 
 
 class SlotIO:
@@ -52,18 +53,18 @@ class SlotIO:
         self._memory = memory
         self._context = context
         self._observer = context.observer
-        # Whether this rank holds whole records. Else the scheduler role writes them.
+        # It holds whole records, and writes them. Those of several ranks the scheduler role writes.
         self._is_alone = context.spec.shard.world_size == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
-        self._read_by_device: dict[int, Mark] = {}
+        self._used_by_device: dict[int, Mark] = {}
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: dict[int, tuple[SlotChunk, Gathered]] = {}
         self._hashes: dict[int, Job[tuple[Sealed, Job[Saved] | None]]] = {}
         self._writes: dict[int, Job[Saved]] = {}
         io_threads = context.config.io_threads
         self.read_pool = IOPool(io_threads, "kvferry-load")
-        # Apart from writes: chunks are sealed however slowly a store takes them.
+        # A pool of its own, so that a slow store does not delay seals.
         self._hash_pool = IOPool(1, "kvferry-seal")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
 
@@ -79,8 +80,8 @@ class SlotIO:
         self._contents.pop(slot, None)
 
     def busy_until(self, slot: int, mark: Mark) -> None:
-        """A device reads a slot until a mark."""
-        self._read_by_device[slot] = mark
+        """The device reads or fills a slot until a mark."""
+        self._used_by_device[slot] = mark
 
     # -- reads ----------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class SlotIO:
         held = self.groups_held(chunk) - frozenset(fetch.groups)
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
-        mark = self._read_by_device.get(chunk.slot)
+        mark = self._used_by_device.get(chunk.slot)
         is_whole = self._is_alone and self._rows.all_groups.issubset(fetch.groups)
         record = RecordRead(
             key=ChunkKey(chunk.key),
@@ -104,7 +105,7 @@ class SlotIO:
 
         def run(job: Job[Filled]) -> Filled:
             if mark is not None and not mark.wait(DEVICE_SECONDS):
-                raise TransferError(f"the device read a slot for more than {DEVICE_SECONDS} s")
+                raise TransferError(f"the device used a slot for more than {DEVICE_SECONDS} s")
             if job.cancelled:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
@@ -116,7 +117,7 @@ class SlotIO:
         self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
 
     def cancel(self, slot: int) -> None:
-        """Let a read end early. Its end is reported nevertheless."""
+        """Ask a read to end early. Its end is still reported."""
         if slot in self._reads:
             _, job = self._reads[slot]
             job.cancel()
@@ -124,7 +125,7 @@ class SlotIO:
     def wait(self, seconds: float) -> None:
         """Return when the reads that are under way now have ended, or after `seconds`."""
         deadline = time.monotonic() + seconds
-        # The last one first: it disturbs a thread once, not at the end of each read.
+        # The last one first: this thread then wakes once, not at the end of each read.
         for _, job in reversed(self._reads.values()):
             if not job.wait(max(0.0, deadline - time.monotonic())):
                 return
@@ -169,11 +170,10 @@ class SlotIO:
         return bool(self._reads or self._copying or self._hashes or self._writes)
 
     def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
-        """Append the operations that ended since the last call; of one chunk, never a later one
-        without the earlier ones."""
+        """Append the operations that ended since the last call, those of a chunk in order."""
         if not self.is_busy:
             return
-        # Latest operations first, as they go on meanwhile.
+        # The last stage first: others may end meanwhile.
         for slot in [slot for slot, write in self._writes.items() if write.poll()]:
             write = self._writes.pop(slot)
             if write.result is None:
@@ -211,7 +211,7 @@ class SlotIO:
         return ended
 
     def close(self) -> None:
-        """End all threads, in bounded time. Idempotent."""
+        """End the threads that end in time. Idempotent."""
         for _, read in self._reads.values():
             read.cancel()
         has_read = self.read_pool.close(READS_CLOSE_SECONDS)
@@ -219,4 +219,4 @@ class SlotIO:
         has_hashed = self._hash_pool.close(WRITES_CLOSE_SECONDS)  # it submits writes
         has_written = self._write_pool.close(max(0.0, until - time.monotonic()))
         if not (has_read and has_hashed and has_written):
-            logger.warning("a store operation did not end in time; left behind at close")
+            logger.warning("a store operation did not end in time; it is abandoned at close")
