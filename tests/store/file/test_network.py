@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pwd
 import time
 
 import pytest
@@ -285,4 +286,24 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_fail(bench, tmp_path, mon
     assert store.contains(make_key())
     monkeypatch.undo()
     assert not (tmp_path / "cache").exists()
+    assert not (bench.root / "index.sqlite3").exists()
+
+
+def test_an_unknown_home_is_no_reason_to_fail(bench, tmp_path, monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(filesystem, "file_system", lambda root: "nfs4")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    before = os.listdir(tmp_path)
+    store = bench.open(max_bytes=20_000)
+    store.maintain()
+    assert store.put(make_key(), [make_value(4000)]) is PutResult.STORED
+    reader = bench.open(read_only=True)
+    reader.maintain()
+    assert reader.contains(make_key())
+    assert set(os.listdir(tmp_path)) - set(before) <= {bench.root.name}
     assert not (bench.root / "index.sqlite3").exists()

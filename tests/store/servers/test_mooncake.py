@@ -96,6 +96,11 @@ def test_without_the_admin_port_there_is_no_scan(make_client):
         next(make_client(admin=None).scan("", soon()))
 
 
+def test_an_admin_url_without_a_port_is_of_port_80(make_client):
+    with pytest.raises(StoreError, match=r"refused|assign|unreachable"):
+        next(make_client(admin="http://[::1]").scan("", soon()))
+
+
 def test_a_master_that_is_not_there_fails_soon(make_client):
     client = make_client(master=f"{LOCALHOST}:{free_ports(1)[0]}")
     with pytest.raises(StoreError, match="no connection to the master: Connection refused"):

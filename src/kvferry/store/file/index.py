@@ -18,11 +18,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
@@ -491,8 +491,10 @@ class Index:
                 self._read_totals(db)
 
 
-def private_index(root: str) -> Path:
-    """Where this machine keeps the index of a directory that machines share. Raises ConfigError, as
-    `user_cache`."""
+def private_index(root: str) -> str | None:
+    """Where this machine keeps the index of a directory that machines share; None where this user
+    has no directory for caches."""
     name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return user_cache() / "kvferry" / "index" / f"{name}.sqlite3"
+    with suppress(ConfigError):
+        return str(user_cache() / "kvferry" / "index" / f"{name}.sqlite3")
+    return None

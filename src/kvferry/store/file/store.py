@@ -135,26 +135,27 @@ class FileStore(Store):
         self, file: Path | None, machines_share: bool, wall: Callable[[], float]
     ) -> tuple[Index, bool]:
         """The index, and whether this process compares it with the directory all the time."""
-        if file is None and machines_share:
-            file = private_index(self.directory.root)
-        path = f"{self.directory.root}/index.sqlite3" if file is None else str(file)
         make = partial(
             Index, directory=self.directory, known=self._known, observer=self._faults.observer
         )
-        index = make(path, read_only=self.is_read_only, wall=wall)
-        try:
-            index.open()
-            if not self.is_read_only:
-                if not index.totals.is_complete and self.directory.is_empty():
-                    index.complete()
-                return index, self._known.tracks_keys
-            if index.totals.is_complete:
-                return index, False
-        except OSError as error:
-            if not self.is_read_only:
-                self._faults.failed("open", error)
-                if not machines_share or isinstance(error, IndexUnavailable):
-                    return index, self._known.tracks_keys  # opened later
+        path: str | None = f"{self.directory.root}/index.sqlite3" if file is None else str(file)
+        if file is None and machines_share:
+            path = private_index(self.directory.root)
+        if path is not None:
+            index = make(path, read_only=self.is_read_only, wall=wall)
+            try:
+                index.open()
+                if not self.is_read_only:
+                    if not index.totals.is_complete and self.directory.is_empty():
+                        index.complete()
+                    return index, self._known.tracks_keys
+                if index.totals.is_complete:
+                    return index, False
+            except OSError as error:
+                if not self.is_read_only:
+                    self._faults.failed("open", error)
+                    if not machines_share or isinstance(error, IndexUnavailable):
+                        return index, self._known.tracks_keys  # opened later
         # There is no complete index, or it cannot be opened: this process keeps one in memory.
         if not self.directory.is_empty():
             logger.warning(

@@ -260,7 +260,8 @@ def _names_at(url: str, deadline: float) -> Iterator[str]:
     budget = _TimeBudget(min(deadline - time.monotonic(), LONGEST_SECONDS))
     place = urlsplit(url)
     kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-    with closing(kind(place.hostname or "", place.port, timeout=budget.seconds)) as connection:
+    port = place.port or kind.default_port  # else it would look for one in the host
+    with closing(kind(place.hostname or "", port, timeout=budget.seconds)) as connection:
         budget.wait_for(connection.connect)
         budget.socket = connection.sock
         budget.wait_for(lambda: connection.request("GET", place.path))
