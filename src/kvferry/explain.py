@@ -330,8 +330,10 @@ class PromptSearch:
             return answer
         plain = 0
         if self._extra != NO_EXTRA_KEYS:
-            until = time.monotonic() + COMPARE_SECONDS
-            plain = max(self._leading(space, NO_EXTRA_KEYS, until) for space in spaces)
+            plain = max(
+                self._leading(space, NO_EXTRA_KEYS, time.monotonic() + COMPARE_SECONDS)
+                for space in spaces
+            )
         nearest = self.nearest(others(), answer.hit_tokens)
         return replace(answer, elsewhere=nearest, without_extra=plain)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.demo.child import Child
 from kvferry.demo.disaggregated import Result, Round
 from kvferry.demo.model import prepare_model
 from kvferry.demo.report import verdict
@@ -258,3 +262,20 @@ def test_a_handover_that_moves_too_little_or_changes_an_answer_is_a_fault():
     assert faults(figures={"moved_tokens": 32.0}) == ["32 tokens came over instead of 64"]
     assert faults(same_answer=False) == ["an answer changed"]
     assert faults(logprob_diff=float("nan")) == ["log-probabilities differ by nan"]
+
+
+def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch):
+    start = multiprocessing.process.BaseProcess.start
+
+    def interrupted(process):
+        start(process)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Child("it", time.sleep, 600)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert multiprocessing.active_children() == []

@@ -29,8 +29,14 @@ class Child:
         self._ours, theirs = context.Pipe()
         # Where an interrupt leaves no time to end it, the end of this process does.
         self._process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
-        with _interrupts_held():
-            self._process.start()
+        try:
+            with _interrupts_held():
+                self._process.start()
+        except BaseException:  # an interrupt that was held: no caller has this object yet
+            if self._process.pid is not None:
+                self._process.kill()
+                self._process.join()
+            raise
         theirs.close()
 
     def send(self, question: object) -> None:
