@@ -26,6 +26,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.messages import Fetch, SlotChunk
@@ -78,6 +79,13 @@ class Slot:
         return self.num_filling > 0 or self.num_sealing > 0 or self.is_writing
 
 
+class _Orders(NamedTuple):
+    """For the next plan: fetches by slot, and slots whose earlier fetch is cancelled."""
+
+    fetches: dict[int, Fetch]
+    cancels: list[int]
+
+
 class HostPool:
     """All slots of an engine. Runs in: scheduler thread, but for `loans`; memory only; not
     thread-safe.
@@ -112,9 +120,7 @@ class HostPool:
         self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_filling = 0
         self._num_writing = 0
-        # For the next plan: fetches by slot, and slots whose earlier fetch is cancelled.
-        self._fetches: dict[int, Fetch] = {}
-        self._cancels: list[int] = []
+        self._orders = _Orders({}, [])
 
     # -- look-up --------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class HostPool:
     @property
     def has_orders(self) -> bool:
         """Whether the next plan must go out although nothing is scheduled."""
-        return bool(self._fetches or self._cancels)
+        return bool(self._orders.fetches or self._orders.cancels)
 
     # -- assignment -----------------------------------------------------------------------------
 
@@ -177,7 +183,7 @@ class HostPool:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
         chunk = SlotChunk(slot.index, key, first_token)
-        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        self._orders.fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
@@ -275,16 +281,16 @@ class HostPool:
 
     def _cancel(self, slot: Slot) -> None:
         self._forget(slot)
-        if self._fetches.pop(slot.index, None) is None:
-            self._cancels.append(slot.index)
+        if self._orders.fetches.pop(slot.index, None) is None:
+            self._orders.cancels.append(slot.index)
         else:  # no plan has carried it: the ranks will report nothing
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
     def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
         """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
-        fetches, self._fetches = self._fetches, {}
-        cancels, self._cancels = self._cancels, []
+        fetches, cancels = self._orders
+        self._orders = _Orders({}, [])
         return tuple(fetches.values()), tuple(cancels)
 
     # -- reports --------------------------------------------------------------------------------
@@ -366,7 +372,7 @@ class HostPool:
 
     def _give_up(self, slot: Slot) -> None:
         self._forget(slot)
-        if slot.filling and slot.index in self._fetches:
+        if slot.filling and slot.index in self._orders.fetches:
             self._cancel(slot)
         self._settle(slot)
 
