@@ -97,9 +97,7 @@ def explain(
     notes = _notes(answer, extra, by_model=digits is None)
     if prompt_file is not None and not answer.reason.is_explained:
         other = ask(read_tokens(model, prompt_file, None, raw=not raw))
-        if other.hit_tokens > answer.hit_tokens:
-            form = "Without --raw, in the chat template," if raw else "With --raw,"
-            notes.append(f"{form} {_hits(other)}.")
+        notes += _note_of_other_form(answer, other, raw=raw)
     _show(answer, notes, json)
 
 
@@ -305,6 +303,13 @@ def _summary(answer: PromptAnswer) -> str:
         names = _names(answer.elsewhere.space.differs)
         text += f"; {answer.elsewhere.hit_tokens:,} are stored under another namespace ({names})"
     return text
+
+
+def _note_of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> list[str]:
+    if other.hit_tokens <= answer.hit_tokens:
+        return []
+    form = "Without --raw, in the chat template," if raw else "With --raw,"
+    return [f"{form} {_hits(other)}."]
 
 
 def _hits(answer: PromptAnswer) -> str:

@@ -232,7 +232,6 @@ def open_store(
         ...     store.stat().max_bytes
         1073741824
     """
-    parsed = _parse_tiers(url)
     opening = Opening(
         observer=observer if observer is not None else Observer(),
         multi_process=multi_process,
@@ -240,6 +239,17 @@ def open_store(
         namespace=namespace,
         value_bytes=None if check is None else check.num_bytes,
     )
+    return _open_tiers(_parse_tiers(url), opening, check, description, start_seconds)
+
+
+def _open_tiers(
+    parsed: Sequence[StoreUrl],
+    opening: Opening,
+    check: ValueCheck | None,
+    description: str | None,
+    start_seconds: float | None,
+) -> Store:
+    """See `open_store`."""
     if check is not None:
         for each in parsed:
             refuse_small_quota(each, check.num_bytes)
@@ -247,7 +257,7 @@ def open_store(
     def opened(url: StoreUrl, may_create: bool = True) -> Store:
         store = open_one(url, replace(opening, may_create=may_create))
         if description is not None:
-            store.describe(namespace, description)
+            store.describe(opening.namespace, description)
         return store
 
     is_local = len(parsed) == 1 and not kind_of(parsed[0].scheme).hosts

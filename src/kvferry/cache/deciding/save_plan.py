@@ -45,6 +45,7 @@ class SavePlan:
 
     Attributes:
         shared_writes: of the records that several ranks hold together.
+        announcer: as given.
         failures_known: see `SharedStoragePlan.failures_known`.
     """
 
@@ -62,7 +63,7 @@ class SavePlan:
         self._requests = requests
         self.shared_writes = shared_writes
         self._suspects = suspects
-        self._announcer = announcer
+        self.announcer = announcer
         self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
         self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
@@ -82,6 +83,8 @@ class SavePlan:
     def begin_epoch(self) -> None:
         """Save no more chunks of the requests so far: their keys belong to the last epoch."""
         self._unsaved.clear()
+        if self.announcer is not None:
+            self.announcer.forget_all()
 
     def close(self) -> None:
         """Give up the records that several ranks write. Bounded in time."""
@@ -102,8 +105,8 @@ class SavePlan:
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
                     self.forget(item.request.request_id)
-        if saves and self._announcer is not None:
-            self._announcer.planned(saves, step, self._requests.by_id)
+        if saves and self.announcer is not None:
+            self.announcer.planned(saves, step, self._requests.by_id)
         return tuple(saves)
 
     @property
@@ -235,8 +238,8 @@ class SavePlan:
 
     def _announce_failed(self, key: ChunkKey) -> None:
         """A chunk was planned to be saved, and is not stored."""
-        if self._announcer is not None:
-            self._announcer.failed(key)
+        if self.announcer is not None:
+            self.announcer.failed(key)
 
     def learn_failures(self, report: RankReport) -> None:
         """Loads failed on a rank.

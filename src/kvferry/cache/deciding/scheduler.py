@@ -112,12 +112,10 @@ class SharedStorageScheduler(SchedulerRole):
         unreadable = self.requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
         suspects = self.audits.suspects
-        self._announcer = (
+        announcer = (
             Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
         )
-        self.saves = SavePlan(
-            context, pool, self.requests, shared_writes, suspects, self._announcer
-        )
+        self.saves = SavePlan(context, pool, self.requests, shared_writes, suspects, announcer)
         self._handovers = Handovers(context, self.requests, self.saves)
         self._accounts = Accounts(context, schema, journal)
         self._recent = recent
@@ -395,7 +393,8 @@ class SharedStorageScheduler(SchedulerRole):
                 self.context.observer.count("pins_refused")
 
     def take_events(self) -> Iterable[Any]:
-        return () if self._announcer is None else self._announcer.pop_events()
+        announcer = self.saves.announcer
+        return () if announcer is None else announcer.pop_events()
 
     def reset(self) -> bool:
         """Begin another epoch. Stored records stay for other engines; this one does not read them
@@ -410,8 +409,6 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.clear()
         self.requests.begin_epoch()
         self.saves.begin_epoch()
-        if self._announcer is not None:
-            self._announcer.forget_all()
         return True
 
     def close(self) -> None:

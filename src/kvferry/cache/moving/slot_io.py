@@ -20,6 +20,7 @@ from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.errors import TransferError
 from kvferry.layout.streams import Mark
+from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
@@ -52,9 +53,6 @@ class SlotIO:
         self._rows = rows
         self._memory = memory
         self._context = context
-        self._observer = context.observer
-        # It holds whole records, and writes them. Those of several ranks the scheduler role writes.
-        self._is_alone = context.spec.shard.world_size == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._used_by_device: dict[int, Mark] = {}
@@ -67,6 +65,16 @@ class SlotIO:
         # A pool of its own, so that a slow store does not delay seals.
         self._hash_pool = IOPool(1, "kvferry-seal")
         self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
+
+    @property
+    def _observer(self) -> Observer:
+        return self._context.observer
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank holds whole records, and writes them. Those of several ranks the
+        scheduler role writes."""
+        return self._context.spec.shard.world_size == 1
 
     # -- contents -------------------------------------------------------------------------------
 
