@@ -104,7 +104,7 @@ def test_a_prefiller_that_comes_back_at_its_port_is_read_again(peers):
     prefiller = peers()
     answer = prefill(prefiller)
     port = answer["remote_port"]
-    decoder = peers(None, [port], load_timeout_seconds=0.2)
+    decoder = peers(None, [port], load_timeout_seconds=2.0)
     assert decode(decoder, answer) == HIT
     decoder.forget_memory()
     incarnation = prefiller.server.incarnation
