@@ -156,7 +156,7 @@ def schema_with(*, namespace=NAMESPACE, chunk_tokens=3, components=None):
         ({"chunk_tokens": 2**32}, "chunk_tokens"),
         ({"components": ()}, "at least one component"),
         ({"components": (component(), component())}, "its own name"),
-        ({"components": (component(shape=(MAX_LEAVES + 1, 1, 1, 1)),)}, "larger chunks"),
+        ({"components": (component(shape=(MAX_LEAVES + 1, 1, 1, 1)),)}, "smaller chunks"),
         ({"components": tuple(component(name=f"kv.{i}") for i in range(1500))}, "above the bound"),
     ],
 )
