@@ -8,7 +8,7 @@ import pytest
 
 
 def _release() -> tuple[int, int]:
-    [package] = importlib.metadata.packages_distributions()["vllm"]
+    package, *_ = importlib.metadata.packages_distributions()["vllm"]  # the first on the path
     major, minor, *_ = importlib.metadata.version(package).split(".")
     return int(major), int(minor)
 
