@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.demo.child import Child
+from kvferry.demo.child import DemoProcess
 from kvferry.demo.disaggregated import Result, Round
 from kvferry.demo.model import prepare_model
 from kvferry.demo.report import verdict
@@ -275,7 +275,7 @@ def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Child("it", time.sleep, 600)
+            DemoProcess("it", time.sleep, 600)
     finally:
         signal.signal(signal.SIGINT, before)
     assert multiprocessing.active_children() == []

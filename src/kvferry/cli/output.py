@@ -92,7 +92,7 @@ def confirm(question: str, *, yes: bool) -> None:
     """Ask before something that cannot be undone; `yes` is the answer, if it was given before.
 
     Raises:
-        ConfigError: nobody can be asked.
+        ConfigError: there is no terminal to ask at.
         typer.Exit: with 0, as the answer was no.
     """
     if yes:

@@ -15,7 +15,7 @@ _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
 
 
-class Child:
+class DemoProcess:
     """A new process. A context manager.
 
     Args:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.child import Child
+from kvferry.demo.child import DemoProcess
 from kvferry.demo.run import default_document, load_tokenizer, make_prompts
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, KVError, StoreError
@@ -262,7 +262,7 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-class _Engine(Child):
+class _Engine(DemoProcess):
     """An embedded engine in a process of its own, which runs `_serve_engine`."""
 
     def ask(

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from kvferry.demo.child import Child
+from kvferry.demo.child import DemoProcess
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import model as engine_model
 from kvferry.errors import ConfigError, KVError, StoreError
@@ -301,7 +301,7 @@ def _run_phase(
     """Let a new process answer the first prompts, each with the store at its URL in `stores`;
     `advance` is called after each answer."""
     answers: list[TimedAnswer] = []
-    with Child(f"the {name} phase", _answer_all, options, stores) as child:
+    with DemoProcess(f"the {name} phase", _answer_all, options, stores) as child:
         for _ in stores:
             answers.append(child.receive())
             advance(name)

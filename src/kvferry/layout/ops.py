@@ -101,10 +101,11 @@ class PagedKV:
         """View `buffer` as record rows `[layers, heads, tokens, content]`, in the form that this
         cache copies. It is writable, in C order and exactly as long as `shape` says; or a tensor of
         integers that has the shape already."""
-        rows = buffer
-        if not isinstance(rows, torch.Tensor):
-            rows = torch.frombuffer(rows, dtype=INT_OF[self.item_bytes]).view(shape)
-        return rows.numpy() if self._is_numpy else rows
+        if isinstance(buffer, torch.Tensor):
+            return buffer.numpy() if self._is_numpy else buffer
+        if self._is_numpy:
+            return np.frombuffer(buffer, dtype=f"i{self.item_bytes}").reshape(shape)
+        return torch.frombuffer(buffer, dtype=INT_OF[self.item_bytes]).view(shape)
 
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """Copy record rows into blocks.

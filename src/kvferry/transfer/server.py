@@ -228,7 +228,7 @@ class PeerServer:
             self._forget(client)
 
     def _say(self, reason: str) -> None:
-        """Once for each reason: whoever reaches the port can be refused as often as he likes."""
+        """Once for each reason: who reaches the port can cause any number."""
         if reason not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(reason)
             logger.warning("a peer is refused: %s; no more is said of such", reason)

@@ -272,7 +272,7 @@ def _default_store() -> str:
 
 def log_as(host: logging.Logger, ours: logging.Logger) -> None:
     """Have `ours` write where the host's logger does, from its level on: at debug, the answer to
-    each request. Nothing changes where somebody has set ours up."""
+    each request. Nothing changes where ours is set up already."""
     if not ours.handlers and ours.level == logging.NOTSET and host.handlers:
         ours.handlers = list(host.handlers)
         ours.setLevel(host.getEffectiveLevel())

@@ -65,7 +65,7 @@ class _Request:
     Attributes:
         keys: of records, by the host's keys.
         asked: when the store was first asked about a key that it did not know.
-        missed: keys that were asked for in vain, or whose load failed: a host that is told of a hit
+        missed: keys that were asked for in vain, or whose load failed: a host that hears of a hit
             again would load it again, for ever.
     """
 
