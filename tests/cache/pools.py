@@ -25,7 +25,8 @@ def check_pool(pool: HostPool) -> None:
     assert len(places) <= pool.num_slots
     offered = {key: place for key, place in pool.loans._slots.items() if place is not None}
     assert offered == {key: by_key[key].index for key in offered}
-    assert all(by_key[key].is_writing for key in pool.loans._slots.keys() - offered.keys())
+    pending = [by_key[key] for key in pool.loans._slots.keys() - offered.keys()]
+    assert all(slot.is_writing or slot.filling == pool._all_groups for slot in pending)
     for index, slot in assigned.items():
         assert slot.pins >= 0
         assert slot.index == index

@@ -16,10 +16,13 @@ from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
 
-from .keeping import PROMPT, assert_settles
+from .keeping import NUM_CHUNKS, PROMPT, assert_settles
+from .keeping import open_store as open_directory
+from .test_handovers import WINDOWED
 
 HIT = 40
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -54,10 +57,10 @@ def peers(make_host, tmp_path):
         host.parts[0].close()
 
 
-def prefill(host, prompt=PROMPT):
+def prefill(host, prompt=PROMPT, num_local_tokens=0, options=DEFAULT_OPTIONS):
     """The parameters of the answer of a prefill, whose chunks are sealed then."""
-    request = host.add("prefill", prompt, handover=read_handover(ASKED))
-    host.admit(request)
+    request = host.add("prefill", prompt, handover=read_handover(ASKED), options=options)
+    host.admit(request, num_local_tokens=num_local_tokens)
     host.prefill(request)
     request.all_token_ids.append(7)
     answer = host.finish(request)
@@ -79,6 +82,24 @@ def test_what_a_peer_holds_is_read_from_it(peers):
     assert (answer["remote_host"], answer["remote_port"]) == prefiller.server.address
     assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
     assert num_lent(prefiller) == 0
+
+
+@pytest.mark.parametrize("warm", ["computed", "cached by the engine", "loaded"])
+@pytest.mark.parametrize("groups", [None, WINDOWED], ids=["full", "window"])
+def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answer(
+    peers, tmp_path, groups, warm
+):
+    """As of a prompt that comes again after a restart: peers do not see the store."""
+    prefiller = peers(groups=groups, store=open_directory(tmp_path / "store"))
+    prefill(prefiller)
+    prefiller.forget_memory()
+    local = 40 if warm == "cached by the engine" else 0
+    loads = warm == "loaded"
+    answer = prefill(prefiller, num_local_tokens=local, options=RequestOptions(load=loads))
+    assert answer["kvferry"]["chunks"] == NUM_CHUNKS
+    reader = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
+    assert decode(reader, answer) == HIT
+    assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
 
 
 @pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])

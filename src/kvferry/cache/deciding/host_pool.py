@@ -194,14 +194,9 @@ class HostPool:
             being written, since a store that writes slowly must not keep prompts from being
             read.
         """
-        if self._num_writing >= max(1, self.num_slots // 2):
-            return None
-        old = self._by_key.get(key)
-        if old is not None:  # with some groups only
-            if old.pins or old.is_busy:
-                return None
-            self._give_up(old)
-        slot = self._assign(key, first_token)
+        slot = None
+        if self._num_writing < max(1, self.num_slots // 2):
+            slot = self._assign_again(key, first_token)
         if slot is None:
             return None
         slot.is_save = True
@@ -211,6 +206,20 @@ class HostPool:
         self.loans.expect(key)
         self._fill(slot, self._all_groups)
         return slot
+
+    def fetch_whole(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """Have every rank read all of a chunk that the store has, so that it may be lent.
+
+        Returns:
+            The slot; None if there is none now: half of them are pinned or busy.
+        """
+        slot = None
+        if 2 * self.num_taken < self.num_slots:
+            slot = self._assign_again(key, first_token)
+        if slot is None:
+            return None
+        self.loans.expect(key)
+        return self.fetch(key, first_token, self._all_groups)
 
     def spare(self, first_token: int) -> Slot | None:
         """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
@@ -223,6 +232,15 @@ class HostPool:
     def fill_spare(self, slot: Slot) -> None:
         """Have every rank copy the chunk; the slot stays pinned until all have reported."""
         self._fill(slot, self._all_groups)
+
+    def _assign_again(self, key: ChunkKey, first_token: int) -> Slot | None:
+        """A slot without any groups of the chunk."""
+        old = self._by_key.get(key)
+        if old is not None:
+            if old.pins or old.is_busy:
+                return None
+            self._give_up(old)
+        return self._assign(key, first_token)
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
         """A free slot, or that of the chunk to evict."""

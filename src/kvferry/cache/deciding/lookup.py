@@ -53,6 +53,8 @@ class _Candidate(NamedTuple):
     """Of the chunks of the hit before it was shortened for an audit."""
     audited: int | None
     """The last of `numbers`, if it is to be computed and compared."""
+    is_lent: bool
+    """Whether peers will ask for the chunks, which they get whole only."""
 
     @property
     def num_slots(self) -> int:
@@ -83,6 +85,7 @@ class Lookup:
         self._observer = context.observer
         self._tables = context.tables
         self._clock = context.clock
+        self._serves = context.config.serve is not None
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
@@ -295,16 +298,17 @@ class Lookup:
         """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
         numbers = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audits.choose(state, numbers)
+        is_lent = state.gives_all and self._serves
         if audited is None:
-            return _Candidate(start, stop, self._numbers(start, stop), numbers, None)
+            return _Candidate(start, stop, self._numbers(start, stop), numbers, None, is_lent)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
-        return _Candidate(start, stop, range(first, audited + 1), numbers, audited)
+        return _Candidate(start, stop, range(first, audited + 1), numbers, audited, is_lent)
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
-        """The groups of one chunk that a hit needs."""
-        if number == hit.audited:
+        """The groups of one chunk that a hit needs, or all, where it is compared, or lent then."""
+        if number == hit.audited or hit.is_lent:
             return self._tables.all_groups
         return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
 

@@ -146,33 +146,40 @@ class SavePlan:
         whole = min(computed, limit) // chunk_tokens
         keys = state.keys.keys
         while state.next_save < whole:
-            index = state.next_save
-            key = keys[index]
+            key = keys[state.next_save]
             if key in self._suspects:
                 self.forget(request.request_id)
                 return
             is_wanted = state.gives_all or self._is_worth_saving(key, request.request_id)
-            if self.has(key, state) or not is_wanted:
-                state.next_save += 1
-                continue
-            first = index * chunk_tokens
-            blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
-            if blocks is None:
-                self._context.observer.count("save_out_of_window")
-                state.next_save += 1
-                continue
-            slot = self._pool.save(key, first)
-            if slot is None:
+            is_needed = is_wanted and not self.has(key, state)
+            if is_needed and not self._plan_chunk(item, state, saves):
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
-            if not self._is_alone:
-                self.shared_writes.begin(slot, self._requests.namespace)
-            saves.append(Save(SlotChunk(slot.index, key, first), blocks))
             state.next_save += 1
+
+    def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
+        """Have the next chunk of a request saved. One that is stored, and that peers want from
+        memory, is fetched: the host may lack a part of it, which windows have dropped. False if
+        there is no slot for it now."""
+        key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
+        first = state.next_save * chunk_tokens
+        if self._is_stored(key):
+            return self._pool.fetch_whole(key, first) is not None
+        blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
+        if blocks is None:
+            self._context.observer.count("save_out_of_window")
+            return True
+        slot = self._pool.save(key, first)
+        if slot is None:
+            return False
+        if not self._is_alone:
+            self.shared_writes.begin(slot, self._requests.namespace)
+        saves.append(Save(SlotChunk(slot.index, key, first), blocks))
+        return True
 
     def has(self, key: ChunkKey, state: RequestState) -> bool:
         """Whether a chunk is held, on its way, or stored. What another engine goes on from must be
-        stored: it does not see what this one holds."""
+        where that one looks: in the store, and in memory that may be lent if peers are served."""
         slot = self._pool.find(key)
         # A slot that one rank missed becomes free, without the chunk, when the others have ended.
         everything = self._context.tables.all_groups
@@ -182,6 +189,12 @@ class SavePlan:
         is_pinned = slot is not None and slot.pins > 0
         if is_busy or (is_held and (is_pinned or not state.gives_all)):
             return True
+        if state.gives_all and self._context.config.serve is not None:
+            is_kept = self._is_stored(key) or not self._context.store.takes_values
+            return is_kept and self._pool.loans.offers(key)
+        return self._is_stored(key)
+
+    def _is_stored(self, key: ChunkKey) -> bool:
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
 
     def _is_worth_saving(self, key: ChunkKey, request_id: str) -> bool:
