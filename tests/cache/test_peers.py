@@ -155,6 +155,38 @@ def test_a_prefiller_that_ends_while_it_is_waited_for_costs_the_wait_only(peers)
     assert decoder.scheduler.is_idle
 
 
+def test_a_prefiller_without_a_store_says_what_it_holds_and_copies_it_once(peers):
+    (port,) = free_ports(1)
+    prefiller = peers(reads=[port], tiers=True)  # nobody is there
+    for number in range(2):
+        request = prefiller.add(f"prefill {number}", PROMPT, handover=read_handover(ASKED))
+        prefiller.admit(request)
+        prefiller.prefill(request)
+        assert_settles(prefiller)
+        answer = prefiller.finish(request)
+        assert answer["kvferry"]["chunks"] == NUM_CHUNKS
+        assert prefiller.observer["put_failed"] == NUM_CHUNKS
+    assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
+
+
+@pytest.mark.parametrize("fault", ["it lost them", "it is gone"])
+def test_what_a_prefiller_said_that_it_holds_and_has_not_is_not_waited_for(peers, tmp_path, fault):
+    """A store beside it, which might be shared, does not change that."""
+    prefiller = peers()
+    answer = prefill(prefiller)
+    if fault == "it lost them":
+        prefiller.forget_memory()
+    else:
+        prefiller.parts[0].close()
+    key_file = prefiller.parts[0].config.serve.partition("?")[2]
+    peer = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
+    urls = [(tmp_path / "own").as_uri(), peer]
+    with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
+        decoder = peers(None, store=store, load_timeout_seconds=1e6)
+        assert decode(decoder, answer) == 0
+        assert_settles(decoder)
+
+
 def test_an_engine_that_lists_itself_computes_what_it_lacks(peers):
     (port,) = free_ports(1)
     host = peers(port, [port], tiers=True, load_timeout_seconds=0.2)

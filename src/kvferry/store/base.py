@@ -21,6 +21,9 @@ from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
 
+Address = tuple[str, int]
+"""Host and port, as an operator wrote them."""
+
 ReadRange = tuple[int, memoryview]
 """Where to read in a value, in bytes, and the buffer to fill."""
 
@@ -228,10 +231,21 @@ class Store(ABC):
         """Have the background find out whether `keys` (a prefix chain, in order) are here, so that
         a later `contains` knows. Dropped when too many wait."""
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:  # noqa: B027  # no other process stores
+    def expect(  # noqa: B027  # no other process stores
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
         """A producer was heard to be making `keys` (a prefix chain, in order): look for them in the
         background until they have come or it is `until` (`time.monotonic()` seconds). Those that
-        come late are found as before."""
+        come late are found as before.
+
+        Args:
+            held_by: a peer that says that it has them in memory, or is about to. A store that
+                `reads_from` it awaits them of it alone, and none that it lacks.
+        """
+
+    def reads_from(self, peer: Address) -> bool:
+        """Whether values are read from the memory of this peer."""
+        return False
 
     def awaits(self, key: ChunkKey) -> bool:
         """Whether a key that `contains` did not find may still come: it was expected, its time is

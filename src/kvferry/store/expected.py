@@ -48,14 +48,15 @@ class ExpectedKeys:
         self._look = look
         self._clock = clock
         self._until: dict[ChunkKey, float] = {}
+        self._final: set[ChunkKey] = set()
         self._prompts: list[_Prompt] = []
         self._is_looking = False
-        self._lock = threading.Lock()  # of the three above; never held across I/O
+        self._lock = threading.Lock()  # of the four above; never held across I/O
         self._ends = threading.Event()
         self._thread: IOPool | None = None
 
-    def add(self, keys: Sequence[ChunkKey], until: float) -> None:
-        """See `Store.expect`."""
+    def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
+        """See `Store.expect`. `final`: the medium has them already, or never; see `end`."""
         missing = self._missing(_Prompt(tuple(keys), until))
         if missing is None or self._ends.is_set():
             return
@@ -63,6 +64,10 @@ class ExpectedKeys:
             if len(self._prompts) < MAX_PROMPTS and len(self._until) < MAX_KEYS:
                 for key in keys:
                     self._until[key] = max(until, self._until.get(key, until))
+                if final:
+                    self._final.update(keys)
+                else:
+                    self._final.difference_update(keys)
                 self._prompts.append(missing)
             if not self._is_looking:
                 self._is_looking = True
@@ -74,6 +79,13 @@ class ExpectedKeys:
         asked `has` before does not take it for one that never comes."""
         until = self._until.get(key)  # without a lock
         return until is not None and self._clock() < until
+
+    def end(self, absent: Sequence[ChunkKey]) -> None:
+        """The medium has not these: do not await those whose absence is final."""
+        with self._lock:
+            for key in self._final.intersection(absent):
+                self._final.discard(key)
+                self._until.pop(key, None)
 
     def close(self) -> None:
         """Idempotent; bounded in time."""
@@ -104,6 +116,7 @@ class ExpectedKeys:
                 with self._lock:
                     if not self.awaits(key):
                         self._until.pop(key, None)
+                        self._final.discard(key)
         return prompts or None
 
     def _run(self, _job: Job[None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
+    Address,
     Buffer,
     Entry,
     GcReport,
@@ -72,8 +73,13 @@ class WrapperStore(Store):
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         self.inner.probe(keys)
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
-        self.inner.expect(keys, until)
+    def expect(
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
+        self.inner.expect(keys, until, held_by)
+
+    def reads_from(self, peer: Address) -> bool:
+        return self.inner.reads_from(peer)
 
     def awaits(self, key: ChunkKey) -> bool:
         return self.inner.awaits(key)

@@ -15,6 +15,7 @@ from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
+from kvferry.store.base import Address
 from kvferry.types import KVSource, ProducerStamp, RequestView
 
 
@@ -55,7 +56,7 @@ class Handovers:
         self._expect(plan, source, state, limit)
         keys = state.keys.keys[: plan.num_chunks]
         if keys:
-            self._context.store.expect(keys, plan.until)
+            self._context.store.expect(keys, plan.until, _holder(source))
 
     def _expect(
         self, plan: HandoverPlan, source: KVSource, state: RequestState, limit: int
@@ -70,7 +71,7 @@ class Handovers:
         if stamp is not None:
             plan.num_chunks = min(plan.num_chunks, stamp.num_chunks)
         plan.until = self._context.clock() + self._context.config.load_timeout_seconds
-        plan.miss, plan.why = LookupMiss.NOT_PRODUCED, "it has not stored the rest in time"
+        plan.miss, plan.why = LookupMiss.NOT_PRODUCED, "the rest did not come"
 
     def _refusal(self, source: KVSource, state: RequestState) -> tuple[LookupMiss, str]:
         """Why the chunks that a source made are not those of this prompt; ABSENT if they may be."""
@@ -123,3 +124,10 @@ class Handovers:
             address=self.address,
         )
         return FinishResult(False, params)
+
+
+def _holder(source: KVSource) -> Address | None:
+    """The peer that has all stamped chunks in memory, if it serves any."""
+    if source.stamp is None or source.host is None or source.port is None:
+        return None
+    return source.host, source.port

@@ -17,6 +17,7 @@ from kvferry.filesystem import is_of_one_machine, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
+    Address,
     Buffer,
     Entry,
     GcReport,
@@ -304,7 +305,9 @@ class FileStore(Store):
         if not self._closed and self.index.is_ours and self._known.tracks_keys:
             self.upkeep.probe(keys)
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
         if not self._closed and self.index.is_ours and self._known.tracks_keys:
             self._expected.add(keys, until)
 

@@ -17,6 +17,7 @@ from kvferry.errors import ConfigError, StoreError, TransferError
 from kvferry.network import is_loopback
 from kvferry.store.base import (
     NO_DEADLINE,
+    Address,
     Buffer,
     PutResult,
     ReadRange,
@@ -92,12 +93,18 @@ class PeerStore(ServerStore):
                 self._served.popitem(last=False)
         return size
 
+    def reads_from(self, peer: Address) -> bool:
+        return peer == (self._client.host, self._client.port)
+
     def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool | None]:
         try:
             self._check_trust(deadline)
-            return [_IS_HERE[state] for state in self._client.states_of(keys, deadline)]
+            states = self._client.states_of(keys, deadline)
         except TransferError as error:
             raise StoreError(str(error)) from None
+        absent = [key for key, state in zip(keys, states, strict=True) if not state]
+        self._expected.end(absent)
+        return [_IS_HERE[state] for state in states]
 
     def _check_trust(self, deadline: float) -> None:
         """Raises TransferError for a process that sent too many wrong records."""

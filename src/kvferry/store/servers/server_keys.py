@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import ASK_SECONDS, Store, StoreStat
+from kvferry.store.base import ASK_SECONDS, Address, Store, StoreStat
 from kvferry.store.expected import ExpectedKeys
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
@@ -268,8 +268,10 @@ class ServerStore(Store):
         if not self._closed:
             self._keys.probe(keys)
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
-        self._expected.add(keys, until)
+    def expect(
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
+        self._expected.add(keys, until, final=held_by is not None and self.reads_from(held_by))
 
     def awaits(self, key: ChunkKey) -> bool:
         return self._expected.awaits(key)

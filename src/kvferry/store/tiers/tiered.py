@@ -17,6 +17,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
+    Address,
     Buffer,
     Entry,
     PutResult,
@@ -229,10 +230,22 @@ class TieredStore(Store):
             else:
                 store.probe(keys)
 
-    def expect(self, keys: Sequence[ChunkKey], until: float) -> None:
-        """Of every tier that is asked now."""
-        for store in self._up():
-            store.expect(keys, until)
+    def expect(
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
+        """Of every tier that is asked now; if one reads from `held_by`, of that one."""
+        holders = [
+            tier
+            for tier in self._tiers
+            if held_by is not None and tier.store is not None and tier.store.reads_from(held_by)
+        ]
+        for tier in holders or self._tiers:
+            if (store := tier.up) is not None:
+                store.expect(keys, until, held_by)
+
+    def reads_from(self, peer: Address) -> bool:
+        stores = [tier.store for tier in self._tiers]
+        return any(store is not None and store.reads_from(peer) for store in stores)
 
     def awaits(self, key: ChunkKey) -> bool:
         return any(store.awaits(key) for store in self._up())
