@@ -49,6 +49,7 @@ def make_shared_storage_host(
     stores: Sequence[Store] = (),
     fills: bool = False,
     multi_process: bool = False,
+    data_parallel_index: int = 0,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
 ) -> tuple[SimulatedHost, Any]:
@@ -62,6 +63,7 @@ def make_shared_storage_host(
             shard=tensor_parallel_shard(groups, rank, world_size),
             host_recomputes=recomputes,
             multi_process=multi_process,
+            data_parallel_index=data_parallel_index,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

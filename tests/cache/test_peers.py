@@ -248,6 +248,18 @@ def test_a_port_in_use_is_one_error_at_the_start(peers):
         peers(port)
 
 
+def test_engines_of_one_configuration_serve_at_its_port_and_their_index(peers):
+    ports = sorted(free_ports(2))
+    prompts = [PROMPT, list(range(200, 241))]
+    engines = [peers(ports[0], data_parallel_index=port - ports[0]) for port in ports]
+    answers = [prefill(*each) for each in zip(engines, prompts, strict=True)]
+    assert [answer["remote_port"] for answer in answers] == ports
+    reader = peers(None, ports)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert decode(reader, answer, prompt, f"of port {answer['remote_port']}") == HIT
+    assert all(engine.observer["peer_served_bytes"] > 0 for engine in engines)
+
+
 def test_strangers_keep_no_peer_out(peers):
     """They take all places and say nothing."""
     prefiller = peers()

@@ -581,3 +581,30 @@ def test_others_connect_to_what_is_advertised(key_file, advertise, expected):
         host, port = expected
         assert server.address[0] == host
         assert server.address[1] == port or (port is None and server.address[1] > 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "port", "address"),
+    [
+        ("127.0.0.1:7100", 7103, ("127.0.0.1", 7103)),
+        ("127.0.0.1:65532", 65535, ("127.0.0.1", 65535)),
+        ("[::1]:7100?advertise=pod-7", 7103, ("pod-7", 7103)),
+        ("127.0.0.1:7100?advertise=[fd00::7]:9000", 7103, ("fd00::7", 9003)),
+        ("127.0.0.1:0?advertise=pod-7:9000", 0, ("pod-7", 9003)),
+        ("127.0.0.1:0?advertise=pod-7", 0, ("pod-7", 5)),
+    ],
+)
+def test_each_engine_of_one_configuration_has_ports_of_its_own(place, port, address):
+    listen = Listen.parse(place)
+    assert listen.for_engine(0) == listen
+    fourth = listen.for_engine(3)
+    assert fourth.port == port
+    assert fourth.address_of(port or 5) == address
+
+
+@pytest.mark.parametrize("place", ["h:65533", "h:7100?advertise=pod-7:65533"])
+def test_an_index_that_leads_beyond_the_last_port_is_refused(place):
+    expected = "port 65533 and data-parallel index 3 make 65536, and ports end at 65535"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        Listen.parse(place).for_engine(3)
+    assert "\n" not in str(caught.value)

@@ -191,7 +191,8 @@ class PrefixCache:
             shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
         if self.config.serve is not None:
-            listen, requests = Listen.parse(self.config.serve), scheduler.requests
+            listen = Listen.parse(self.config.serve).for_engine(self.spec.data_parallel_index)
+            requests = scheduler.requests
             self._server = PeerServer(
                 pool.loans, lambda: requests.namespace, listen, observer=self.observer
             )

@@ -39,7 +39,7 @@ class SharedStorageConfig(ChunkOptions):
         record: file to which a line for each request is appended, with its keys and its answer.
         serve: where other engines read what host memory holds, as `host:port` or
             `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
-            docs/disaggregation.md, "Peers".
+            docs/disaggregation.md, "Peers". Ports but 0 grow by `EngineSpec.data_parallel_index`.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password

@@ -25,6 +25,8 @@ class EngineSpec:
         kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
         multi_process: True if scheduler and worker roles live in different processes, so that the
             store must be one that several can open. Several ranks always may.
+        data_parallel_index: position of this engine among those that a host starts with one
+            configuration, from 0; the ports of the option `serve` are so much higher.
         loads: False for an engine that only stores (a producer), unless a request asks for more.
         saves: False for an engine that only reads (a consumer), unless a request asks for more.
         disabled: nothing is loaded or saved, whatever requests ask for.
@@ -48,6 +50,7 @@ class EngineSpec:
     shard: RankShard
     kv_layout: str = "BHNC"
     multi_process: bool = False
+    data_parallel_index: int = 0
     loads: bool = True
     saves: bool = True
     disabled: bool = False

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from kvferry.config import unknown
@@ -98,6 +98,22 @@ class Listen(PeerFiles):
         if found is None or int(found[3] or 1) not in range(1, 1 << 16):
             raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
         return found[1] or found[2] or found[4], int(found[3] or port)
+
+    def for_engine(self, index: int) -> Listen:
+        """The same for one of several engines with one configuration: `index` is added to both
+        ports, but not to port 0. Raises ConfigError."""
+        host, advertised = self.address_of(0)  # 0: `advertise` names no port
+        highest = max(self.port, advertised)
+        if highest + index >= 1 << 16:
+            raise ConfigError(
+                f"serve: port {highest} and data-parallel index {index} make {highest + index}, "
+                "and ports end at 65535; set a lower port"
+            )
+        return replace(
+            self,
+            port=self.port and self.port + index,
+            advertise=join_host(host, advertised + index) if advertised else self.advertise,
+        )
 
 
 class PeerServer:

@@ -146,6 +146,21 @@ def test_workers_in_other_processes_need_a_store_for_several(model, executor, wo
     assert spec_of(config, Group(names(0), FullAttentionSpec())).multi_process is expected
 
 
+@pytest.mark.parametrize(
+    ("names_of_release", "index"),
+    [
+        ({}, 0),
+        ({"data_parallel_rank": 2}, 2),
+        # From 0.14 to 0.32, with a dense model.
+        ({"data_parallel_rank": 0, "data_parallel_index": 2}, 2),
+    ],
+)
+def test_an_engine_knows_its_place_in_a_data_parallel_group(model, names_of_release, index):
+    config = make_config(model)
+    vars(config.parallel_config).update(names_of_release)
+    assert spec_of(config).data_parallel_index == index
+
+
 REFUSED = {
     "recurrent state": (MambaSpec(), "MambaSpec"),
     "the end of a hit computed again": (

@@ -75,11 +75,14 @@ def engine_spec(
         groups, tables = (_only_group(vllm_config),), None
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
+    # Releases with an index (0.14 has it) say rank 0 in every engine of a dense model.
+    rank = getattr(parallel, "data_parallel_rank", 0)
     return EngineSpec(
         identity=identity,
         groups=groups,
         shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
         multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
+        data_parallel_index=getattr(parallel, "data_parallel_index", rank),
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
         host_publishes_events=publishes,
