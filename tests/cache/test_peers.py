@@ -134,14 +134,38 @@ def test_a_prefiller_that_ends_while_it_is_waited_for_costs_the_wait_only(peers)
     assert decoder.scheduler.is_idle
 
 
-def test_an_engine_that_lists_itself_computes_what_it_lacks(peers):
+def warned_of_itself(caplog):
+    return [line for line in caplog.messages if "is this engine" in line]
+
+
+def test_an_engine_that_lists_itself_computes_what_it_lacks(peers, caplog):
     (port,) = free_ports(1)
     host = peers(port, [port], tiers=True, load_timeout_seconds=0.2)
+    [line] = warned_of_itself(caplog)
+    assert f"{LOCALHOST}:{port} is this engine" in line
     waiting = {"do_remote_prefill": True, "remote_host": LOCALHOST, "remote_port": port}
     assert decode(host, waiting) == 0  # it waits for itself, for a bounded time
     assert decode(host, waiting, name="of memory") == HIT
     assert_settles(host)
     assert host.scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    ("serve", "is_warned"),
+    [
+        ("0.0.0.0:{port}?", True),
+        ("127.0.0.1:0?advertise=127.0.0.1:{port}&", True),
+        ("127.0.0.1:0?", False),
+        ("127.0.0.2:{port}?", False),  # another engine may listen at the other address
+    ],
+)
+def test_an_engine_that_lists_itself_is_warned_where_that_is_sure(
+    peers, tmp_path, caplog, serve, is_warned
+):
+    (port,) = free_ports(1)
+    serve = serve.format(port=port) + f"key_file={tmp_path / 'peers.key'}"
+    peers(None, [port], tiers=True, serve=serve)
+    assert len(warned_of_itself(caplog)) == is_warned
 
 
 def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):
