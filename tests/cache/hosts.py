@@ -49,6 +49,8 @@ def make_shared_storage_host(
     stores: Sequence[Store] = (),
     fills: bool = False,
     multi_process: bool = False,
+    loads: bool = True,
+    saves: bool = True,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
 ) -> tuple[SimulatedHost, Any]:
@@ -62,6 +64,8 @@ def make_shared_storage_host(
             shard=tensor_parallel_shard(groups, rank, world_size),
             host_recomputes=recomputes,
             multi_process=multi_process,
+            loads=loads,
+            saves=saves,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

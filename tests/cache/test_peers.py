@@ -19,7 +19,7 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
 
-from .keeping import PROMPT, assert_settles
+from .keeping import PROMPT, assert_settles, keys_of
 
 HIT = 40
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -79,6 +79,44 @@ def test_what_a_peer_holds_is_read_from_it(peers):
     assert (answer["remote_host"], answer["remote_port"]) == prefiller.server.address
     assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
     assert num_lent(prefiller) == 0
+
+
+def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers):
+    prefiller = peers()
+    decoder = peers(None, [prefiller.server.address[1]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", PROMPT, handover=read_handover({"do_remote_prefill": True}))
+    wait_until(lambda: prefiller.server.num_connections == 1, "the peer is asked")
+    for _ in range(20):
+        assert decoder.scheduler.lookup(request, 0).num_tokens is None
+        decoder.step([])
+    prefill(prefiller)
+    assert decoder.admit(request) == HIT
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
+def test_a_producer_takes_the_next_turn_from_the_consumer(peers):
+    """By their roles, the one would load nothing and the other save nothing."""
+    ports, options = free_ports(2), {"tiers": True, "load_timeout_seconds": 30.0}
+    prefiller = peers(ports[0], ports[1:], loads=False, **options)
+    decoder = peers(ports[1], ports[:1], saves=False, save_generated=True, **options)
+    request = decoder.add("decode", PROMPT, handover=read_handover(prefill(prefiller)))
+    assert decoder.admit(request) == HIT
+    decoder.prefill(request)
+    for token in range(100, 124):
+        request.all_token_ids.append(token)
+        decoder.prefill(request, budget=1)
+    back = decoder.finish(request)
+    assert_settles(decoder)
+    assert (back["do_remote_decode"], back["do_remote_prefill"]) == (True, False)
+    assert back["remote_port"] == ports[1]
+    history = [*request.all_token_ids, *range(30)]
+    generated, store = keys_of(prefiller, history)[5:8], prefiller.parts[0].store
+    store.probe(generated)
+    wait_until(lambda: all(map(store.contains, generated)), "what was generated is known")
+    assert decode(prefiller, back, history, "turn 2") == 64
+    assert prefiller.observer["hit_tokens/peer"] == 64 - HIT
 
 
 @pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])
