@@ -50,6 +50,8 @@ def make_shared_storage_host(
     fills: bool = False,
     multi_process: bool = False,
     data_parallel_index: int = 0,
+    loads: bool = True,
+    saves: bool = True,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
 ) -> tuple[SimulatedHost, Any]:
@@ -64,6 +66,8 @@ def make_shared_storage_host(
             host_recomputes=recomputes,
             multi_process=multi_process,
             data_parallel_index=data_parallel_index,
+            loads=loads,
+            saves=saves,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

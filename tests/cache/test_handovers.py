@@ -379,6 +379,28 @@ def test_children_of_one_request_share_what_one_fetches(make_engine, server):
     assert fetches(host) == 5
 
 
+def test_children_that_wait_at_once_share_each_fetch(make_engine, server):
+    answer = prefill(make_engine(server))
+    client = DictClient(server.values)
+    host = make_engine(client, load_timeout_seconds=30.0)
+    children = [host.add(f"{n}_r", PROMPT, handover=read_handover(answer)) for n in range(2)]
+    store, keys = host.parts[0].store, host.scheduler.requests.by_id["0_r"].keys.keys
+    wait_until(lambda: all(map(store.contains, keys)), "all are known to be there")
+    client.gate.clear()
+    for _ in range(3):
+        assert [host.scheduler.lookup(each, 0).num_tokens for each in children] == [None, None]
+        host.step([])
+    client.gate.set()
+    assert [host.admit(each) for each in children] == [40, 40]
+    host.step(children, tokens=1)
+    for each in children:
+        host.check(each)
+        host.finish(each)
+    host.settle()
+    assert fetches(host) == 5
+    assert host.scheduler.is_idle
+
+
 def test_a_refused_request_starts_nothing(make_engine, server):
     """Hosts send a stub with the parameters of the request through the engine, and abort it."""
     answer = prefill(make_engine(server))

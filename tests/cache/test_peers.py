@@ -20,7 +20,7 @@ from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
 
-from .keeping import NUM_CHUNKS, PROMPT, assert_settles
+from .keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of
 from .keeping import open_store as open_directory
 from .test_handovers import WINDOWED
 
@@ -100,6 +100,44 @@ def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answe
     reader = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
     assert decode(reader, answer) == HIT
     assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
+
+
+def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers):
+    prefiller = peers()
+    decoder = peers(None, [prefiller.server.address[1]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", PROMPT, handover=read_handover({"do_remote_prefill": True}))
+    wait_until(lambda: prefiller.server.num_connections == 1, "the peer is asked")
+    for _ in range(20):
+        assert decoder.scheduler.lookup(request, 0).num_tokens is None
+        decoder.step([])
+    prefill(prefiller)
+    assert decoder.admit(request) == HIT
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
+def test_a_producer_takes_the_next_turn_from_the_consumer(peers):
+    """By their roles, the one would load nothing and the other save nothing."""
+    ports, options = free_ports(2), {"tiers": True, "load_timeout_seconds": 30.0}
+    prefiller = peers(ports[0], ports[1:], loads=False, **options)
+    decoder = peers(ports[1], ports[:1], saves=False, save_generated=True, **options)
+    request = decoder.add("decode", PROMPT, handover=read_handover(prefill(prefiller)))
+    assert decoder.admit(request) == HIT
+    decoder.prefill(request)
+    for token in range(100, 124):
+        request.all_token_ids.append(token)
+        decoder.prefill(request, budget=1)
+    back = decoder.finish(request)
+    assert_settles(decoder)
+    assert (back["do_remote_decode"], back["do_remote_prefill"]) == (True, False)
+    assert back["remote_port"] == ports[1]
+    history = [*request.all_token_ids, *range(30)]
+    generated, store = keys_of(prefiller, history)[5:8], prefiller.parts[0].store
+    store.probe(generated)
+    wait_until(lambda: all(map(store.contains, generated)), "what was generated is known")
+    assert decode(prefiller, back, history, "turn 2") == 64
+    assert prefiller.observer["hit_tokens/peer"] == 64 - HIT
 
 
 @pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])
@@ -187,14 +225,38 @@ def test_what_a_prefiller_said_that_it_holds_and_has_not_is_not_waited_for(peers
         assert_settles(decoder)
 
 
-def test_an_engine_that_lists_itself_computes_what_it_lacks(peers):
+def warned_of_itself(caplog):
+    return [line for line in caplog.messages if "is this engine" in line]
+
+
+def test_an_engine_that_lists_itself_computes_what_it_lacks(peers, caplog):
     (port,) = free_ports(1)
     host = peers(port, [port], tiers=True, load_timeout_seconds=0.2)
+    [line] = warned_of_itself(caplog)
+    assert f"{LOCALHOST}:{port} is this engine" in line
     waiting = {"do_remote_prefill": True, "remote_host": LOCALHOST, "remote_port": port}
     assert decode(host, waiting) == 0  # it waits for itself, for a bounded time
     assert decode(host, waiting, name="of memory") == HIT
     assert_settles(host)
     assert host.scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    ("serve", "is_warned"),
+    [
+        ("0.0.0.0:{port}?", True),
+        ("127.0.0.1:0?advertise=127.0.0.1:{port}&", True),
+        ("127.0.0.1:0?", False),
+        ("127.0.0.2:{port}?", False),  # another engine may listen at the other address
+    ],
+)
+def test_an_engine_that_lists_itself_is_warned_where_that_is_sure(
+    peers, tmp_path, caplog, serve, is_warned
+):
+    (port,) = free_ports(1)
+    serve = serve.format(port=port) + f"key_file={tmp_path / 'peers.key'}"
+    peers(None, [port], tiers=True, serve=serve)
+    assert len(warned_of_itself(caplog)) == is_warned
 
 
 def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):

@@ -120,7 +120,7 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
 def told(line, shape):
     """The address in the line of a request, which says what came from where at what rate."""
     found = re.fullmatch(
-        r"request \S+, prefilled by another engine at (\S+): of 230 tokens "
+        r"request \S+, prefilled by another engine at (\S+), as the parameters say: of 230 tokens "
         rf"{shape.hit} from peer at \d+\.\d{{3}} GB/s, {230 - shape.hit} computed \(partial\)",
         line,
     )

@@ -41,6 +41,8 @@ WRITTEN_BY_CLIENTS: list[Any] = [
 ]
 """Some of these stop an engine with NixlConnector."""
 
+MOVED = "of 777 tokens 768 from peer"
+
 
 def ask(prompt: list[int], params: Any, **more: Any) -> dict[str, Any]:
     extra = {"extra_args": {"kv_transfer_params": params}}
@@ -134,7 +136,7 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
         for answers in warm, alone:
             assert answers.counted("hook_failed", "contract_violation") == 0
     log = second.log.read_text(errors="replace")
-    assert f"another engine at {LOCALHOST}:{here}: of 777 tokens 768 from peer" in log
+    assert f"another engine at {LOCALHOST}:{here}, as the parameters say: {MOVED}" in log
 
 
 @pytest.mark.sweep
@@ -176,4 +178,5 @@ def test_across_two_networks(
         assert_same([own_back], said)
         assert said.external == 384
     log = (tmp_path / "far.log").read_text(errors="replace")
-    assert f"another engine at {places[0].address}:{ports[0]}: of 777 tokens 768 from peer" in log
+    place = f"{places[0].address}:{ports[0]}"
+    assert f"another engine at {place}, as the parameters say: {MOVED}" in log

@@ -123,6 +123,17 @@ def test_a_server_that_starts_again_is_another_one(serve, connect, lender):
 
 # -- who is refused -----------------------------------------------------------------------------
 
+ASKED = encode(AskKeys(1, (A,)))
+NO_PROTOCOL = "it does not speak the protocol of peers"
+
+
+def assert_refused(counters, caplog, count, *reasons):
+    """So many were refused and counted, with one line in the log for each reason."""
+    assert counters["peer_refused"] == count
+    assert caplog.messages == [
+        f"a peer is refused: {reason}; no more is said of such" for reason in reasons
+    ]
+
 
 def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     serve, connect, raw, lender, caplog
@@ -142,24 +153,29 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     assert read(connect(server))[2] == RECORD
 
 
-def test_a_proof_of_another_connection_proves_nothing(serve, raw):
-    server = serve()
-    first, second = raw(server), raw(server)
+def test_a_proof_of_another_connection_proves_nothing(serve, raw, caplog):
+    counters = Counters()
+    server = serve(observer=counters)
+    first = raw(server)
     assert isinstance(first.hello(), Welcome)
     heard = first.challenge.nonce
-    assert heard != second.challenge.nonce
     proof = KEY.proof("client", first.challenge.incarnation, heard, b"c" * 32, SPACE)
-    second.stream.send(Hello(VERSION, SPACE, b"c" * 32, proof), soon())
-    assert second.is_ended()
+    for second in (raw(server), raw(server)):
+        assert heard != second.challenge.nonce
+        second.stream.send(Hello(VERSION, SPACE, b"c" * 32, proof), soon())
+        assert second.is_ended()
+    assert_refused(counters, caplog, 2, "the key is another one")
 
 
-def test_nothing_is_answered_before_a_proof(serve, raw, lender):
+def test_nothing_is_answered_before_a_proof(serve, raw, lender, caplog):
     lender.records[A] = RECORD
-    server = serve()
+    counters = Counters()
+    server = serve(observer=counters)
     for question in (AskKeys(1, (A,)), Read(1, A, ((0, 9),), 1000), Welcome(b"w" * 32)):
         connection = raw(server)
         connection.stream.send(question, soon())
         assert connection.is_ended()
+    assert_refused(counters, caplog, 3, NO_PROTOCOL, "it does not say who it is")
 
 
 def test_a_namespace_that_changes_ends_connections(key_file, lender):
@@ -177,7 +193,7 @@ def test_a_namespace_that_changes_ends_connections(key_file, lender):
 @pytest.mark.parametrize(
     "sent",
     [
-        encode(AskKeys(1, (A,))),
+        ASKED,
         b"\xff\xff\xff\x7f" + b"x" * 100,
         b"\0\0\0\0",
         b"\x05\0\0\0nopes",
@@ -188,18 +204,21 @@ def test_a_namespace_that_changes_ends_connections(key_file, lender):
     ],
     ids=["replayed", "oversized", "empty", "garbage", "http", "none", "greeting", "answer"],
 )
-def test_what_is_no_question_ends_the_connection_alone(serve, connect, raw, lender, sent):
+def test_what_is_no_question_ends_the_connection_alone(serve, connect, raw, lender, caplog, sent):
     lender.records[A] = RECORD
-    server = serve()
+    counters = Counters()
+    server = serve(observer=counters)
     client = connect(server)
     read(client)
-    connection = raw(server)
-    connection.hello()
-    assert isinstance(connection.ask(AskKeys(1, (A,))), KeyStates)
-    connection.socket.sendall(sent)
-    assert connection.is_ended()
+    for connection in (raw(server), raw(server)):
+        connection.hello()
+        assert isinstance(connection.ask(AskKeys(1, (A,))), KeyStates)
+        connection.socket.sendall(sent)
+        assert connection.is_ended()
     assert read(client)[2] == RECORD
-    wait_until(lambda: server.num_connections == 1, "its thread ends")
+    wait_until(lambda: server.num_connections == 1, "their threads end")
+    reason = "a question that was asked before" if sent == ASKED else NO_PROTOCOL
+    assert_refused(counters, caplog, 2, reason)
 
 
 BODIES = st.one_of(
@@ -255,13 +274,15 @@ def test_a_truncated_question_ends_with_its_time(serve, raw):
     assert idle.is_ended()
 
 
-def test_more_than_a_read_may_have_is_refused(serve, raw, lender):
+def test_more_than_a_read_may_have_is_refused(serve, raw, lender, caplog):
     lender.records[A] = LARGE
-    connection = raw(serve())
-    connection.hello()
-    answer = connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000))
-    assert answer == Refused("a read of more than 2147483648 bytes")
-    assert connection.is_ended()
+    counters, reason = Counters(), "a read of more than 2147483648 bytes"
+    server = serve(observer=counters)
+    for connection in (raw(server), raw(server)):
+        connection.hello()
+        assert connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000)) == Refused(reason)
+        assert connection.is_ended()
+    assert_refused(counters, caplog, 2, reason)
 
 
 def test_one_connection_too_many_is_closed(serve, connect, lender):

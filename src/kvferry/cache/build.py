@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
+from kvferry.network import is_loopback, join_host
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
-from kvferry.store.url import open_store
+from kvferry.store.url import open_store, parse_store_url
 from kvferry.transfer.server import Listen, PeerServer
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class PrefixCache:
             ConfigError: it cannot be used.
         """
         spec, namespace = self.spec, self._first_namespace
+        if index and self.config.serve is not None:
+            _warn_of_itself(self.config.store, Listen.parse(self.config.serve))
         return open_store(
             self.config.store,
             observer=self.observer,
@@ -207,6 +210,22 @@ class PrefixCache:
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
+
+
+def _warn_of_itself(store: str | Sequence[str], listen: Listen) -> None:
+    """Warn of a peer that is this engine, as far as its own options show that. Raises ConfigError
+    for a URL that is none."""
+    own = {(listen.host, listen.port), listen.address_of(listen.port)}
+    is_everywhere = listen.host in ("0.0.0.0", "::")
+    for url in map(parse_store_url, (store,) if isinstance(store, str) else store):
+        for host, port in url.hosts if url.scheme == "peer" else ():
+            is_here = is_everywhere and port == listen.port and is_loopback(host)
+            if is_here or (host, port) in own:
+                logger.warning(
+                    "%s: %s is this engine, which asks itself for what it lacks; leave it out",
+                    url.where,
+                    join_host(host, port),
+                )
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:

@@ -17,7 +17,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
-from kvferry.store.servers.peer import MAX_WRONG, PeerStore
+from kvferry.store.servers.peer import MAX_WRONG, PeerStore, PeerStores
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one, open_store
@@ -202,6 +202,35 @@ def test_of_several_peers_each_is_asked_for_what_it_has(serving):
         assert read_value(peers, make_key(1)) == make_value(1000, 1)
     peers.probe([make_key(1)])
     wait_until(lambda: peers.contains(make_key(1)), "it is known")
+
+
+def test_of_peers_that_hold_a_value_the_faster_is_read_first(serving):
+    passed, read = [0.0], []
+
+    class Slow(MemoryStore):
+        """By the clock of the readers, a loan takes `seconds`."""
+
+        seconds = 0.0
+
+        def lend(self, key, seconds):
+            if seconds:  # not asked for its state alone
+                passed[0] += self.seconds
+                read.append(self)
+            return super().lend(key, seconds)
+
+    first, second = memories = Slow(), Slow()
+    opened = []
+    for memory in memories:
+        memory.put(make_key(), [b"value"])
+        opened.append(serving.open(serving.start(memory).address[1]))
+    with PeerStores(opened, clock=lambda: time.monotonic() + passed[0]) as peers:
+        peers.probe([make_key()])
+        wait_until(lambda: all(each.contains(make_key()) for each in opened), "both are known")
+        for memory, seconds in ((first, 10.0), (second, 100.0)):
+            memory.seconds = seconds
+            for _ in range(2):
+                assert peers.read(make_key(), ()) == len(b"value")
+    assert read == [first, second, second, first]
 
 
 def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):

@@ -127,7 +127,8 @@ class Accounts:
         else:
             what = "prefilled by another engine"
             if source.host is not None:
-                what += f" at {source.host}:{source.port or '?'}"
+                # A client can write it. What was really read is named by tier.
+                what += f" at {source.host}:{source.port or '?'}, as the parameters say"
         self._log.info(
             "request %s, %s: of %d tokens %s%s",
             printable(request.request_id),
