@@ -225,15 +225,9 @@ def test_what_a_prefiller_said_that_it_holds_and_has_not_is_not_waited_for(peers
         assert_settles(decoder)
 
 
-def warned_of_itself(caplog):
-    return [line for line in caplog.messages if "is this engine" in line]
-
-
-def test_an_engine_that_lists_itself_computes_what_it_lacks(peers, caplog):
+def test_an_engine_that_lists_itself_alone_computes_what_it_lacks(peers):
     (port,) = free_ports(1)
     host = peers(port, [port], tiers=True, load_timeout_seconds=0.2)
-    [line] = warned_of_itself(caplog)
-    assert f"{LOCALHOST}:{port} is this engine" in line
     waiting = {"do_remote_prefill": True, "remote_host": LOCALHOST, "remote_port": port}
     assert decode(host, waiting) == 0  # it waits for itself, for a bounded time
     assert decode(host, waiting, name="of memory") == HIT
@@ -242,21 +236,22 @@ def test_an_engine_that_lists_itself_computes_what_it_lacks(peers, caplog):
 
 
 @pytest.mark.parametrize(
-    ("serve", "is_warned"),
+    ("serve", "is_sure"),
     [
+        ("127.0.0.1:{port}?", True),
         ("0.0.0.0:{port}?", True),
         ("127.0.0.1:0?advertise=127.0.0.1:{port}&", True),
         ("127.0.0.1:0?", False),
         ("127.0.0.2:{port}?", False),  # another engine may listen at the other address
     ],
 )
-def test_an_engine_that_lists_itself_is_warned_where_that_is_sure(
-    peers, tmp_path, caplog, serve, is_warned
-):
-    (port,) = free_ports(1)
-    serve = serve.format(port=port) + f"key_file={tmp_path / 'peers.key'}"
-    peers(None, [port], tiers=True, serve=serve)
-    assert len(warned_of_itself(caplog)) == is_warned
+def test_one_list_of_peers_serves_them_all_as_none_asks_itself(peers, tmp_path, serve, is_sure):
+    own, other = free_ports(2)
+    serve = serve.format(port=own) + f"key_file={tmp_path / 'peers.key'}"
+    host = peers(None, [own, other], tiers=True, serve=serve)
+    urls = [status.stat.url for status in host.parts[0].store.tiers()]
+    assert (f"{LOCALHOST}:{own}" in str(urls)) is not is_sure
+    assert f"{LOCALHOST}:{other}" in str(urls)
 
 
 def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):

@@ -25,7 +25,6 @@ from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
-from kvferry.network import is_loopback, join_host
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
@@ -104,10 +103,9 @@ class PrefixCache:
             ConfigError: it cannot be used.
         """
         spec, namespace = self.spec, self._first_namespace
-        if index and self.config.serve is not None:
-            _warn_of_itself(self.config.store, Listen.parse(self.config.serve))
+        listen = self._listen()
         return open_store(
-            self.config.store,
+            self.config.store if listen is None else _others(self.config.store, listen),
             observer=self.observer,
             multi_process=spec.multi_process or spec.shard.world_size > 1,
             index=index,
@@ -117,6 +115,11 @@ class PrefixCache:
             description=namespace.as_text() if index and spec.saves else None,
             start_seconds=self.config.start_timeout_seconds,
         )
+
+    def _listen(self) -> Listen | None:
+        """Where peers are served. Raises ConfigError."""
+        serve, index = self.config.serve, self.spec.data_parallel_index
+        return None if serve is None else Listen.parse(serve).for_engine(index)
 
     @property
     def block_multiple(self) -> int:
@@ -193,8 +196,8 @@ class PrefixCache:
             recent=recent,
             shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
-        if self.config.serve is not None:
-            listen = Listen.parse(self.config.serve).for_engine(self.spec.data_parallel_index)
+        listen = self._listen()
+        if listen is not None:
             requests = scheduler.requests
             self._server = PeerServer(
                 pool.loans, lambda: requests.namespace, listen, observer=self.observer
@@ -212,20 +215,24 @@ class PrefixCache:
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
 
 
-def _warn_of_itself(store: str | Sequence[str], listen: Listen) -> None:
-    """Warn of a peer that is this engine, as far as its own options show that. Raises ConfigError
-    for a URL that is none."""
-    own = {(listen.host, listen.port), listen.address_of(listen.port)}
-    is_everywhere = listen.host in ("0.0.0.0", "::")
-    for url in map(parse_store_url, (store,) if isinstance(store, str) else store):
-        for host, port in url.hosts if url.scheme == "peer" else ():
-            is_here = is_everywhere and port == listen.port and is_loopback(host)
-            if is_here or (host, port) in own:
-                logger.warning(
-                    "%s: %s is this engine, which asks itself for what it lacks; leave it out",
-                    url.where,
-                    join_host(host, port),
-                )
+def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
+    """These URLs without the peer that is this engine, as one configuration of several engines
+    names them all; with it where nothing else is named. Raises ConfigError for a URL that is
+    none."""
+    urls = [store] if isinstance(store, str) else list(store)
+    kept = []
+    for url in urls:
+        parsed = parse_store_url(url)
+        if parsed.scheme != "peer":
+            kept.append(url)
+            continue
+        scheme, _, place = url.partition("://")
+        hosts, *options = place.split("?", 1)
+        named = zip(hosts.split(","), parsed.hosts, strict=True)
+        others = [text for text, address in named if not itself.is_at(*address)]
+        if others:
+            kept.append("?".join([f"{scheme}://{','.join(others)}", *options]))
+    return kept or urls
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:

@@ -99,6 +99,12 @@ class Listen(PeerFiles):
             raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
         return found[1] or found[2] or found[4], int(found[3] or port)
 
+    def is_at(self, host: str, port: int | None) -> bool:
+        """Whether it is sure that this is the address of this server."""
+        is_everywhere = self.host in ("0.0.0.0", "::")
+        is_here = is_everywhere and port == self.port and is_loopback(host)
+        return is_here or (host, port) in ((self.host, self.port), self.address_of(self.port))
+
     def for_engine(self, index: int) -> Listen:
         """The same for one of several engines with one configuration: `index` is added to both
         ports, but not to port 0. Raises ConfigError."""
