@@ -9,6 +9,7 @@ import threading
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from kvferry.adapters.vllm.connector import connector_options
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult
@@ -556,6 +557,15 @@ def test_several_ranks_and_a_directory(make_host, tmp_path, groups):
     assert answer["tp_size"] == 2
     reader = make_host(store=open_store(tmp_path / "store"), groups=groups)
     assert decode(reader, answer) == 40
+
+
+def test_two_engines_of_one_user_need_no_store_in_their_options(make_host, tmp_path, monkeypatch):
+    """vLLM's connector gives both the same one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    producer = make_host(**connector_options(None), loads=False)
+    consumer = make_host(**connector_options(None), saves=False, load_timeout_seconds=30.0)
+    assert decode(consumer, prefill(producer)) == 40
+    assert consumer.observer["hit_tokens/file"] == 40
 
 
 def test_a_directory_waits_for_another_process(make_host, tmp_path):

@@ -31,10 +31,15 @@ SLACK_SECONDS = 30.0
 """Tells late from for ever."""
 
 BACK_SECONDS = 60.0
-INSTANTS = [
-    pytest.param(6, id="6 of a kind"),
-    pytest.param(100, id="100 of a kind", marks=[pytest.mark.sweep, pytest.mark.timeout(3000)]),
-]
+
+
+def instants(few):
+    """How many failures of each kind there are."""
+    marks = [pytest.mark.sweep, pytest.mark.timeout(3000)]
+    return [
+        pytest.param(few, id=f"{few} of a kind"),
+        pytest.param(100, id="100 of a kind", marks=marks),
+    ]
 
 
 class Engines:
@@ -139,7 +144,7 @@ def mend_prefiller(engines, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", INSTANTS)
+@pytest.mark.parametrize("count", instants(6))
 def test_a_prefiller_that_fails_at_any_instant_costs_its_hits_only(engines, count):
     """Each time two prompts that it has, one that it is to compute meanwhile, and one of a client
     that no proxy sent."""
@@ -172,9 +177,9 @@ def test_a_prefiller_that_fails_at_any_instant_costs_its_hits_only(engines, coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", INSTANTS)
+@pytest.mark.parametrize("count", instants(3))
 def test_a_decoder_that_fails_at_any_instant_costs_the_prefiller_nothing(engines, count):
-    chance, kinds = random.Random(count), ["killed", "stopped"] * (count // 2)
+    chance, kinds = random.Random(count), ["killed", "stopped"] * count
     chance.shuffle(kinds)
     for kind in kinds:
         prompts = engines.new_prompts(3)
