@@ -68,7 +68,7 @@ ONLY_FROM = {
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",
-        "store/records.py",
+        "store/record_client.py",
         # `verify` names what is wrong; the index knows how much each model has stored.
         "store/maintenance.py",
         "store/file/index.py",
