@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
     "audit": "hits that are compared with what the engine computes, beside hits that are not",
-    "away": "an engine whose store on a server is away, beside one without a connector",
+    "away": "an engine whose store is away, beside one without; look-ups beside a tier that hangs",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",

@@ -3,6 +3,9 @@
 The embedded engine computes prompts that no store has, with one thread. The engine without a
 connector is the limit. One store refuses connections, as where a server was killed; one takes them
 and never answers, as a server that is stopped or behind a broken network.
+
+Then look-ups through the scheduler role, in microseconds: in a directory alone, and with a second
+tier that never answers. Each prompt is half stored, half new.
 """
 
 from __future__ import annotations
@@ -13,13 +16,19 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import Options
+from benchmarks.host import CHUNK_TOKENS, HostRequest, engine_spec
+from benchmarks.lookup import GROUP, create_records, rebuild
 from kvferry.bench import Row
+from kvferry.cache.build import PrefixCache
 from kvferry.engine import LLM, SamplingParams
+from kvferry.keys import ChunkKeys
+from kvferry.observe import Observer
 from kvferry.testing.models import make_tiny_model
 
 SHAPE: dict[str, Any] = {
@@ -35,10 +44,17 @@ GENERATE = SamplingParams(max_tokens=16, ignore_eos=True)
 MEMORY_BYTES = 128 << 20
 """Host memory; the rounds before the first that counts fill it."""
 
+STORED_TOKENS, NEW_TOKENS = 8 * CHUNK_TOKENS, 8 * CHUNK_TOKENS
+"""Of a prompt that is looked up."""
+LOOKUP_SECONDS = 30.0
+"""In which the tier is found to be away and tried again several times."""
+ASKS, STEP_SECONDS = 3, 0.001
+"""How often a prompt is looked up, and how long the engine's step takes between."""
+
 
 def run(options: Options) -> Sequence[Row]:
     """Rows: the engine without a connector, then with each store that is away. `ratio` is of the
-    engine without; `worst_round` is the ratio of the round that lost most."""
+    engine without; `worst_round` is the ratio of the round that lost most. Then the look-ups."""
     rounds, warm_rounds = (1, 1) if options.quick else (options.rounds or 30, 6)
     shape = {**SHAPE, "num_hidden_layers": 1} if options.quick else SHAPE
     prompts = random.Random(options.seed)
@@ -67,7 +83,12 @@ def run(options: Options) -> Sequence[Row]:
         for _ in range(warm_rounds + rounds):
             for name, engine in engines.items():
                 rates[name].append(_round(engine, prompts))
-    return rows_of({name: found[warm_rounds:] for name, found in rates.items()})
+    rows = rows_of({name: found[warm_rounds:] for name, found in rates.items()})
+    directory = f"file://{options.directory / 'store'}"
+    seconds = 0.2 if options.quick else LOOKUP_SECONDS
+    with server(listens=True) as hangs:
+        tiers = {"directory": [directory], "directory, never answers": [directory, hangs]}
+        return rows + [_lookups(name, urls, prompts, seconds) for name, urls in tiers.items()]
 
 
 def rows_of(rates: Mapping[str, Sequence[float]]) -> list[Row]:
@@ -91,6 +112,46 @@ def _round(engine: LLM, prompts: random.Random) -> float:
     engine.generate(batch, GENERATE)
     seconds = time.monotonic() - started
     return PROMPTS * (PROMPT_TOKENS + (GENERATE.max_tokens or 0)) / seconds
+
+
+def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float) -> Row:
+    """The slowest look-ups of many prompts, where the first of these tiers is a directory."""
+    options = {"store": urls, "chunk_tokens": CHUNK_TOKENS, "audit": "off"}
+    stored = prompts.choices(range(3, 250), k=STORED_TOKENS)
+    cache = PrefixCache(engine_spec(GROUP), options, Observer())
+    keys = ChunkKeys(cache.schema.namespace, CHUNK_TOKENS)
+    keys.extend(stored)
+    directory = Path(urls[0].removeprefix("file://"))
+    cache.close()
+    create_records(directory, keys.keys, len(keys.keys), seed=0)
+    rebuild(urls[0], directory)
+    cache = PrefixCache(engine_spec(GROUP), options, Observer())
+    if not cache.store.wait_indexed(60.0):
+        raise AssertionError("the directory is not indexed")
+    scheduler = cache.scheduler()
+    times: list[float] = []
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        tokens = [*stored, *prompts.choices(range(3, 250), k=NEW_TOKENS), 3]
+        prompt = HostRequest(f"prompt {len(times)}", tokens, len(tokens))
+        started = time.perf_counter()
+        scheduler.on_new_request(prompt)
+        for _ in range(ASKS):
+            found = scheduler.lookup(prompt, 0).num_tokens
+            times.append(1e6 * (time.perf_counter() - started))
+            if found is not None:  # what is stored would be fetched first
+                raise AssertionError(f"looked up {found} tokens of a prompt that is half stored")
+            time.sleep(STEP_SECONDS)
+            started = time.perf_counter()
+        scheduler.request_finished(prompt, ([],))
+    scheduler.close()
+    cache.close()
+    return {
+        "store": name,
+        "lookups": len(times),
+        "lookup_p999_us": statistics.quantiles(times, n=1000)[-1],
+        "worst_lookup_us": max(times),
+    }
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def hashed_as(case: str) -> Iterator[None]:
         return bytes(DIGEST_BYTES * num_rows * component.leaves_per_row)
 
     with (
-        patch("kvferry.store.records.leaf_digests", no_digests),
+        patch("kvferry.store.record_client.leaf_digests", no_digests),
         patch("kvferry.store.recordio.check_rows", lambda *_: True),
     ):
         yield

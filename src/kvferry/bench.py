@@ -39,6 +39,8 @@ from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.base import PutResult, Store
 from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import RecordRead, put_record, read_record
+from kvferry.store.servers.mooncake import own_address
+from kvferry.store.servers.valkey import Login
 from kvferry.store.url import open_store, parse_store_url
 from kvferry.types import ChunkKey, KVGroup
 
@@ -207,7 +209,11 @@ def plain_client(url: str, directory: Path) -> Plain | None:
         server: Any = _redis().Redis(
             host=host,
             port=port or 6379,
-            credential_provider=_login(parsed),
+            credential_provider=Login(
+                parsed.options.get("username") or parsed.username,
+                parsed.password,
+                parsed.options.get("password_file"),
+            ),
         )
         return Plain(
             put=server.set,
@@ -241,14 +247,6 @@ def _redis() -> ModuleType:
         ) from error
 
 
-def _login(url: StoreUrl) -> object:
-    options = url.options
-    login: Any = importlib.import_module("kvferry.store.servers.valkey").Login
-    return login(
-        options.get("username") or url.username, url.password, options.get("password_file")
-    )
-
-
 def _mooncake(url: StoreUrl) -> Plain:
     """Mooncake's own client in this process. It copies a value into memory that it has registered,
     and out of its own."""
@@ -256,7 +254,7 @@ def _mooncake(url: StoreUrl) -> Plain:
     client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     options = dict(url.options)
     code = client.setup(
-        importlib.import_module("kvferry.store.servers.mooncake").own_address(host),
+        own_address(host),
         options.get("metadata", "P2PHANDSHAKE"),
         0,
         MOONCAKE_BYTES,

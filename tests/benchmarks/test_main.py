@@ -19,8 +19,11 @@ ROWS = {
         {"audit", "later_ms", "first_ms", "rate_of_1_percent"},
     ),
     "away": (
-        ["no connector", "refuses", "never answers"],
-        {"store", "tokens_per_s", "ratio", "worst_round"},
+        ["no connector", "refuses", "never answers", "directory", "directory, never answers"],
+        {
+            "store", "tokens_per_s", "ratio", "worst_round", "lookups", "lookup_p999_us",
+            "worst_lookup_us",
+        },
     ),
     "datapath": (
         ["save_disk", "load_warm", "load_cold"],

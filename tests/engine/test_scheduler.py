@@ -270,7 +270,7 @@ def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_go
     sim.step()
     assert len(sim.pool._block_of) == 4
     step = sim.scheduler.schedule()
-    bad = sim.pool.find_prefix(first.block_keys.keys)[1]
+    bad = sim.pool.find_prefix(first.blocks.keys.keys)[1]
     sim.scheduler.update(step, WorkerOutput(invalid_block_ids=frozenset({bad, 10**6})), sim.sample)
     assert len(sim.pool._block_of) == 1
 
@@ -280,7 +280,7 @@ def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
     sim.add(prompt(9), max_tokens=9)
     longer = sim.add(prompt(20), max_tokens=9)
     sim.step()
-    keys = longer.block_keys.keys
+    keys = longer.blocks.keys.keys
     found = sim.pool.find_prefix(keys)
     assert found[:2] != longer.block_ids[:2], "both computed the start; the first one is known"
     assert found[2:] == longer.block_ids[2:5]

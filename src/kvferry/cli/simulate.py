@@ -22,7 +22,7 @@ from kvferry.config import printable
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvferry.simulate.report import Curve, Fact, Facts, Rates, Simulator
+    from kvferry.simulate.simulator import Curve, Fact, Facts, Rates, Simulator
 
 
 def simulate(
@@ -57,7 +57,7 @@ def simulate(
     Example: kvferry simulate trace.jsonl --tiers 10000,100000 --csv curve.csv
     """
     from kvferry.simulate.policies import check_policy
-    from kvferry.simulate.report import Simulator
+    from kvferry.simulate.simulator import Simulator
     from kvferry.simulate.trace import read_trace
 
     policies = list(dict.fromkeys(_split("--policy", policy)))
@@ -81,7 +81,7 @@ def simulate(
 
 
 def _write(curve: Curve, csv: Path | None, png: Path | None, title: str, sizes: list[int]) -> None:
-    from kvferry.simulate.report import write_csv, write_png
+    from kvferry.simulate.simulator import write_csv, write_png
 
     if csv is not None:
         write_csv(csv, curve)
@@ -164,7 +164,7 @@ def _blocks(option: str, text: str, simulator: Simulator, rates: Rates) -> list[
 def _rates(
     bytes_per_token: str | None, prefill: float | None, tiers: str | None, num_tiers: int
 ) -> Rates:
-    from kvferry.simulate.report import Rates
+    from kvferry.simulate.simulator import Rates
 
     token_bytes = None
     if bytes_per_token is not None:

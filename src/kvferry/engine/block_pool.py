@@ -164,8 +164,8 @@ class KVCache:
         if new is None:
             self.pool.free(hit)
             return False
-        request.block_ids = hit + new
-        request.num_cached_blocks = len(hit)
+        request.blocks.ids = hit + new
+        request.blocks.num_cached = len(hit)
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -176,17 +176,17 @@ class KVCache:
         new = self.pool.allocate(missing)
         if new is None:
             return False
-        request.block_ids += new
+        request.blocks.ids += new
         return True
 
     def commit(self, request: Request) -> None:
         """Offer the blocks that computed tokens fill to the prefix cache."""
         full = request.num_computed_tokens // self.block_size
         keys = self._keys(request)[:full]
-        for index in range(request.num_cached_blocks, len(keys)):
+        for index in range(request.blocks.num_cached, len(keys)):
             parent = keys[index - 1] if index else None
             self.pool.cache(request.block_ids[index], keys[index], parent)
-        request.num_cached_blocks = full
+        request.blocks.num_cached = full
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
         """If a computed token of `request` is in an invalid block, reset its computed tokens to the
@@ -199,7 +199,7 @@ class KVCache:
         for index, block_id in enumerate(request.block_ids[:num_computed]):
             if block_id in invalid_block_ids:
                 request.num_computed_tokens = index * self.block_size
-                request.num_cached_blocks = min(request.num_cached_blocks, index)
+                request.blocks.num_cached = min(request.blocks.num_cached, index)
                 self.pool.uncache(request.block_ids[index:])
                 return True
         return False
@@ -209,9 +209,9 @@ class KVCache:
         tokens."""
         block_ids = request.block_ids
         # A new list: views of the last step must not see what happens to the old one.
-        request.block_ids = []
+        request.blocks.ids = []
         request.num_computed_tokens = 0
-        request.num_cached_blocks = 0
+        request.blocks.num_cached = 0
         return block_ids
 
     def release(self, request: Request) -> None:
@@ -222,7 +222,8 @@ class KVCache:
         """Of all full blocks; none without prefix caching."""
         if not self._prefix_caching:
             return []
-        if request.block_keys is None:
-            request.block_keys = ChunkKeys(_NAMESPACE, self.block_size)
-        request.block_keys.extend(request.all_token_ids)
-        return request.block_keys.keys
+        blocks = request.blocks
+        if blocks.keys is None:
+            blocks.keys = ChunkKeys(_NAMESPACE, self.block_size)
+        blocks.keys.extend(request.all_token_ids)
+        return blocks.keys.keys

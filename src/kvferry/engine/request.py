@@ -41,6 +41,23 @@ class Outcome(NamedTuple):
     """What the connector has for the client."""
 
 
+@dataclass(slots=True)
+class RequestBlocks:
+    """The KV blocks of one request; `KVCache` alone changes them.
+
+    Intervals of `ids`:
+        [0, num_cached)     offered to the local prefix cache
+        [num_cached, len)   ours alone
+
+    Attributes:
+        keys: of the leading full blocks, as many as the prefix cache has needed.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    keys: ChunkKeys | None = None
+
+
 @dataclass(eq=False)
 class Request:
     """Tokens and blocks of one request. Satisfies `kvferry.types.RequestView`.
@@ -48,14 +65,10 @@ class Request:
     Intervals of `all_token_ids`, which holds prompt and generated tokens and only grows:
         [0, num_computed_tokens)            KV is in the blocks, or is being loaded into them
         [num_computed_tokens, num_tokens)   to be computed; one token when decoding
-    and of `block_ids`:
-        [0, num_cached_blocks)              offered to the local prefix cache
-        [num_cached_blocks, len)            ours alone
 
     Attributes:
         stop_token_ids: tokens that end it.
         max_total_tokens: it ends when it has this many tokens.
-        block_keys: of its leading full blocks, as many as the prefix cache has needed.
         num_failed_loads: loads that did not bring all that was promised.
         hit: of the first admission whose load brought anything; None before.
         outcome: None until it is finished.
@@ -71,15 +84,17 @@ class Request:
     handover: Handover | None = None
     options: RequestOptions = DEFAULT_OPTIONS
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0
-    block_keys: ChunkKeys | None = None
+    blocks: RequestBlocks = field(default_factory=RequestBlocks)
     num_failed_loads: int = 0
     hit: Hit | None = None
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
+
+    @property
+    def block_ids(self) -> list[int]:
+        return self.blocks.ids
 
     @property
     def num_tokens(self) -> int:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from kvferry.adapters.transformers import StoredKV, StoredKVConfig
+from kvferry.adapters.transformers.cache_copies import record_layout
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import record_layout
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
-from kvferry.store.records import RecordClient
+from kvferry.store.record_client import RecordClient
 from kvferry.store.url import open_store
 from tests.transformers_cache import with_cache
 

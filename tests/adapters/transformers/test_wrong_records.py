@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.adapters.transformers.cache_copies import gather
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import gather
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
 from kvferry.store.url import open_store

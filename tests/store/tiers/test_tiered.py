@@ -959,3 +959,18 @@ def test_a_tier_that_got_no_thread_at_its_start_gets_one_later(make_tiers, monke
         return state(store) == "up"
 
     wait_until(is_up, "it was tried")
+
+
+def test_tiers_share_the_time_to_wait_for_their_indexes(make_tiers):
+    clock = FakeClock()
+    timeouts = []
+
+    class Indexing(MemoryStore):
+        def wait_indexed(self, timeout):
+            timeouts.append(timeout)
+            clock.advance(3.0)
+            return True
+
+    store = make_tiers(Indexing(), Indexing(), Indexing(), clock=clock)
+    assert store.wait_indexed(5.0)
+    assert timeouts == [5.0, 2.0, 0.0]

@@ -22,7 +22,7 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.base import ASK_SECONDS, PutResult, Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear
-from kvferry.store.records import Batch, RecordClient
+from kvferry.store.record_client import Batch, RecordClient
 from kvferry.types import ChunkKey
 
 STORE_SECONDS = 30.0

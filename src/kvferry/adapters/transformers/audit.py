@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from kvferry.adapters.transformers.cache_copies import cache_of, gather
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import cache_of, gather
 from kvferry.blocks.audit import Difference, compare
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import OTHER_KV

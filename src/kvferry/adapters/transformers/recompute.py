@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvferry.adapters.transformers.arguments import Prompt
+from kvferry.adapters.transformers.cache_copies import cache_of, gather
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.records import cache_of, gather
 from kvferry.blocks.audit import compare
 from kvferry.blocks.rows import RankRows
 from kvferry.errors import ConfigError

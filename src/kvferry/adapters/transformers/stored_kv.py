@@ -20,16 +20,16 @@ from kvferry.adapters.transformers.arguments import (
     shape_of,
 )
 from kvferry.adapters.transformers.audit import Auditor, StoredPrefix
-from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.provenance import Provenance
-from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
-from kvferry.adapters.transformers.records import (
+from kvferry.adapters.transformers.cache_copies import (
     StoredRow,
     fill,
     first_kept,
     gather,
     record_layout,
 )
+from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.provenance import Provenance
+from kvferry.adapters.transformers.recompute import CachedChunk, Image, Recomputer
 from kvferry.config import build_config
 from kvferry.contract.handover import STAMP, read_options
 from kvferry.contract.messages import LookupMiss
@@ -38,8 +38,8 @@ from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
 from kvferry.store.base import Store
+from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import value_check
-from kvferry.store.records import RecordClient
 from kvferry.store.url import open_store
 from kvferry.types import ChunkKey
 

@@ -20,7 +20,7 @@ from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import ASK_SECONDS, PutResult, Store
-from kvferry.store.records import Batch, RecordClient
+from kvferry.store.record_client import Batch, RecordClient
 from kvferry.types import ChunkKey
 
 STORE_SECONDS = 30.0

@@ -263,10 +263,8 @@ class TieredStore(Store):
         return sum(store.pin_for(keys, seconds) for store in opened) > 0
 
     def wait_indexed(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
-        answers = [
-            store.wait_indexed(max(0.0, deadline - time.monotonic())) for store in self._up()
-        ]
+        deadline = self._clock() + timeout
+        answers = [store.wait_indexed(max(0.0, deadline - self._clock())) for store in self._up()]
         return bool(answers) and all(answers)
 
     def scan(self) -> Iterator[Entry]:

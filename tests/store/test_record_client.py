@@ -11,7 +11,7 @@ from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.records import Batch, RecordClient
+from kvferry.store.record_client import Batch, RecordClient
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
 from tests.record.samples import schema_of
 

@@ -1,4 +1,4 @@
-"""Records on their way between the layers of a Transformers cache and a store.
+"""Copies between the layers of a Transformers cache and images of records.
 
 A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included; a record
 component holds `[layers, heads, tokens, K|V]` of visible tokens. In a cache, latents are the keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.simulate.report import (
+from kvferry.simulate.simulator import (
     OPTIMUM,
     Rates,
     Simulator,
