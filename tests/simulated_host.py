@@ -17,6 +17,7 @@ from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, ExtraKeys, Handover, RequestOptions
 from tests.host_tables import (
     HostBlockPool,
@@ -109,15 +110,18 @@ class SimulatedHost:
         self, request: HostRequest, *, num_local_tokens: int = 0, timeout: float = 20.0
     ) -> int:
         """Look up until there is an answer, allocate, notify the connector. Returns the hit."""
-        deadline = time.monotonic() + timeout
-        while (answer := self.scheduler.lookup(request, num_local_tokens)).num_tokens is None:
-            self.step([])
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{request.request_id} had no answer to its look-up for {timeout} s"
-                )
-            time.sleep(0.0005)
-        hit = answer.num_tokens
+        hit: int | None = None
+
+        def is_answered() -> bool:
+            nonlocal hit
+            hit = self.scheduler.lookup(request, num_local_tokens).num_tokens
+            if hit is None:
+                self.step([])
+            return hit is not None
+
+        what = f"the answer to the look-up of {request.request_id}"
+        wait_until(is_answered, what, timeout, interval=0.0005)
+        assert hit is not None
         tokens = len(request.all_token_ids)
         # Contract A4: a real host crashes on an illegal hit.
         if hit and (hit < 0 or num_local_tokens + hit >= tokens or hit % self.block_size):
