@@ -128,7 +128,7 @@ class SimulatedHost:
             raise AssertionError(f"illegal hit {hit} beyond {num_local_tokens} of {tokens} tokens")
         request.num_computed_tokens = num_local_tokens + hit
         request.num_external_tokens = hit
-        self._grow(request, tokens + 64)
+        self.grow(request, tokens + 64)
         self._running[request.request_id] = request
         for rank in self.ranks:
             rank.compute(request, prefix_seeds(request), 0, num_local_tokens)
@@ -157,7 +157,7 @@ class SimulatedHost:
 
     def preempt(self, request: HostRequest) -> None:
         """Take the blocks away at once, as a host does; the next step notifies the connector."""
-        self._release(request)
+        self.release(request)
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
 
@@ -167,7 +167,7 @@ class SimulatedHost:
         if result.delay_free:
             raise AssertionError("this host does not delay frees")
         self._finished.add(request.request_id)
-        self._release(request)
+        self.release(request)
         return result.params
 
     def settle(self, timeout: float = 10.0) -> None:
@@ -197,7 +197,7 @@ class SimulatedHost:
         self.num_steps += 1
         for request in scheduled:
             request.num_scheduled_tokens = tokens
-            self._grow(request, request.num_computed_tokens + tokens)
+            self.grow(request, request.num_computed_tokens + tokens)
             if self._pool.num_missing(request):
                 raise AssertionError(f"{request.request_id} attends to tokens without a block")
         finished, self._finished = self._finished, set()
@@ -228,12 +228,14 @@ class SimulatedHost:
                     first_bad = index * table.block_size
                     request.num_computed_tokens = min(request.num_computed_tokens, first_bad)
 
-    def _grow(self, request: HostRequest, num_tokens: int) -> None:
+    def grow(self, request: HostRequest, num_tokens: int) -> None:
+        """Give a request blocks for its first tokens; those that leave a window go."""
         freed = self._pool.grow(request, num_tokens)
         for rank in self.ranks:
             rank.poison(freed)
 
-    def _release(self, request: HostRequest) -> None:
+    def release(self, request: HostRequest) -> None:
+        """Take all blocks of a request; the connector hears nothing of it."""
         self._running.pop(request.request_id, None)
         freed = self._pool.release(request)
         for rank in self.ranks:
