@@ -174,7 +174,7 @@ class HostRank:
                 self.caches[layer.name] = page.view(num_blocks, heads, size, content)
         return memory
 
-    def _values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
+    def values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
         """`[tokens, heads of this rank, content]`: KV of the tokens that end these prefixes."""
         heads = torch.arange(*self._spec.shard.groups[layer.group].heads).view(1, -1, 1)
         content = torch.arange(self._spec.groups[layer.group].content_size)
@@ -210,7 +210,7 @@ class HostRank:
             places = torch.tensor(held, dtype=torch.int64) % size
             wanted = torch.tensor([seeds[token] for token in held], dtype=torch.int64)
             for layer in layers:
-                yield layer.name, blocks, places, self._values(layer, wanted)
+                yield layer.name, blocks, places, self.values(layer, wanted)
 
     def poison(self, blocks: Collection[int]) -> None:
         """Fill blocks with garbage, to detect a connector that still reads or writes them."""

@@ -17,6 +17,7 @@ from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, ExtraKeys, Handover, RequestOptions
 from tests.host_tables import (
     HostBlockPool,
@@ -109,22 +110,25 @@ class SimulatedHost:
         self, request: HostRequest, *, num_local_tokens: int = 0, timeout: float = 20.0
     ) -> int:
         """Look up until there is an answer, allocate, notify the connector. Returns the hit."""
-        deadline = time.monotonic() + timeout
-        while (answer := self.scheduler.lookup(request, num_local_tokens)).num_tokens is None:
-            self.step([])
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{request.request_id} had no answer to its look-up for {timeout} s"
-                )
-            time.sleep(0.0005)
-        hit = answer.num_tokens
+        hit: int | None = None
+
+        def is_answered() -> bool:
+            nonlocal hit
+            hit = self.scheduler.lookup(request, num_local_tokens).num_tokens
+            if hit is None:
+                self.step([])
+            return hit is not None
+
+        what = f"the answer to the look-up of {request.request_id}"
+        wait_until(is_answered, what, timeout, interval=0.0005)
+        assert hit is not None
         tokens = len(request.all_token_ids)
         # Contract A4: a real host crashes on an illegal hit.
         if hit and (hit < 0 or num_local_tokens + hit >= tokens or hit % self.block_size):
             raise AssertionError(f"illegal hit {hit} beyond {num_local_tokens} of {tokens} tokens")
         request.num_computed_tokens = num_local_tokens + hit
         request.num_external_tokens = hit
-        self._grow(request, tokens + 64)
+        self.grow(request, tokens + 64)
         self._running[request.request_id] = request
         for rank in self.ranks:
             rank.compute(request, prefix_seeds(request), 0, num_local_tokens)
@@ -153,7 +157,7 @@ class SimulatedHost:
 
     def preempt(self, request: HostRequest) -> None:
         """Take the blocks away at once, as a host does; the next step notifies the connector."""
-        self._release(request)
+        self.release(request)
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
 
@@ -163,7 +167,7 @@ class SimulatedHost:
         if result.delay_free:
             raise AssertionError("this host does not delay frees")
         self._finished.add(request.request_id)
-        self._release(request)
+        self.release(request)
         return result.params
 
     def settle(self, timeout: float = 10.0) -> None:
@@ -193,7 +197,7 @@ class SimulatedHost:
         self.num_steps += 1
         for request in scheduled:
             request.num_scheduled_tokens = tokens
-            self._grow(request, request.num_computed_tokens + tokens)
+            self.grow(request, request.num_computed_tokens + tokens)
             if self._pool.num_missing(request):
                 raise AssertionError(f"{request.request_id} attends to tokens without a block")
         finished, self._finished = self._finished, set()
@@ -224,12 +228,14 @@ class SimulatedHost:
                     first_bad = index * table.block_size
                     request.num_computed_tokens = min(request.num_computed_tokens, first_bad)
 
-    def _grow(self, request: HostRequest, num_tokens: int) -> None:
+    def grow(self, request: HostRequest, num_tokens: int) -> None:
+        """Give a request blocks for its first tokens; those that leave a window go."""
         freed = self._pool.grow(request, num_tokens)
         for rank in self.ranks:
             rank.poison(freed)
 
-    def _release(self, request: HostRequest) -> None:
+    def release(self, request: HostRequest) -> None:
+        """Take all blocks of a request; the connector hears nothing of it."""
         self._running.pop(request.request_id, None)
         freed = self._pool.release(request)
         for rank in self.ranks:

@@ -68,7 +68,7 @@ TIMES: Mapping[str, str] = {
 """Durations that exporters show under names of their own."""
 
 GAUGES: Mapping[str, Family] = {
-    "pool_slots": Family("Slots of the host pool: total, held, in_use.", ("state",)),
+    "pool_slots": Family("Slots of the host pool: total, held, in_use, lent.", ("state",)),
     "store_records": Family("Records of a tier.", ("tier",)),
     "store_used_bytes": Family("Bytes counted against the quota of a tier.", ("tier",)),
     "store_max_bytes": Family("Quota of a tier.", ("tier",)),

@@ -6,9 +6,14 @@ from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.types import ChunkKey
 
 
+def slots_of(pool: HostPool) -> dict[int, Slot]:
+    """By place, also those that were given up."""
+    return pool._slots
+
+
 def slot_at(pool: HostPool, index: int) -> Slot | None:
     """The slot at a place, also one that was given up."""
-    return pool._slots.get(index)
+    return slots_of(pool).get(index)
 
 
 def held_keys(pool: HostPool) -> set[ChunkKey]:
@@ -18,15 +23,17 @@ def held_keys(pool: HostPool) -> set[ChunkKey]:
 
 def check_pool(pool: HostPool) -> None:
     """Check that no slot is lost, in two places, or in a wrong state."""
-    assigned, by_key, idle = pool._slots, pool._by_key, pool._idle
+    assigned, idle = slots_of(pool), pool._idle
+    by_key = {key: pool.find(key) for key in held_keys(pool)}
     slots = list(assigned.values())
     places = [*pool._free, *assigned]
     assert sorted(places) == list(range(len(places))), "slots in two places"
     assert len(places) <= pool.num_slots
-    offered = {key: place for key, place in pool.loans._slots.items() if place is not None}
+    known = pool.loans._slots
+    offered = {key: place for key, place in known.items() if place is not None}
     assert offered == {key: by_key[key].index for key in offered}
-    pending = [by_key[key] for key in pool.loans._slots.keys() - offered.keys()]
-    assert all(slot.is_writing or slot.filling == pool._all_groups for slot in pending)
+    pending = [by_key[key] for key in known.keys() - offered.keys()]
+    assert all(slot.is_writing or slot.filling for slot in pending)
     for index, slot in assigned.items():
         assert slot.pins >= 0
         assert slot.index == index

@@ -100,11 +100,6 @@ def test_a_part_that_was_put_off_is_saved_again_though_a_plan_came_between(
     assert [save.chunk.key for save in again] == [first.chunk.key]
 
 
-def all_written_or_waiting(host) -> bool:
-    """Whether every record has a job that writes it."""
-    return all(each.job for each in host.scheduler.saves.shared_writes._records.values())
-
-
 def test_what_was_written_before_a_reset_keeps_its_namespace(make_host, tmp_path):
     gate = Gate()
     store = StallingStore(FileStore(tmp_path / "store"), gate=gate, operations={"put"})
@@ -115,8 +110,9 @@ def test_what_was_written_before_a_reset_keeps_its_namespace(make_host, tmp_path
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.prefill(request)
-    # Those that no thread has begun are sealed by now, and wait.
-    wait_for(lambda: host.step([]) and all_written_or_waiting(host))
+    slots = [host.pool.find(key) for key in keys_of(host)]
+    # All ranks have hashed them, so each has a thread that writes it, or waits for one.
+    wait_for(lambda: host.step([]) and not any(slot.num_sealing for slot in slots))
     assert gate.wait_for_arrival()
     assert host.scheduler.reset()
     gate.release()

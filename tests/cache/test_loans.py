@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.blocks.rows import RankRows
+from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.loans import Loans, SlotLoan
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.cache.memory import SlotMemory, open_slots
+from kvferry.cache.memory import SlotMemory, open_slots, slot_size
 from kvferry.errors import ConfigError, TransferError
 from kvferry.record.schema import ALIGN
 from kvferry.store.file.directory import record_path
@@ -94,7 +96,7 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     host.end()
     host.settle(saved=3)
     ranks = RankSlots(host.cache.spec.groups, host.cache.schema, host.cache.num_slots, 1)
-    ranks.learn(host.worker._region)
+    ranks.learn(host.region)
     for chunk in chunks(SAVE_SLOTS):
         record = bytearray(host.cache.schema.record_bytes)
         store.read(chunk.key, [(0, memoryview(record))])
@@ -103,15 +105,36 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     host.worker.close()
 
 
-def read_elsewhere(region, num_bytes: int, start: int, stop: int) -> bytes:
-    given = (region.name, region.process, region.fd, num_bytes, start, stop)
+@pytest.fixture
+def opened(monkeypatch):
+    """Arguments of `open_slots`, for the memory of each rank that the scheduler role opens."""
+    calls = []
+
+    def note(*given):
+        calls.append(given)
+        return open_slots(*given)
+
+    monkeypatch.setattr(rank_slots, "open_slots", note)
+    return calls
+
+
+def slots_of(part) -> tuple[RankRows, int]:
+    """Which bytes of a record a slot of a rank holds, and the size of one."""
+    rows = RankRows(part.spec.groups, part.spec.shard, part.schema)
+    return rows, slot_size(rows.slot_bytes)
+
+
+def read_elsewhere(memory, start: int, stop: int) -> bytes:
+    given = map(str, (*memory, start, stop))
     return subprocess.run(
-        [sys.executable, "-c", READER, *map(str, given)], check=True, capture_output=True
+        [sys.executable, "-c", READER, *given], check=True, capture_output=True
     ).stdout
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_another_process_reads_the_record_in_the_ranks_memory(make_host, tmp_path, world_size):
+def test_another_process_reads_the_record_in_the_ranks_memory(
+    make_host, tmp_path, opened, world_size
+):
     root = tmp_path / "store"
     host = make_host(store=f"file://{root}", groups=FULL, world_size=world_size, multi_process=True)
     host.run("writer", PROMPT)
@@ -119,15 +142,10 @@ def test_another_process_reads_the_record_in_the_ranks_memory(make_host, tmp_pat
     record = stored(root, host, key)
     slot = host.pool.find(key).index
     content = bytearray(len(record))
-    for rank in host.ranks:
-        worker = rank.worker
-        memory, rows = worker._memory, worker._rows
-        image = read_elsewhere(
-            worker._region,
-            len(memory.view),
-            slot * memory.slot_bytes,
-            slot * memory.slot_bytes + rows.slot_bytes,
-        )
+    for part, memory in zip(host.parts, opened, strict=True):
+        rows, slot_bytes = slots_of(part)
+        first = slot * slot_bytes
+        image = read_elsewhere(memory, first, first + rows.slot_bytes)
         content[: rows.schema.head_bytes] = image[: rows.schema.head_bytes]
         for ranges, start, stop in rows.spans():
             at = rows.schema.offset_of(ranges)
@@ -165,6 +183,7 @@ def test_a_lent_slot_keeps_its_chunk_until_it_is_given_back_or_its_time_is_over(
     first, second = keys_of(host)[:2]
     loans = [host.pool.loans.lend(key, 10.0) for key in (first, second)]
     before = [b"".join(loan.buffers) for loan in loans]
+    assert host.observer.gauges()["pool_slots/lent"] == 2
     others = range(100, 141)
     host.run("other", others)
     assert_settles(host)
@@ -175,6 +194,7 @@ def test_a_lent_slot_keeps_its_chunk_until_it_is_given_back_or_its_time_is_over(
     assert_settles(host)
     assert [b"".join(loan.buffers) for loan in loans] == before
     host.pool.loans.release(loans[0])
+    assert host.observer.gauges()["pool_slots/lent"] == 1
     clock.advance(11.0)
     host.pool.clear()
     for number in range(2):
@@ -197,13 +217,14 @@ def test_groups_of_two_records_are_not_lent(make_host, tmp_path):
     assert reader.pool.loans.lend(key) is None
 
 
-def test_what_two_ranks_read_of_two_versions_is_not_lent(make_host, tmp_path):
+def test_what_two_ranks_read_of_two_versions_is_not_lent(make_host, tmp_path, opened):
     host = make_host(store=f"file://{tmp_path}/store", groups=FULL, world_size=2)
     host.run("writer", PROMPT)
     key = keys_of(host)[0]
     assert lent(host, key)
     slot = host.pool.find(key).index
-    host.ranks[1].worker._memory.slot(slot)[0] ^= 1
+    _rows, slot_bytes = slots_of(host.parts[1])
+    open_slots(*opened[1])[slot * slot_bytes] ^= 1
     assert host.pool.loans.lend(key) is None
     assert not host.pool.loans.is_lent(slot)
 
@@ -283,11 +304,15 @@ def test_too_little_memory_is_one_line_at_the_start(tmp_path):
     assert ended.returncode == 1
 
 
-def test_ranks_out_of_reach_store_nothing_and_say_so_once(make_host, tmp_path, caplog):
+def test_ranks_out_of_reach_store_nothing_and_say_so_once(make_host, tmp_path, caplog, monkeypatch):
+    names = []
+
+    def open_first(name, *where):
+        names.append(name)
+        return open_slots(name if name == names[0] else "kvferry-elsewhere", *where)
+
+    monkeypatch.setattr(rank_slots, "open_slots", open_first)
     host = make_host(store=f"file://{tmp_path}/store", groups=FULL, world_size=2)
-    worker = host.ranks[1].worker
-    region = worker._region
-    worker._region = type(region)("kvferry-elsewhere", 1, 0, region.shard)
     host.run("writer", PROMPT)
     assert_settles(host)
     wait_for(lambda: (host.step([]), host.observer["save_failed"] == 5)[1])

@@ -288,7 +288,7 @@ def test_a_host_may_take_less_than_it_was_promised(host):
     assert host.scheduler.lookup(request, 0).num_tokens == 40
     before = host.observer["loaded_tokens"]
     request.num_computed_tokens = request.num_external_tokens = 12
-    host._grow(request, 64)
+    host.grow(request, 64)
     host.scheduler.update_after_alloc(request, request.block_ids, 12)
     host.prefill(request)
     assert host.observer["loaded_tokens"] - before == 12

@@ -147,9 +147,9 @@ def waiting() -> Iterator[tuple[SimulatedHost, Any]]:
         request = host.add("reader", prompt)
         while host.scheduler.lookup(request, 0).num_tokens is None:
             host.step([])
-        host._grow(request, 0)
+        host.grow(request, 0)
         request.num_computed_tokens = 80
-        host._grow(request, 81)
+        host.grow(request, 81)
         yield host, request
 
 

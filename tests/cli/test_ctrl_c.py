@@ -9,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvferry.testing.models import make_tiny_model
+from kvferry.testing.stores.hooks import wait_until
 from tests.cli.test_every_command import OF_FILES, servers, url_of
 from tests.tokenizers import save_tiny_tokenizer
 
@@ -85,11 +85,11 @@ class Running:
         return [each for each in found if each]  # of a zombie, nothing is left
 
     def await_moment(self, is_there: Callable[[Running], object]) -> None:
-        until = time.monotonic() + SECONDS
-        while not is_there(self):
+        def has_come() -> bool:
             assert self.process.poll() is None, (self.place / "err").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.01)
+            return bool(is_there(self))
+
+        wait_until(has_come, "the moment of the interrupt", SECONDS, interval=0.01)
 
     def interrupt(self) -> tuple[int, list[str]]:
         """The exit code, and the lines on stderr that are no progress, nor say that a machine that
@@ -102,14 +102,13 @@ class Running:
 
     def left(self) -> list[str]:
         """What it has left behind."""
-        until = time.monotonic() + SECONDS
-        while self.others() and time.monotonic() < until:
-            time.sleep(0.01)
+        what = f"the end of {self.others()}"
+        wait_until(lambda: not self.others(), what, SECONDS, interval=0.01)
         shared = sorted(set(os.listdir("/dev/shm")) - self._shared)
         files = {*os.listdir(self.temporary)} - {
             f"torchinductor_{getpass.getuser()}"
         }  # torch's own
-        return [*self.others(), *files, *(each for each in shared if "kvferry" in each)]
+        return [*files, *(each for each in shared if "kvferry" in each)]
 
 
 def maps(what: str) -> Callable[[Running], bool]:

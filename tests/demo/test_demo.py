@@ -6,8 +6,8 @@ import json
 import multiprocessing
 import re
 import signal
-import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -275,7 +275,7 @@ def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            DemoProcess("it", time.sleep, 600)
+            DemoProcess("it", Connection.recv)
     finally:
         signal.signal(signal.SIGINT, before)
     assert multiprocessing.active_children() == []

@@ -19,7 +19,7 @@ import pytest
 from kvferry.engine import LLM, SamplingParams
 from tests.engine.engine_process import ASKED, EngineProcess
 from tests.engine.test_llm import prompt
-from tests.servers.process import LOCALHOST, free_ports
+from tests.servers.process import LOCALHOST, free_ports, let_run
 from tests.servers.proxy import running_proxy
 
 NUM_TOKENS, CHUNK_TOKENS, HIT = 230, 32, 224
@@ -157,7 +157,7 @@ def test_a_prefiller_that_fails_at_any_instant_costs_its_hits_only(engines, coun
         prefilled = engines.prefiller.ask(prompts[:2], ASKED)
         engines.begin(prompts, [*(each.params for each in prefilled), WAITING, None])
         engines.prefiller.send("ask", prompts[2:3], ASKED, 1)
-        time.sleep(chance.uniform(0.0, 0.12))
+        let_run(chance.uniform(0.0, 0.12))
         break_prefiller(engines, kind)
         started = time.monotonic()
         hits += engines.end(prompts)
@@ -186,7 +186,7 @@ def test_a_decoder_that_fails_at_any_instant_costs_the_prefiller_nothing(engines
         prefilled = engines.prefiller.ask(prompts[:2], ASKED)
         engines.begin(prompts[:2], [each.params for each in prefilled])
         engines.prefiller.send("ask", prompts[2:], ASKED, 1)
-        time.sleep(chance.uniform(0.0, 0.06))
+        let_run(chance.uniform(0.0, 0.06))
         engines.decoder.signal(signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
         engines.check(prompts[2:], engines.prefiller.receive())
         engines.check(prompts[:1], engines.prefiller.ask(prompts[:1]))

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from kvferry.testing.stores.hooks import wait_until
+
 DRIVER = Path(__file__).with_name("driver.py")
 START_SECONDS = 240.0
 GENERATE_SECONDS = 120.0
@@ -315,11 +317,11 @@ class Engine:
         stored after the last step is known once its store has listed the directory again.
         """
         keys = [path.stem for path in files]
-        until = time.monotonic() + seconds
-        while unknown := self.process.call("unknown", 30, keys=keys)["count"]:
-            if time.monotonic() > until:
-                raise AssertionError(f"{unknown} of {len(keys)} unknown after {seconds:.0f} s")
-            time.sleep(0.02)
+
+        def are_known() -> bool:
+            return self.process.call("unknown", 30, keys=keys)["count"] == 0
+
+        wait_until(are_known, f"all {len(keys)} records are known", seconds, interval=0.02)
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.process.call("metrics", 30)["metrics"]
@@ -385,12 +387,8 @@ def memory_of(store: Path, chunks: int) -> int:
 
 def wait_for_records(store: Path, count: int, seconds: float = 60.0) -> set[Path]:
     """Wait until `count` chunks are stored; that many or more are returned."""
-    until = time.monotonic() + seconds
-    while len(found := records(store)) < count:
-        if time.monotonic() > until:
-            raise AssertionError(f"{len(found)} of {count} records after {seconds:.0f} s")
-        time.sleep(0.02)
-    return found
+    wait_until(lambda: len(records(store)) >= count, f"{count} records in {store}", seconds)
+    return records(store)
 
 
 def largest_difference(reference: Answer, other: Answer) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from kvferry.testing.stores.hooks import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, as it is imported
@@ -131,13 +132,7 @@ class Scripted:
             self.step()
             return False
 
-        self.until_true(stepped)
-
-    def until_true(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + SECONDS
-        while not done():
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(stepped, "what the test waits for", SECONDS, interval=0.001)
 
     def offer(self, numbers: Sequence[int], context: ReqContext, epoch: int = 0) -> bool:
         """Fill chunks as a worker does, and cascade them; False if no memory is free for them."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
     Engine,
@@ -61,14 +61,13 @@ def pair(pool: Pool, seaweed: SeaweedServer) -> Iterator[tuple[Process, Process]
 
 def wait_stored(engine: Engine, count: int, seconds: float = 60.0) -> None:
     """Until the engine has stored so many records."""
-    until = time.monotonic() + seconds
-    while True:
-        found = sum(n for name, n in engine.metrics().items() if "store_put_records" in name)
-        if found >= count:
-            return
-        assert time.monotonic() < until, f"{found} of {count} records after {seconds:.0f} s"
-        time.sleep(0.05)
+
+    def are_stored() -> bool:
         engine.generate([[7, 8, 9]], max_tokens=2)  # counts travel with steps
+        found = sum(n for name, n in engine.metrics().items() if "store_put_records" in name)
+        return found >= count
+
+    wait_until(are_stored, f"{count} records are stored", seconds, interval=0.05)
 
 
 @pytest.mark.parametrize(("place", "writers", "readers"), CASES)

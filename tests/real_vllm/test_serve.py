@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvferry.testing.stores.hooks import wait_until
 from tests.dashboards.queries import missing
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Oracle, Process, kvferry, wait_for_records
@@ -66,15 +66,15 @@ class Server:
             )
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + START_SECONDS
-        while True:
+        def answers() -> bool:
             with suppress(OSError, AssertionError):
                 ask(self.port, "/health")
-                return
+                return True
             said = self._log.read_text(errors="replace")[-3000:]
             assert self._process.poll() is None, said
-            assert time.monotonic() < until, said
-            time.sleep(0.5)
+            return False
+
+        wait_until(answers, f"the server answers; see {self._log}", START_SECONDS, interval=0.5)
 
     def __enter__(self) -> Server:
         return self

@@ -223,7 +223,6 @@ def test_other_weights_under_the_same_path_never_share(
     wait_for_records(store, 6)
     weights, others = model / "model.safetensors", models["other"] / "model.safetensors"
     assert weights.stat().st_size == others.stat().st_size
-    time.sleep(0.01)
     if how == "other_file":
         shutil.copy2(others, tmp_path / "new")
         (tmp_path / "new").replace(weights)

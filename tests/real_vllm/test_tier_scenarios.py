@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.scripted_tier import (
     NUM_ROWS,
     PLACES,
+    SECONDS,
     TIER,
     JobResult,
     Locality,
@@ -76,7 +78,7 @@ class Jobs:
             return bool(found)
 
         # Not by its drain, which begins an epoch.
-        self.one.until_true(ends)
+        wait_until(ends, "the job ends", SECONDS, interval=0.001)
         (result,) = found
         assert result.job_id == number
         return result
@@ -213,7 +215,7 @@ def test_jobs_are_reported_each_for_itself(jobs: Jobs) -> None:
         found.extend(jobs.one.tier.get_finished_jobs())
         return len(found) == NUM_ROWS
 
-    jobs.one.until_true(all_end)
+    wait_until(all_end, "the jobs end", SECONDS, interval=0.001)
     assert sorted(result.job_id for result in found) == numbers
     assert all(result.success for result in found)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.real_vllm.test_tier_faults import FAULTS, LATE
 from tests.real_vllm.test_tier_schedules import Schedule
 from tests.servers.places import Place, valkey_place
+from tests.servers.process import let_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -71,7 +72,7 @@ class Soak:
         for _ in range(num_steps):
             self._do(self._source.choice(DOES))
             self._schedule.step()
-            time.sleep(self._source.random() * FORWARD_SECONDS)
+            let_run(self._source.random() * FORWARD_SECONDS)
 
     def _do(self, what: str) -> None:
         self._schedule.do(what, self._source.sample(NUMBERS, self._source.randint(1, 4)))

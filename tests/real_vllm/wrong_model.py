@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.testing.models import make_tiny_model
+from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.harness import CONNECTOR, Answers, Process, assert_same, kvferry
 from tests.real_vllm.test_identity import make_adapter
 
@@ -202,11 +202,8 @@ def num_files(store: Path) -> int:
 
 
 def wait_for_files(store: Path) -> None:
-    until = time.monotonic() + WAIT_SECONDS
-    while num_files(store) < NUM_CHUNKS:
-        if time.monotonic() > until:
-            raise AssertionError(f"{num_files(store)} of {NUM_CHUNKS} chunks in {store}")
-        time.sleep(0.02)
+    is_full = f"{NUM_CHUNKS} chunks in {store}"
+    wait_until(lambda: num_files(store) >= NUM_CHUNKS, is_full, WAIT_SECONDS)
 
 
 def sglang_verdicts(paths: list[str], root: Path) -> list[str]:

@@ -7,9 +7,9 @@ writes its port to the standard output.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,8 +76,7 @@ def main(key_file: str, namespace: str, port: str, directory: str) -> None:
     with PeerServer(memory, lambda: space, listen) as server:
         sys.stdout.write(f"{server.address[1]}")
         sys.stdout.flush()
-        while True:
-            time.sleep(3600)
+        signal.pause()  # until it is killed
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ def accepts(port: int) -> bool:
         return client.connect_ex((LOCALHOST, port)) == 0
 
 
+def let_run(seconds: float) -> None:
+    """Let processes and threads work on for a time that a test has drawn. The kill, cut or end that
+    follows may find them in any state, so there is none to wait for."""
+    time.sleep(seconds)
+
+
 def _dying_with_tests(command: list[str]) -> list[str]:
     """`command`, killed by the kernel when the tests are killed, where there is a tool for it."""
     setpriv = shutil.which("setpriv")

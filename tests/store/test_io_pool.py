@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 
 import pytest
 
 from kvferry.store.io_pool import IOPool
+from tests.servers.process import let_run
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_spread_uses_threads_of_the_pool_and_waits_for_what_they_began(pool):
     def work(item):
         together.wait()  # passes only if three items are worked on at a time
         names.add(threading.current_thread().name)
-        time.sleep(0.01 * item)
+        let_run(0.01 * item)
         ended.append(item)
 
     assert pool.spread(range(3), work) == [None] * 3
@@ -79,7 +79,7 @@ def test_an_interrupted_spread_leaves_nothing_under_way(pool):
             raise KeyboardInterrupt
         begun.set()
         is_here.wait(30)  # else this thread might take both items
-        time.sleep(0.05)
+        let_run(0.05)
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from kvferry.errors import ConfigError, TransferError
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.auth import read_key
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import PeerClient
@@ -85,18 +86,20 @@ def _say(number: int) -> None:
 
 def _serve(port: int, key_file: str) -> None:
     lender = DictLender(RECORDS)
-    while True:
+    servers: list[PeerServer] = []
+
+    def listens() -> bool:
         with suppress(ConfigError):  # the process before this one is about to end
-            server = PeerServer(lender, lambda: SPACE, Listen(port=port, key_file=key_file))
-            break
-        time.sleep(0.002)
-    _say(server.address[1])
+            servers.append(PeerServer(lender, lambda: SPACE, Listen(port=port, key_file=key_file)))
+        return bool(servers)
+
+    wait_until(listens, "the port is free", 60)
+    _say(servers[0].address[1])
 
 
 def _read(port: int, key_file: str) -> None:
     reads = Reads(PeerClient("127.0.0.1", port, SPACE, read_key(key_file)), 3, os.getpid())
-    while not reads.num_right:
-        time.sleep(0.001)
+    wait_until(lambda: reads.num_right, "a read is right", 60)
     _say(0)
 
 

@@ -20,7 +20,7 @@ from kvferry.transfer.base import Bounds
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.messages import GREETINGS, MAX_GREETING_BYTES
 from kvferry.transfer.stream import Stream
-from tests.servers.process import LOCALHOST, ServerProcess
+from tests.servers.process import LOCALHOST, ServerProcess, let_run
 from tests.transfer.forked import KEYS, RECORDS, Reads
 from tests.transfer.lending import KEY, SPACE, soon
 
@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_or_stopped_at_any_instant_costs_single_reads(fo
         before = reads.num_right
         wait_until(lambda n=before: reads.num_right > n, "a read is right")
         incarnations.add(client.incarnation)
-        time.sleep(chance.random() / 200)
+        let_run(chance.random() / 200)
         os.kill(pid, kind)
         if kind == signal.SIGKILL:
             pid, _ = forks.begin("serve", port)
@@ -94,7 +94,7 @@ def test_readers_that_are_killed_or_stopped_at_any_instant_keep_no_loan(forks, s
     steady = PeerClient(*server.address, SPACE, KEY)
     for kind in in_turn(chance, kills=40, stops=10):
         pid, _ = forks.begin("read", server.address[1])
-        time.sleep(chance.random() / 100)
+        let_run(chance.random() / 100)
         os.kill(pid, kind)
         wait_until(lambda: lender.num_lent == 0, "all loans are back")
         buffer = memoryview(bytearray(len(RECORDS[KEYS[-1]])))

@@ -53,7 +53,7 @@ class IOPool:
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.num_threads = num_threads
-        self._name = name
+        self.name = name
         self._closed = False
 
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
@@ -68,7 +68,7 @@ class IOPool:
             return job
         if len(self._threads) < self.num_threads:
             thread = threading.Thread(
-                target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True
+                target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
             )
             try:
                 thread.start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +15,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
+from kvferry.testing.stores.hooks import wait_until
 
 ROW_BYTES = 1000
 NUM_ROWS = 8
@@ -59,13 +58,14 @@ class Host:
 
     def ended(self):
         """The next jobs that end."""
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
-            found = self.tier.finished()
-            if found:
-                return found
-            time.sleep(0.001)
-        raise AssertionError("no job ends")
+        found = []
+
+        def some_ended() -> bool:
+            found.extend(self.tier.finished())
+            return bool(found)
+
+        wait_until(some_ended, "a job ends", SECONDS)
+        return found
 
 
 @pytest.fixture
@@ -203,10 +203,8 @@ def test_a_store_that_asks_its_medium_is_waited_for(host):
     first, second = list(answers)[:2]
     answers[first], answers[second] = True, False
     assert [one.tier.lookup(key(each), "r") for each in range(2)] == [True, False]
-    until = time.monotonic() + SECONDS
-    while (found := one.tier.lookup(key(4), "r")) is None and time.monotonic() < until:
-        time.sleep(0.001)
-    assert found is False
+    wait_until(lambda: one.tier.lookup(key(4), "r") is not None, "an answer", SECONDS)
+    assert one.tier.lookup(key(4), "r") is False
 
 
 def test_the_misses_of_a_step_are_asked_about_together(host):

@@ -196,7 +196,7 @@ def test_not_loading(make_host, observer, store):
 def test_a_host_that_did_not_ask(make_host, observer, store):
     host = make_host(store=store, observer=observer)
     request = host.add("r", PROMPT)
-    host._grow(request, 64)
+    host.grow(request, 64)
     host.scheduler.update_after_alloc(request, request.block_ids, 0)
     assert misses(observer) == {"not_loading": 40, "partial": 1}
     assert_adds_up(observer)

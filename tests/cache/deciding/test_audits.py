@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError
-from kvferry.testing.faults import FaultyStore, Gate
+from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from tests.cache.hosts import make_groups
 from tests.cache.keeping import (
     NUM_CHUNKS,
@@ -34,8 +34,8 @@ def be_another_model(host, ranks=None):
     """Let a host compute other KV than every other host, until the function that is returned."""
     patch = pytest.MonkeyPatch()
     for rank in ranks if ranks is not None else host.ranks:
-        values = rank._values
-        patch.setattr(rank, "_values", lambda layer, seeds, values=values: values(layer, seeds + 1))
+        values = rank.values
+        patch.setattr(rank, "values", lambda layer, seeds, values=values: values(layer, seeds + 1))
     return patch.undo
 
 
@@ -686,15 +686,16 @@ def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, c
     assert counts(host) == (0, 0, 0)
 
 
-def test_a_comparison_does_not_wait_for_writes(reader):
-    host = reader(recomputes=True)
-    gate = threading.Event()
-    pool = host.ranks[0].worker.io._write_pool
-    for _ in range(2 * pool.num_threads):
-        pool.submit(lambda _job: gate.wait(60))
+def test_a_comparison_does_not_wait_for_writes(make_host, directory):
+    gate = Gate()
+    store = StallingStore(open_store(directory), gate=gate, operations={"put"})
+    host = make_host(store=store, audit="first", recomputes=True, io_threads=2)
+    host.run("other", range(500, 541))
+    assert host.pool.is_writing
     started = time.monotonic()
     host.run("first", PROMPT)
     assert time.monotonic() - started < 30
     assert not host.invalid_block_ids
     assert counts(host) == (1, 0, 0)
-    gate.set()
+    assert host.pool.is_writing
+    gate.release()

@@ -117,6 +117,7 @@ class DeviceHost:
         self.invalid |= output.invalid_block_ids
         if output.meta is not None:
             (report,) = output.meta.reports
+            self.region = report.region
             self.held += [one for one in report.filled if one.missed is None]
             self.missed += [one for one in report.filled if one.missed is not None]
             self.sealed += report.sealed

@@ -44,9 +44,9 @@ class SimulatedDevice:
         self.pinned = 0
 
     def setup(self, **options: int) -> DeviceSetup:
-        return DeviceSetup(stream=lambda _device: self, pin=self._pin, **options)
+        return DeviceSetup(stream=lambda _device: self, pin=self.pin, **options)
 
-    def _pin(self, _memory: memoryview, _device: torch.device):
+    def pin(self, _memory: memoryview, _device: torch.device):
         return Pin(self)
 
     # -- SideStream -----------------------------------------------------------------------------

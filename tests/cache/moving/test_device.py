@@ -295,7 +295,7 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
     submit, refused = IOPool.submit, [True, False, True]
 
     def sometimes(pool, run):
-        if pool._name == "kvferry-seal" and refused and refused.pop(0):
+        if pool.name == "kvferry-seal" and refused and refused.pop(0):
             return job_without_a_thread()
         return submit(pool, run)
 
@@ -464,7 +464,7 @@ class Memory(bytearray):
 @pytest.mark.parametrize("copies", [None, TorchCopies])
 def test_a_sleeping_engine_has_its_memory_back(make, copies):
     device = SimulatedDevice()
-    host = make(setup=DeviceSetup(stream=lambda _device: device, pin=device._pin, copies=copies))
+    host = make(setup=DeviceSetup(stream=lambda _device: device, pin=device.pin, copies=copies))
     for _ in range(2):
         host.worker.unregister_kv_caches()
         device.drain()

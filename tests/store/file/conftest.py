@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -156,10 +155,6 @@ class Children:
             max_value=storing.MAX_VALUE,
             seconds=seconds,
         )
-
-    def let_work(self, seconds: float) -> None:
-        """Until a moment of the test's choice, a kill for example, which is no state of theirs."""
-        time.sleep(seconds)
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.observe import Counters
 from kvferry.store.file import FileStore
+from tests.servers.process import let_run
 from tests.store.file import storing
 from tests.store.file.conftest import Children
 from tests.store.file.storing import MAX_VALUE, MAX_WRITING, QUOTA, assert_index_agrees, disk_bytes
@@ -44,7 +45,7 @@ def kill_some(root: Path, children: Children, num_kills: int) -> None:
     for kill in range(num_kills):
         while len(children.alive) < NUM_PROCESSES:
             children.use(root, rng.random())
-        children.let_work(rng.random() ** 2 * 0.06)
+        let_run(rng.random() ** 2 * 0.06)
         # A walk is no snapshot: a file removed behind it and one written before it both count. What
         # really is on disk shows in every walk.
         most = max(most, min(disk_bytes(root) for _ in range(3)))
@@ -148,7 +149,7 @@ def test_processes_sharing_a_full_store_stay_below_its_quota(tmp_path, children)
     # On a slow disk it takes longer until the store is full.
     while time.monotonic() < end + (30 if most <= QUOTA / 2 else 0):
         most = max(most, min(disk_bytes(root) for _ in range(3)))
-        children.let_work(0.02)
+        let_run(0.02)
     root.with_name("stop").touch()
     for pid in list(children.alive):
         children.wait(pid)

@@ -27,6 +27,7 @@ from kvferry.store.file import index as index_module
 from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
+from tests.servers.process import let_run
 from tests.store.file.storing import (
     MAX_VALUE,
     NUM_KEYS,
@@ -560,11 +561,11 @@ def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, child
     for number in range(num_damages):
         while len(children.alive) < 3:
             children.use(root, rng.random())
-        children.let_work(rng.random() * 0.3)
+        let_run(rng.random() * 0.3)
         with suppress(OSError):  # somebody is just making it anew
             breaking[number % len(breaking)](place)
         for _ in range(5):
-            children.let_work(rng.random() * 0.05)
+            let_run(rng.random() * 0.05)
             most = max(most, min(disk_bytes(root) for _ in range(3)))
         children.kill(rng.choice(children.alive))
     for pid in list(children.alive):
@@ -614,7 +615,7 @@ def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, child
     assert store.wait_indexed(60)
     pid = children.start("stop_with_lock", path=str(place.path), begin="BEGIN EXCLUSIVE")
     wait_until_stopped(pid)
-    time.sleep(0.3)
+    let_run(0.3)  # the thread of the store meets the lock
     started = time.monotonic()
     store.close()
     assert time.monotonic() - started <= 6 + LATE_SECONDS

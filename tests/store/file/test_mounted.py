@@ -18,6 +18,7 @@ from kvferry.testing.models import make_tiny_model
 from kvferry.testing.stores.hooks import wait_until
 from tests.engine.test_llm import prompt
 from tests.servers.mounts import KINDS
+from tests.servers.process import let_run
 from tests.store.file.machine import RemoteMachine, value_of
 
 pytestmark = pytest.mark.mount
@@ -134,7 +135,7 @@ def test_a_reader_gets_the_whole_value_or_none_while_another_machine_deletes(mac
     while time.monotonic() < end:
         one.call("put_many", numbers)
         other.call("probe", numbers)
-        time.sleep(0.5)
+        let_run(0.5)
         for number in numbers:
             one.call("delete", number)
     answers = other.result(reading)
@@ -173,7 +174,7 @@ def test_what_a_killed_writer_left_goes_and_what_it_stored_stays(machines):
         assert writer.call("begin", 1000 + round_)
         first = 100 * round_
         running = writer.start("put_many", list(range(first, first + 100)))
-        time.sleep(0.3 + 0.2 * round_)
+        let_run(0.3 + 0.2 * round_)
         writer.kill()
         writer.wait()
         with suppress(AssertionError):

@@ -29,7 +29,7 @@ from kvferry.transfer.base import Bounds, KeyState
 from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup
 from tests.servers.peer import running_peer
-from tests.servers.process import free_ports
+from tests.servers.process import free_ports, let_run
 from tests.transfer.lending import DictLoan, Relay
 
 SPACE = bytes(32)
@@ -423,7 +423,7 @@ def test_a_peer_that_is_killed_in_mid_read_is_one_error_until_it_is_back(other_p
         threads = [threading.Thread(target=read_on) for _ in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(random.Random(3).random() / 5)
+        let_run(random.Random(3).random() / 5)
         other_process.process.kill()
         for thread in threads:
             thread.join(60)

@@ -93,6 +93,11 @@ class Loans:
         with self._lock:
             return bool(self._current(slot))
 
+    @property
+    def num_lent(self) -> int:
+        """Slots of which a loan was not given back, expired or not."""
+        return len(self._lent)
+
     # -- any thread -----------------------------------------------------------------------------
 
     def lend(
