@@ -15,12 +15,13 @@ from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
+from kvferry.testing.faults import Gate
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
 
-from .keeping import NUM_CHUNKS, PROMPT, assert_settles
+from .keeping import NUM_CHUNKS, PROMPT, HangsLater, assert_settles
 from .keeping import open_store as open_directory
 from .test_handovers import WINDOWED
 
@@ -57,13 +58,18 @@ def peers(make_host, tmp_path):
         host.parts[0].close()
 
 
-def prefill(host, prompt=PROMPT, num_local_tokens=0, options=DEFAULT_OPTIONS):
-    """The parameters of the answer of a prefill, whose chunks are sealed then."""
+def start_prefill(host, prompt=PROMPT, num_local_tokens=0, options=DEFAULT_OPTIONS):
+    """The parameters of the answer of a prefill."""
     request = host.add("prefill", prompt, handover=read_handover(ASKED), options=options)
     host.admit(request, num_local_tokens=num_local_tokens)
     host.prefill(request)
     request.all_token_ids.append(7)
-    answer = host.finish(request)
+    return host.finish(request)
+
+
+def prefill(host, *args, **more):
+    """The same, with all chunks sealed then."""
+    answer = start_prefill(host, *args, **more)
     assert_settles(host)
     return answer
 
@@ -136,6 +142,41 @@ def test_a_producer_takes_the_next_turn_from_the_consumer(peers):
     history = [*request.all_token_ids, *range(30)]
     assert decode(prefiller, back, history, "turn 2") == 64
     assert prefiller.observer["hit_tokens/peer"] == 64 - HIT
+
+
+def test_a_window_of_which_a_part_is_held_is_brought_whole(peers, tmp_path):
+    prefiller = peers(groups=WINDOWED, store=open_directory(tmp_path / "store"))
+    prefill(prefiller)
+    prefiller.forget_memory()
+    assert prefiller.run("plain", PROMPT).num_external_tokens == HIT
+    assert_settles(prefiller)
+    assert prefill(prefiller)["kvferry"]["chunks"] == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("first", ["the other", "the prefill"])
+def test_what_another_request_fetches_and_leaves_is_brought_for_peers(peers, tmp_path, first):
+    """The answer names what is on its way, so a client that goes must not end that."""
+    store = HangsLater(open_directory(tmp_path / "store"), ("read",))
+    prefiller = peers(store=store, load_timeout_seconds=30.0)
+    prefill(prefiller)
+    prefiller.forget_memory()
+    store.gate = Gate()
+
+    def begin_other():
+        request = prefiller.add("other", PROMPT)
+        assert prefiller.scheduler.lookup(request, 0).num_tokens is None
+        prefiller.step([])
+        return request
+
+    other = begin_other() if first == "the other" else None
+    answer = start_prefill(prefiller, options=RequestOptions(load=False))
+    assert answer["kvferry"]["chunks"] == NUM_CHUNKS
+    prefiller.finish(other or begin_other())
+    prefiller.step([])
+    store.gate.release()
+    store.gate = None
+    assert_settles(prefiller)
+    assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
 
 
 @pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])

@@ -59,6 +59,17 @@ def test_the_time_of_a_key_is_over():
     expected.close()
 
 
+def test_what_was_said_to_be_there_and_is_absent_is_not_awaited():
+    """But what another request awaits, of a producer that has not begun, is."""
+    expected = Medium().expected(clock := FakeClock())
+    expected.add(KEYS[:1], clock() + 60)
+    expected.add(KEYS, clock() + 60, final=True)
+    assert expected.awaits(KEYS[1])
+    expected.end(KEYS[:2])
+    assert list(map(expected.awaits, KEYS)) == [True, False, True]
+    expected.close()
+
+
 def test_a_server_that_does_not_answer_once_is_asked_again():
     clock, asked = FakeClock(), []
 

@@ -223,7 +223,7 @@ def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
     kept = []
     for url in urls:
         parsed = parse_store_url(url)
-        if parsed.scheme != "peer":
+        if parsed.scheme != "peer" or parsed.path:
             kept.append(url)
             continue
         scheme, _, place = url.partition("://")

@@ -240,7 +240,7 @@ class Store(ABC):
 
         Args:
             held_by: a peer that says that it has them in memory, or is about to. A store that
-                `reads_from` it awaits them of it alone, and none that it lacks.
+                `reads_from` it awaits none that it lacks, and looks elsewhere for `ASK_SECONDS`.
         """
 
     def reads_from(self, peer: Address) -> bool:

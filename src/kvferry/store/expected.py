@@ -62,12 +62,12 @@ class ExpectedKeys:
             return
         with self._lock:
             if len(self._prompts) < MAX_PROMPTS and len(self._until) < MAX_KEYS:
-                for key in keys:
-                    self._until[key] = max(until, self._until.get(key, until))
                 if final:
-                    self._final.update(keys)
+                    self._final.update(key for key in keys if not self.awaits(key))
                 else:
                     self._final.difference_update(keys)
+                for key in keys:
+                    self._until[key] = max(until, self._until.get(key, until))
                 self._prompts.append(missing)
             if not self._is_looking:
                 self._is_looking = True

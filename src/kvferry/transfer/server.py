@@ -101,7 +101,7 @@ class Listen(PeerFiles):
 
     def is_at(self, host: str, port: int | None) -> bool:
         """Whether it is sure that this is the address of this server."""
-        is_everywhere = self.host in ("0.0.0.0", "::")
+        is_everywhere = self.host == ("::" if ":" in host else "0.0.0.0")
         is_here = is_everywhere and port == self.port and is_loopback(host)
         return is_here or (host, port) in ((self.host, self.port), self.address_of(self.port))
 

@@ -207,19 +207,15 @@ class HostPool:
         self._fill(slot, self._all_groups)
         return slot
 
-    def fetch_whole(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Have every rank read all of a chunk that the store has, so that it may be lent.
-
-        Returns:
-            The slot; None if there is none now: half of them are pinned or busy.
-        """
-        slot = None
-        if 2 * self.num_taken < self.num_slots:
-            slot = self._assign_again(key, first_token)
-        if slot is None:
-            return None
+    def fetch_whole(self, key: ChunkKey, first_token: int) -> None:
+        """Have every rank read all of a chunk that the store has, so that it may be lent: not if
+        it is in use, or half of the slots are pinned or busy."""
+        slot = self._by_key.get(key)
+        if slot is None or slot.filling != self._all_groups:
+            if 2 * self.num_taken >= self.num_slots or not self._assign_again(key, first_token):
+                return
+            self.fetch(key, first_token, self._all_groups)
         self.loans.expect(key)
-        return self.fetch(key, first_token, self._all_groups)
 
     def spare(self, first_token: int) -> Slot | None:
         """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
@@ -286,9 +282,10 @@ class HostPool:
                 self._idle.move_to_end(key)
 
     def unpin(self, slot: Slot) -> None:
-        """End one pin. Without a pin left, a fetch is cancelled."""
+        """End one pin. Without a pin left, a fetch is cancelled that peers do not wait for."""
         slot.pins -= 1
-        if slot.pins == 0 and slot.filling and not slot.held and not slot.is_save:
+        is_wanted = slot.held or slot.is_save or self.loans.knows(slot.key)
+        if slot.pins == 0 and slot.filling and not is_wanted:
             self._cancel(slot)
         self._settle(slot)
 

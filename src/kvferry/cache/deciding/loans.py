@@ -80,6 +80,10 @@ class Loans:
         """Whether the chunk is sealed and can be lent."""
         return self._slots.get(key) is not None
 
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether the chunk is sealed, or `lend` answers PENDING."""
+        return key in self._slots
+
     def withdraw(self, key: ChunkKey) -> None:
         """The chunk is evicted, or its save failed: it is lent no more. Running loans
         last."""

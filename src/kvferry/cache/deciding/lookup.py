@@ -363,6 +363,9 @@ class Lookup:
         if search.fetching_since is None:
             search.fetching_since = now
             search.deadline = now + self._policy.wait_seconds(num_tokens)
+        for number in numbers if hit.is_lent else ():
+            if not self._pool.holds(keys[number], self._tables.all_groups):
+                self._pool.drop(keys[number])  # what comes in parts is not lent
         self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)

@@ -158,13 +158,14 @@ class SavePlan:
             state.next_save += 1
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
-        """Have the next chunk of a request saved. One that is stored, and that peers want from
-        memory, is fetched: the host may lack a part of it, which windows have dropped. False if
-        there is no slot for it now."""
+        """Have the next chunk of a request saved; False if there is no slot for it now. One that is
+        stored, and that peers want from memory, is fetched if there is room: the host may lack a
+        part of it, which windows have dropped."""
         key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
         first = state.next_save * chunk_tokens
         if self._is_stored(key):
-            return self._pool.fetch_whole(key, first) is not None
+            self._pool.fetch_whole(key, first)
+            return True
         blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
         if blocks is None:
             self._context.observer.count("save_out_of_window")
@@ -179,19 +180,18 @@ class SavePlan:
 
     def has(self, key: ChunkKey, state: RequestState) -> bool:
         """Whether a chunk is held, on its way, or stored. What another engine goes on from must be
-        where that one looks: in the store, and in memory that may be lent if peers are served."""
+        where that one looks: in memory that is lent, if peers are served, or else in the store. It
+        does not see what else this one holds."""
         slot = self._pool.find(key)
         # A slot that one rank missed becomes free, without the chunk, when the others have ended.
-        everything = self._context.tables.all_groups
-        is_held = slot is not None and not slot.failed and everything <= slot.held
-        is_busy = slot is not None and not slot.failed and slot.is_busy
-        # A pinned slot can take no copy now.
-        is_pinned = slot is not None and slot.pins > 0
-        if is_busy or (is_held and (is_pinned or not state.gives_all)):
-            return True
+        is_sound = slot is not None and not slot.failed
         if state.gives_all and self._context.config.serve is not None:
-            is_kept = self._is_stored(key) or not self._context.store.takes_values
-            return is_kept and self._pool.loans.offers(key)
+            return is_sound and self._pool.loans.knows(key)
+        if slot is not None and is_sound:
+            is_held = self._context.tables.all_groups <= slot.held
+            # A pinned slot can take no copy now.
+            if slot.is_busy or (is_held and (slot.pins > 0 or not state.gives_all)):
+                return True
         return self._is_stored(key)
 
     def _is_stored(self, key: ChunkKey) -> bool:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    ASK_SECONDS,
     NO_DEADLINE,
     Address,
     Buffer,
@@ -233,15 +234,17 @@ class TieredStore(Store):
     def expect(
         self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
     ) -> None:
-        """Of every tier that is asked now; if one reads from `held_by`, of that one."""
+        """Of every tier that is asked now; if one reads from `held_by`, of the others not for
+        long."""
         holders = [
             tier
             for tier in self._tiers
             if held_by is not None and tier.store is not None and tier.store.reads_from(held_by)
         ]
-        for tier in holders or self._tiers:
+        soon = min(until, self._clock() + ASK_SECONDS)
+        for tier in self._tiers:
             if (store := tier.up) is not None:
-                store.expect(keys, until, held_by)
+                store.expect(keys, soon if holders and tier not in holders else until, held_by)
 
     def reads_from(self, peer: Address) -> bool:
         stores = [tier.store for tier in self._tiers]
