@@ -136,7 +136,7 @@ class SharedStorageScheduler(SchedulerRole):
         if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
-                "saved; use KVFerryConnector on vLLM 0.11.1 or later"
+                "saved; a later version of the host may carry them"
             )
         self._gets_reports = False
 
