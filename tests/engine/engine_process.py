@@ -192,10 +192,10 @@ class _Engine:
         """Blocks that are in use, slots that are pinned, and loans, as soon as there are none."""
         until = time.monotonic() + seconds
         assert self.llm.drain(seconds), "work is left"
-        pool, host = self.llm.scheduler.pool, self.llm._roles.scheduler._role.pool
+        pool = self.llm.scheduler.pool
         while True:
-            blocks = pool.num_usable - pool.num_free
-            taken = (blocks, host.num_taken, len(host.loans._lent))
+            blocks, slots = pool.num_usable - pool.num_free, self.counters.gauges()
+            taken = (blocks, int(slots["pool_slots/in_use"]), int(slots["pool_slots/lent"]))
             if not any(taken) or time.monotonic() > until:
                 return taken
             self.llm.step()

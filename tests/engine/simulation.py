@@ -72,6 +72,12 @@ class Load:
     content: list[list[int]]
     is_async: bool
 
+    def is_into(self, request: Request) -> bool:
+        """Whether the request waits for it: not if it was abandoned, and the blocks are lent."""
+        return request.request_id == self.request_id and set(self.block_ids) <= set(
+            request.block_ids
+        )
+
 
 class Choices:
     """What the pretend connector does, when it has a choice. Tests replace attributes."""
@@ -241,6 +247,7 @@ class Simulation:
         )
         self.kv = [[GARBAGE] * block_size for _ in range(num_blocks)]
         self.requests: dict[str, Request] = {}
+        self.running: set[str] = set()
         self.loading: list[Load] = []
         self.lent: dict[str, list[int]] = {}
         self.num_requests = 0
@@ -269,6 +276,8 @@ class Simulation:
         plans = self.role.plans
         step = self.scheduler.schedule()
         assert self.role.plans == plans + 1, "one plan per step"
+        self.running -= step.preempted_request_ids
+        self.running |= {entry.request.request_id for entry in step.scheduled}
         output = self._start_loads()
         output = self._rot(output)
         self.forward(step)
@@ -291,7 +300,7 @@ class Simulation:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for request in self.requests.values():
-            if request.request_id in self.scheduler._loading:
+            if any(load.is_into(request) for load in self.loading):
                 continue
             expected = digests(request.all_token_ids)
             for position in range(request.num_computed_tokens):
@@ -338,7 +347,7 @@ class Simulation:
         in_use = {
             request.block_ids[position // self.block_size]
             for request in self.requests.values()
-            if request.request_id in self.scheduler._running
+            if request.request_id in self.running
             for position in range(request.num_computed_tokens)
         }
         rotten = self.choices.rotten(sorted(in_use - lent))

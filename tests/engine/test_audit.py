@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvferry.engine.connector as engine_connector
-import kvferry.engine.model as engine_model
+import kvferry.engine.llm as engine_llm
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import Roles
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import cache_arguments, open_roles
-from kvferry.engine.generation import Generation
+from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
 from kvferry.observe import Counters
 from tests.engine.test_llm import prompt
@@ -37,14 +37,12 @@ def changed(monkeypatch):
     """Makes engines that are opened from now on run a changed model."""
 
     def use(change):
-        load = engine_model._load_weights
+        class Changed(PagedModel):
+            def __init__(self, *args):
+                super().__init__(*args)
+                change(self.model)
 
-        def load_changed(config):
-            model = load(config)
-            change(model)
-            return model
-
-        monkeypatch.setattr(engine_model, "_load_weights", load_changed)
+        monkeypatch.setattr(engine_llm, "PagedModel", Changed)
 
     return use
 
@@ -177,14 +175,22 @@ def test_an_honest_engine_is_never_suspected(model_dir, tmp_path, arch, dtype):
     assert num_audits >= 21
 
 
-def begun(llm):
-    """A generation whose hit is loaded and whose audit is still to come."""
-    request = llm._request(prompt(LENGTH), GREEDY)
-    generation = Generation(request, GREEDY, llm.tokenizer)
-    llm._add(generation)
-    while not request.num_computed_tokens:
-        llm.step()
-    return generation
+class GoneError(Exception):
+    """A client closed its stream."""
+
+
+def before_the_audit(llm, act):
+    """Do something once the hit of the only request is loaded, when its audit is still to come."""
+    step = llm.step
+
+    def step_or_act():
+        if any(request.num_computed_tokens for request in llm.scheduler.requests):
+            llm.step = step
+            act()
+        else:
+            step()
+
+    llm.step = step_or_act
 
 
 @pytest.mark.usefixtures("one_identity")
@@ -205,8 +211,13 @@ def test_a_request_that_ends_before_its_audit_leaves_nothing_unchecked(
         dtype="float32",
         max_batched_tokens=16,
     ) as llm:
-        generation = begun(llm)
-        llm._drop(generation)  # the caller closed the stream
+
+        def go():
+            raise GoneError
+
+        before_the_audit(llm, go)
+        with pytest.raises(GoneError):
+            next(llm.stream(prompt(LENGTH), GREEDY))
         found = [llm.generate([again], GREEDY)[0] for _ in range(2)]
     assert_same([(each.first_logits, 0) for each in found], cold, limit=1e-3)
 
@@ -216,20 +227,22 @@ def test_a_preempted_request_is_not_answered_from_an_unchecked_hit(model_dir, st
     changed(CHANGES["values scaled"])
     path = model_dir(max_position_embeddings=4096)
     cold = complete(path, [prompt(LENGTH)], dtype="float32")
-    options = {"chunk_tokens": CHUNK}
+    counts = Counters()
     with LLM(
-        path, store=stored, connector_options=options, dtype="float32", max_batched_tokens=16
+        path,
+        store=stored,
+        connector_options={"chunk_tokens": CHUNK},
+        observer=counts,
+        dtype="float32",
+        max_batched_tokens=16,
     ) as llm:
-        generation = begun(llm)
-        request, scheduler = generation.request, llm.scheduler
-        schedule = scheduler._schedule_running
 
-        def preempt_first(step):  # as if an earlier request needed its blocks
-            scheduler._schedule_running = schedule
-            scheduler._preempt(request, step)
-
-        scheduler._schedule_running = preempt_first
-        while request.outcome is None:
+        def step_without_blocks():  # as if an earlier request needed them
+            taken = llm.scheduler.pool.allocate(llm.scheduler.pool.num_free)
             llm.step()
-        found = generation.completion()
+            llm.scheduler.pool.free(taken)
+
+        before_the_audit(llm, step_without_blocks)
+        (found,) = llm.generate([prompt(LENGTH)], GREEDY)
+    assert counts["preempted"] == 1
     assert_same([(found.first_logits, 0)], cold, limit=1e-3)

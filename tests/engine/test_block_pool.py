@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -85,7 +87,9 @@ def test_uncaching_takes_what_was_computed_from_a_block_and_nothing_else():
     pool.uncache([blocks[2], blocks[1], 11, 400])
     assert pool.find_prefix(trunk) == pool.find_prefix(branch) == blocks[:1]
     assert len(pool.find_prefix(other)) == 1
-    assert len(pool._block_of) == 2
+    # Nor is it found once the block before it is computed again.
+    (again,) = cached(pool, trunk[1:2], trunk[0])
+    assert pool.find_prefix(trunk) == pool.find_prefix(branch) == [blocks[0], again]
 
 
 def test_integrity_check_sees_a_double_free():
@@ -130,18 +134,18 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def spoil(self, data):
         block_ids = data.draw(st.lists(st.integers(0, self.pool.num_blocks - 1), max_size=3))
-        known = {b for b in block_ids if b in self.pool._keys_of}
+        spoiled = set(block_ids)
+        before = [self.pool.find_prefix(keys) for _, keys in self.tables]
         self.pool.uncache(block_ids)
-        for table, keys in self.tables:
-            found = self.pool.find_prefix(keys)
-            for index, block_id in enumerate(table):
-                if block_id in known:
-                    assert len(found) <= index, "found through a spoiled block"
+        for (_, keys), blocks in zip(self.tables, before, strict=True):
+            left = list(takewhile(lambda block: block not in spoiled, blocks))
+            assert self.pool.find_prefix(keys) == left, "found through a spoiled block"
 
     @rule()
     def reset(self):
         self.pool.reset()
-        assert not self.pool._block_of
+        for _, keys in self.tables:
+            assert not any(self.pool.find_prefix([key]) for key in keys)
 
     @invariant()
     def books_balance(self):

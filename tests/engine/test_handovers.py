@@ -115,7 +115,7 @@ def test_an_aborted_prefill_has_no_answer(model_dir, tmp_path):
     with LLM(model_dir(), store=f"file://{tmp_path / 'store'}") as llm:
         events = llm.stream(prompt(40, seed=5), params(ASKED, 30))
         next(events)
-        (request,) = llm.scheduler._requests.values()
+        (request,) = llm.scheduler.requests
         events.close()
         assert request.outcome.params is None
 

@@ -290,9 +290,9 @@ def test_a_stream_closed_early_aborts_its_request(model_dir):
     with engine(model_dir()) as llm:
         stream = llm.stream(prompt(20), SamplingParams(max_tokens=500, ignore_eos=True))
         next(stream)
-        assert "request-0" in llm.scheduler._running
+        assert [request.request_id for request in llm.scheduler.requests] == ["request-0"]
         stream.close()
-        assert "request-0" not in llm.scheduler._requests
+        assert not llm.scheduler.requests
         never_started = llm.stream(prompt(20))
         never_started.close()
         assert list(llm.stream(prompt(20), SamplingParams(max_tokens=2, ignore_eos=True)))

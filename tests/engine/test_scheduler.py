@@ -111,7 +111,10 @@ def test_prefix_caching_off_shares_nothing():
         request = sim.add(prompt(13))
         sim.run()
         assert request.hit.num_local_tokens == 0
-    assert len(sim.pool._block_of) == 0
+    sharing = Simulation()
+    known = sharing.add(prompt(13))
+    sharing.run()
+    assert not any(sim.pool.find_prefix([key]) for key in known.block_keys.keys)
 
 
 def test_preemption_takes_the_last_and_resumes_it_right():
@@ -266,13 +269,16 @@ def test_a_shared_bad_block_is_recomputed_for_every_request_that_uses_it():
 
 def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_gone():
     sim = Simulation()
-    first = sim.add(prompt(17), max_tokens=1)
+    first = sim.add(prompt(16), max_tokens=1)
     sim.step()
-    assert len(sim.pool._block_of) == 4
+    assert first.outcome is not None
+    keys = first.blocks.keys.keys
+    found = sim.pool.find_prefix(keys)
+    assert len(found) == 4
     step = sim.scheduler.schedule()
-    bad = sim.pool.find_prefix(first.blocks.keys.keys)[1]
-    sim.scheduler.update(step, WorkerOutput(invalid_block_ids=frozenset({bad, 10**6})), sim.sample)
-    assert len(sim.pool._block_of) == 1
+    bad = WorkerOutput(invalid_block_ids=frozenset({found[1], 10**6}))
+    sim.scheduler.update(step, bad, sim.sample)
+    assert [sim.pool.find_prefix([key]) for key in keys] == [found[:1], [], [], []]
 
 
 def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():

@@ -99,6 +99,12 @@ class Scripted:
         self.tier = self.manager.secondary_tiers[0]
         self.requests = 0
 
+    @property
+    def jobs(self) -> dict[int, Any]:
+        """Those of the manager that have not ended, by id."""
+        found: dict[int, Any] = self.manager._transfer_jobs
+        return found
+
     def request(self) -> ReqContext:
         self.requests += 1
         context = ReqContext(req_id=f"r{self.requests}")
@@ -153,7 +159,7 @@ class Scripted:
         context = self.request()
         assert self.offer(numbers, context)
         self.finish(context)
-        self.until(lambda: not self.manager._transfer_jobs)
+        self.until(lambda: not self.jobs)
 
     def look(self, number: int, context: ReqContext) -> tuple[LookupResult, bytes | None]:
         """One look-up in one step, and the bytes of a hit."""
@@ -182,7 +188,7 @@ class Scripted:
     def assert_nothing_is_held(self) -> None:
         """When all requests ended: no job, no request, no row that is pinned."""
         self.until(lambda: not self.manager.has_pending_work())
-        assert not self.manager._transfer_jobs
+        assert not self.jobs
         assert not self.manager._pending_load_submissions
         assert not self.manager._req_state
         assert self.tier.counters["hook_failed"] == 0

@@ -239,8 +239,8 @@ def gone_from_memory(one: Scripted, *numbers: int) -> None:
 def test_a_chunk_that_cascades_is_pinned_until_it_is_stored(one: Scripted) -> None:
     context = one.request()
     assert one.offer([1, 2, 3, 4], context)
-    assert len(one.manager._transfer_jobs) == 1
-    one.until(lambda: not one.manager._transfer_jobs)
+    assert len(one.jobs) == 1
+    one.until(lambda: not one.jobs)
     one.finish(context)
     one.assert_nothing_is_held()
 
@@ -251,7 +251,7 @@ def test_a_failed_copy_from_the_device_does_not_cascade(one: Scripted, tmp_path:
         assert one.manager.prepare_store([key(1)], context) is not None
         one.manager.complete_store([key(1)], context, success=False)
     one.finish(context)
-    assert not one.manager._transfer_jobs
+    assert not one.jobs
     assert one.lookup(1) == (MISS, None)
     assert records_of(tmp_path) == []
 
@@ -261,11 +261,11 @@ def test_look_ups_of_a_step_are_one_job_for_each_request(one: Scripted) -> None:
     first, second = one.request(), one.request()
     asked = [(1, first), (2, first), (3, second), (4, second)]
     assert [one.look(number, context)[0] for number, context in asked] == [PENDING] * 4
-    assert not one.manager._transfer_jobs
+    assert not one.jobs
     one.step()
-    jobs = [each.transfer_job for each in one.manager._transfer_jobs.values()]
+    jobs = [each.transfer_job for each in one.jobs.values()]
     assert [list(job.keys) for job in jobs] == [[key(1), key(2)], [key(3), key(4)]]
-    one.until(lambda: not one.manager._transfer_jobs)
+    one.until(lambda: not one.jobs)
     assert [one.look(number, context)[0] for number, context in asked] == [HIT] * 4
     one.finish(first)
     one.finish(second)
@@ -276,8 +276,8 @@ def test_a_chunk_that_two_requests_ask_for_is_loaded_once(one: Scripted) -> None
     first, second = one.request(), one.request()
     assert [one.look(1, context)[0] for context in (first, second)] == [PENDING, PENDING]
     one.step()
-    assert len(one.manager._transfer_jobs) == 1
-    one.until(lambda: not one.manager._transfer_jobs)
+    assert len(one.jobs) == 1
+    one.until(lambda: not one.jobs)
     one.finish(first)
     held = one.look(1, second)
     assert held == (HIT, content(1, one.row_bytes))
@@ -293,7 +293,7 @@ def test_a_promotion_that_fails_in_part_keeps_what_came(one: Scripted, tmp_path:
     context = one.request()
     assert [one.look(number, context)[0] for number in (1, 2, 3)] == [PENDING] * 3
     one.step()
-    one.until(lambda: not one.manager._transfer_jobs)
+    one.until(lambda: not one.jobs)
     assert [one.look(number, context)[0] for number in (1, 2, 3)] == [MISS, HIT, HIT]
     one.finish(context)
     one.assert_nothing_is_held()

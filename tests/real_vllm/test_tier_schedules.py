@@ -83,7 +83,7 @@ class Schedule:
 
     def stop(self) -> None:
         """An engine ends while jobs are under way: each of them is reported, once."""
-        jobs = set(self._one.manager._transfer_jobs)
+        jobs = set(self._one.jobs)
         self._running.close()
         reported = [each.job_id for each in self._one.tier.get_finished_jobs()]
         assert sorted(reported) == sorted(jobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 
@@ -80,21 +79,32 @@ def test_a0_a_connector_needs_a_transfer_configuration():
         Connector()
 
 
+class Derived(RecordingV1):
+    """A connector that reads and sets what its base class keeps for it."""
+
+    def kept(self):
+        return self._vllm_config, self._kv_transfer_config, self._kv_cache_config, self._role
+
+    def metadata(self):
+        return self._get_connector_metadata()
+
+
 def test_a0_attributes_that_connectors_read():
-    connector = RecordingV1()
-    assert connector._kv_transfer_config is connector._vllm_config.kv_transfer_config
-    assert connector._kv_cache_config is None
-    assert connector.role is connector._role is v1.KVConnectorRole.WORKER
+    connector = Derived()
+    config, transfer_config, cache_config, role = connector.kept()
+    assert transfer_config is config.kv_transfer_config
+    assert cache_config is None
+    assert connector.role is role is v1.KVConnectorRole.WORKER
     assert connector.prefer_cross_layer_blocks is False
 
 
 def test_a2_metadata_is_there_during_a_step_only():
-    connector, metadata = RecordingV1(), Metadata()
+    connector, metadata = Derived(), Metadata()
     with pytest.raises(ContractError, match="no connector metadata is bound"):
-        connector._get_connector_metadata()
+        connector.metadata()
     connector.bind_connector_metadata(metadata)
     assert connector.has_connector_metadata()
-    assert connector._get_connector_metadata() is metadata
+    assert connector.metadata() is metadata
     connector.clear_connector_metadata()
     assert not connector.has_connector_metadata()
 
@@ -121,8 +131,9 @@ def test_defaults_are_those_that_hosts_expect():
 
 @pytest.mark.parametrize(("role", "required"), [("kv_both", True), ("kv_consumer", False)])
 def test_producers_deliver_unless_they_say_otherwise(role, required):
-    connector = RecordingV1()
-    connector._kv_transfer_config = SimpleNamespace(kv_role=role)
+    connector = Derived()
+    config, *_ = connector.kept()
+    config.kv_transfer_config.kv_role = role
     assert connector.requires_kv_delivery is required
 
 

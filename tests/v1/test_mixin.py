@@ -90,6 +90,10 @@ class Runner(KVConnectorModelRunnerMixin):
         self.kv_connector = connector
         self.kv_observer = Counters()
 
+    def forward_without_saves(self, scheduler_output):
+        with self._get_kv_connector_output(scheduler_output, wait_for_save=False):
+            pass
+
 
 def message(metadata=None, finished=(), num_tokens=5):
     return SimpleNamespace(
@@ -164,8 +168,7 @@ def test_a_forward_that_raises_is_not_saved_and_reported_nevertheless():
 
 def test_waiting_for_saves_can_be_left_out():
     connector = RecordingV1()
-    with Runner(connector)._get_kv_connector_output(message(), wait_for_save=False):
-        pass
+    Runner(connector).forward_without_saves(message())
     assert "wait_for_save" not in connector.calls
 
 

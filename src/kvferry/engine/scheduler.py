@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NamedTuple
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
@@ -116,6 +116,11 @@ class Scheduler:
     def pool(self) -> BlockPool:
         """The blocks of all requests."""
         return self._kv.pool
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """All that have not ended, in the order in which they were added; to look at only."""
+        return self._requests.values()
 
     def has_work(self) -> bool:
         """True while there is a reason to step: requests, ended requests that the workers do not
