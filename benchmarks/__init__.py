@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "audit": "hits that are compared with what the engine computes, beside hits that are not",
     "away": "an engine whose store is away, beside one without; look-ups beside a tier that hangs",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
+    "handover": "first tokens at a decoder that another engine prefilled for, idle and loaded",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
@@ -40,7 +41,7 @@ class Options:
         quick: small sizes, to see that it runs; the figures mean little.
         threads: for I/O and copies.
         seed: of all random content.
-        rounds: of the vllm and away benchmarks; None for their defaults.
+        rounds: of the vllm, away and handover benchmarks; None for their defaults.
     """
 
     directory: Path

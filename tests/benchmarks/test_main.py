@@ -32,6 +32,17 @@ ROWS = {
             "limit_all_threads_gb_per_s", "in_hand_gb_per_s",
         },
     ),
+    "handover": (
+        [128, 256, 384, 256, 256, 256],
+        {
+            "chunk_tokens", "tail_tokens", "moved_tokens", "moved_mb", "computed_ms",
+            "handed_over_ms", "own_hit_ms", "transfer_ms", "first_transfer_ms", "socket_ms",
+            "step_ms", "worst_step_ms", "loaded_computed_ms", "loaded_handed_over_ms",
+            "loaded_own_hit_ms", "computed_step_ms", "handed_over_step_ms", "own_hit_step_ms",
+            "computed_worst_step_ms", "handed_over_worst_step_ms", "own_hit_worst_step_ms",
+            "computed_takes_ms", "handed_over_takes_ms", "own_hit_takes_ms",
+        },
+    ),
     "layout": (
         [case.name for case in layout.CASES],
         {"case", "stored_by", "read_by", *RATES},

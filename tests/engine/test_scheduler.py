@@ -114,7 +114,7 @@ def test_prefix_caching_off_shares_nothing():
     sharing = Simulation()
     known = sharing.add(prompt(13))
     sharing.run()
-    assert not any(sim.pool.find_prefix([key]) for key in known.block_keys.keys)
+    assert not any(sim.pool.find_prefix([key]) for key in known.blocks.keys.keys)
 
 
 def test_preemption_takes_the_last_and_resumes_it_right():

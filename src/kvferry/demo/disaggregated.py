@@ -233,9 +233,7 @@ def embedded_pair(options: HandoverOptions) -> Iterator[Pair]:
     shapes = ({"tensor_parallel_size": ranks, "block_size": 16}, {"block_size": 64})
     with ExitStack() as closing_all:
         engines = [
-            closing_all.enter_context(
-                _Engine("an engine", _serve_engine, options, here, there, shape)
-            )
+            closing_all.enter_context(EmbeddedEngine(options, here, there, shape))
             for here, there, shape in zip(ports, reversed(ports), shapes, strict=True)
         ]
         for engine in engines:
@@ -262,8 +260,20 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-class _Engine(DemoProcess):
-    """An embedded engine in a process of its own, which runs `_serve_engine`."""
+class EmbeddedEngine(DemoProcess):
+    """An engine of ours in a process of its own. It sends None when it has started.
+
+    Args:
+        options: of its cache.
+        here: port at which it serves peers.
+        there: port of its only peer.
+        shape: options of the engine.
+    """
+
+    def __init__(
+        self, options: HandoverOptions, here: int, there: int, shape: Mapping[str, Any]
+    ) -> None:
+        super().__init__("an engine", _serve_engine, options, here, there, shape)
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
