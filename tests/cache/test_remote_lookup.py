@@ -105,7 +105,7 @@ def test_a_request_that_waited_long_has_the_server_asked_again(make_host, server
     host = make_host(store=store, clock=clock)
     request = host.add("queued", PROMPT)
     host.scheduler.on_new_request(request)
-    wait_until(lambda: store._keys.totals()[0], "the answer came")
+    wait_until(lambda: store.stat().num_records, "the answer came")
     clock.advance(400.0)
     while host.scheduler.lookup(request, 0).num_tokens is None:
         host.step([])

@@ -83,7 +83,7 @@ def test_by_age_and_a_bucket_that_knows_none(changed, run, url, url_of):
     keys = put_prompt(url)
     with (
         FileStore(Path(url.removeprefix("file://"))) as store,
-        store.index._transaction(writes=True) as db,
+        store.index.database.transaction(writes=True) as db,
     ):
         db.execute("UPDATE records SET last_used = 5.0 WHERE key = ?", (keys[2],))
     assert changed("clear", url, "--older-than", "1d", "--yes") == 1

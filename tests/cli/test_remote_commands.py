@@ -25,6 +25,7 @@ from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
 from tests.servers.hostile_s3 import running_hostile_s3
 from tests.servers.mooncake import mooncake
+from tests.servers.places import client_of
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
 from tests.servers.seaweed import BUCKET, seaweed
@@ -66,13 +67,13 @@ class Filled:
 
     def flip_last_bit(self, index: int) -> None:
         with self.opened() as store:
-            name = store.name_of(self.keys[index])
+            client, name = client_of(store), store.name_of(self.keys[index])
             value = bytearray(self.schema.record_bytes)
             until = time.monotonic() + 10
-            store._client.read(name, [(0, memoryview(value))], until)
+            client.read(name, [(0, memoryview(value))], until)
             value[-1] ^= 1
-            assert store._client.delete(name, until)
-            assert store._client.put(name, [value], until) == "stored"
+            assert client.delete(name, until)
+            assert client.put(name, [value], until) == "stored"
 
     def empty(self) -> None:
         with self.opened() as store:
@@ -198,8 +199,9 @@ def test_a_hostile_description_is_unreadable_and_the_rest_is_shown(fill, run, te
     put_records(made.url, namespace=hostile, num_records=1, seed=6)
     with made.opened() as store:
         store.describe(SPACE.digest, SPACE.as_text())
-        until = time.monotonic() + 20
-        store._client.put(f"{store._prefix}{hostile.hex()}/about.json", [text], until)
+        prefix = store.name_of(made.keys[0]).partition(SPACE.digest.hex())[0]
+        about = f"{prefix}{hostile.hex()}/about.json"
+        client_of(store).put(about, [text], time.monotonic() + 20)
     for command in ("ls", "stat"):
         value = asked(run, command, made.url)
         rows = value if command == "ls" else value["namespaces"]

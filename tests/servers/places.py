@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvferry.store.servers.remote import RemoteClient, RemoteStore
 from tests.servers.mooncake import MooncakeServer
 from tests.servers.process import LOCALHOST
 from tests.servers.proxy import Proxy, running_proxy
@@ -37,6 +38,11 @@ class Place(NamedTuple):
         """Start it again, empty."""
         self.server.start()
         self.proxy.pass_all()
+
+
+def client_of(store: RemoteStore) -> RemoteClient:
+    """The client of a store, to put under a name what a store would not."""
+    return store._client
 
 
 def valkey_url(port: int, login: str = "", prefix: str = "kv") -> str:

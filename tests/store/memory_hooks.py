@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from kvferry.store.memory import MemoryStore, _Value
+from kvferry.store.memory import MemoryStore
 
 
 class MemoryHooks:
     def poke(self, store, key, value):
         MemoryStore.delete(store, key)  # keeps the counts: there is nothing behind a dict
         if value is not None:
-            store._values[key] = _Value(value, 0.0)
-            store._used_bytes += len(value)
+            MemoryStore.put(store, key, [value])
 
     def peek(self, store, key):
-        value = store._values.get(key)
-        return None if value is None else bytes(value.content)
+        size = MemoryStore.read(store, key, [])
+        if size is None:
+            return None
+        value = bytearray(size)
+        MemoryStore.read(store, key, [(0, memoryview(value))])
+        return bytes(value)

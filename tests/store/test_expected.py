@@ -29,6 +29,7 @@ class Medium:
 
 
 KEYS = [make_key(number) for number in range(3)]
+OTHER = (make_key(3),)
 
 
 def test_only_what_has_not_come_is_looked_for_and_then_nothing():
@@ -38,11 +39,13 @@ def test_only_what_has_not_come_is_looked_for_and_then_nothing():
     medium.there.update(KEYS[:2])
     wait_until(lambda: [tuple(KEYS[2:])] in medium.looks, "the last key alone is looked for")
     medium.there.update(KEYS)
-    wait_until(lambda: not expected._is_looking, "nothing is looked for")
+    wait_until(lambda: medium.known >= set(KEYS), "all are found")
     assert expected.awaits(KEYS[0]), "a key that came is not taken for one that never comes"
     num_looks = len(medium.looks)
     expected.add(KEYS, clock() + 60)
-    assert len(medium.looks) == num_looks
+    expected.add(OTHER, clock() + 60)
+    wait_until(lambda: len(medium.looks) > num_looks, "the other key is looked for")
+    assert medium.looks[num_looks:] == [[OTHER]] * len(medium.looks[num_looks:])
     expected.close()
 
 
@@ -55,7 +58,8 @@ def test_the_time_of_a_key_is_over():
     assert expected.awaits(KEYS[0])
     clock.advance(2)
     assert not expected.awaits(KEYS[0])
-    wait_until(lambda: not expected._is_looking, "nothing is looked for")
+    expected.add(OTHER, clock() + 60)
+    wait_until(lambda: [OTHER] in medium.looks, "the other key alone is looked for")
     expected.close()
 
 

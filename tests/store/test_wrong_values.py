@@ -14,7 +14,7 @@ from kvferry.store.recordio import RecordRead, put_record, read_record, value_ch
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores import make_key
 from tests.record.samples import schema_of
-from tests.servers.places import AllServers, name_of
+from tests.servers.places import AllServers, client_of, name_of
 from tests.servers.valkey import valkey_cluster, valkey_server
 
 __all__ = ["valkey_cluster", "valkey_server"]
@@ -59,7 +59,7 @@ def test_the_next_save_replaces_a_wrong_value(url, wrong, is_read):
     key, until = make_key(), time.monotonic() + 30
     with open_one(url, Opening(namespace=SCHEMA.namespace)) as store:
         if wrong or "mooncake" not in url:  # its library keeps no empty value
-            store._client.put(store.name_of(key), [wrong], until)
+            client_of(store).put(store.name_of(key), [wrong], until)
     with open_store(url, namespace=SCHEMA.namespace, check=value_check(SCHEMA)) as store:
         is_unread_and_whole = not is_read and len(wrong) == SCHEMA.record_bytes
         if is_read or is_unread_and_whole:  # only its reader can tell what has the right size

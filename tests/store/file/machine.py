@@ -115,7 +115,9 @@ class Machine:
         return time.monotonic() - started
 
     def index_file(self) -> str:
-        return self._store.index.database._path
+        with self._store.index.database.transaction(writes=False) as db:
+            (_number, _name, file), *_others = db.execute("PRAGMA database_list")
+        return str(file)
 
 
 def value_of(number: int) -> bytes:

@@ -94,7 +94,8 @@ def test_values_put_together_share_a_transaction(bench):
     store = bench.open(max_bytes=100_000)
     store.put(make_key(), [b"value"])
     statements = []
-    store.index.database._db.set_trace_callback(statements.append)
+    with store.index.database.transaction(writes=False) as db:
+        db.set_trace_callback(statements.append)
     store.put_all([(make_key(number), [make_value(100)]) for number in range(1, 9)])
     assert [line for line in statements if line.startswith("BEGIN")] == ["BEGIN IMMEDIATE"]
     assert store.stat().num_records == 9

@@ -216,7 +216,6 @@ def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):
     store.maintain()
     assert finish(store, writing) is PutResult.EXISTS
     for _ in range(3):
-        store.upkeep._due["compare"] = 0.0
         store.upkeep.step(rests=False)
     assert store.stat().num_records == 1
     assert_index_agrees(bench.root)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
 
 import pytest
 
@@ -111,21 +110,25 @@ def test_while_a_probe_asks_a_key_is_neither_there_nor_not(make_store, client):
 
 
 def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
-    class AnsweredMeanwhile(OrderedDict):
-        def get(self, key, default=None):
-            found = super().get(key, default)
-            if threading.current_thread() is threading.main_thread():
-                client.gate.set()
-                wait_until(lambda: not store._keys._asked, "the question ends")
-            return found
+    store, key, last = make_store(clock=FakeClock()), make_key(), make_key(1)
 
-    store = make_store(clock=FakeClock())
-    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
+    class AnsweredMeanwhile(bytes):
+        """A key, whose answer comes just before it is looked up a second time."""
+
+        num_looks = 0
+
+        def __hash__(self):
+            self.num_looks += 1
+            if self.num_looks == 2:
+                client.gate.set()
+                wait_until(lambda: store.contains(last) is False, "the question ends")
+            return super().__hash__()
+
+    client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     client.gate.clear()
-    store.probe([make_key()])
-    store._keys._known = AnsweredMeanwhile(store._keys._known)
-    assert store.contains(make_key()) is not False
-    assert store.contains(make_key()) is True
+    store.probe([key, last])
+    assert store.contains(AnsweredMeanwhile(key)) is not False
+    assert store.contains(key) is True
 
 
 class HeldClient(DictClient):
@@ -154,11 +157,11 @@ class HeldClient(DictClient):
 @pytest.mark.parametrize("is_stored_again", [False, True])
 def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stored_again):
     """As that of a copy of a value that a reader finds wrong."""
-    client, key = HeldClient(), make_key()
-    store = RemoteStore("dict://test", client, Opening(namespace=SPACE))
+    client, key, last = HeldClient(), make_key(), make_key(1)
+    store = RemoteStore("dict://test", client, Opening(namespace=SPACE), clock=FakeClock())
     client.values[f"{SPACE.hex()}/{key.hex()}"] = b"wrong"
     client.gate.clear()
-    call = {"read": lambda: store.read(key, ()), "probe": lambda: store.probe([key])}[way]
+    call = {"read": lambda: store.read(key, ()), "probe": lambda: store.probe([key, last])}[way]
     thread = threading.Thread(target=call)
     thread.start()
     assert client.answered.wait(60)
@@ -167,8 +170,9 @@ def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stor
         assert store.put(key, [b"right"]) is PutResult.STORED
     client.gate.set()
     thread.join(60)
-    store.close()  # waits for the probe
-    assert store._keys.contains(key) is is_stored_again
+    wait_until(lambda: store.contains(last) is False, "the probe ends")
+    assert store.contains(key) is is_stored_again
+    store.close()
 
 
 def test_a_server_that_is_down_has_no_key(make_store, client):
