@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvferry.engine import LLM, Completion, SamplingParams
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import (
@@ -31,9 +33,11 @@ def embedded(
 ) -> list[Completion]:
     options = {"audit": "off", **(connector_options or {})}
     config |= {"dtype": "float32", "num_threads": 2, "connector_options": options}
-    with LLM(model, store=f"file://{store}", **config) as llm:
+    with pytest.MonkeyPatch.context() as patch:
         # By itself it waits for its store's index so long only that it still starts quickly.
-        assert llm._roles.wait_ready(INDEX_SECONDS)
+        patch.setattr("kvferry.engine.llm.READY_SECONDS", INDEX_SECONDS)
+        llm = LLM(model, store=f"file://{store}", **config)
+    with llm:
         params = SamplingParams(max_tokens=4, logprobs=20, ignore_eos=True)
         return llm.generate(prompts, params)
 

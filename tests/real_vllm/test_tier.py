@@ -14,6 +14,7 @@ import pytest
 from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.tier_identity import rows_namespace
+from kvferry.adapters.vllm.tier_rows import TierRows
 from kvferry.errors import ConfigError
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import (
@@ -204,10 +205,16 @@ def test_weights_that_are_not_found_are_refused_or_a_name_by_option(
         assert one.lookup(1)[0] is LookupResult.MISS
 
 
-def test_a_fault_of_a_hook_stays_here(tmp_path: Path, vllm_config: Any) -> None:
+def test_a_fault_of_a_hook_stays_here(
+    tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("whatever fault")
+
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         one.store(1, 2, 3, 4)
-        one.tier._rows._schema = None  # whatever fault
+        for hook in ("lookup", "store"):
+            monkeypatch.setattr(TierRows, hook, fail)
         assert one.tier.lookup(key(9), one.request()) is LookupResult.MISS
         one.store(5, 6)
         assert one.tier.counters["hook_failed"] >= 2

@@ -33,6 +33,16 @@ DENSE = ("llama", "qwen3", "mistral", "gpt_neox", "gemma3_text", "gemma2", "olmo
 ARCHITECTURES = (*DENSE, "deepseek_v3", "deepseek_v2", "gpt_oss")
 
 
+def attention_of(model):
+    """The name of its implementation, as Transformers keeps it."""
+    return model.config._attn_implementation
+
+
+def use_attention(config, name):
+    """Set the implementation, past what Transformers checks."""
+    config._attn_implementation_internal = name
+
+
 def assert_own_namespace(model, store_url, tokens, **options):
     """The model reads nothing of what the store holds, and then its own records, rightly."""
     assert reuse(model, store_url, tokens, **options).num_loaded == 0
@@ -61,7 +71,7 @@ def test_a_model_as_it_is_loaded_deviates_in_nothing(model_dir, load_model, arch
         for implementation in ("eager", "sdpa"):
             model.set_attn_implementation(implementation)
             assert deviations(model, stored) == {}
-            assert model.config._attn_implementation == implementation
+            assert attention_of(model) == implementation
 
 
 # ---- files
@@ -159,7 +169,7 @@ class TestFunctions:
     @pytest.fixture(autouse=True)
     def _put_back(self, monkeypatch):
         for interface in (AttentionInterface, AttentionMaskInterface, ExpertsInterface):
-            monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+            monkeypatch.setattr(interface, "_global_mapping", interface._global_mapping.copy())
 
     @pytest.fixture
     def stored(self, load_model, store_url):
@@ -224,7 +234,7 @@ class TestFunctions:
         model = load_model()
         attention = model.model.layers[1].self_attn
         attention.config = copy.deepcopy(attention.config)
-        attention.config._attn_implementation_internal = "half"
+        use_attention(attention.config, "half")
         assert_refused(model, stored, "attention 'half'")
 
     def test_experts_of_the_user_need_a_name(self, model_dir, load_model, store_url):
@@ -244,9 +254,7 @@ class TestFunctions:
             lambda model: AttentionInterface.register("sdpa", half),
             lambda model: AttentionMaskInterface.register("sdpa", lambda *a, **k: None),
             lambda model: model.set_attn_implementation("eager"),
-            lambda model: setattr(
-                model.model.layers[0].self_attn.config, "_attn_implementation_internal", "eager"
-            ),
+            lambda model: use_attention(model.model.layers[0].self_attn.config, "eager"),
         ],
         ids=["function", "mask", "implementation", "of one layer"],
     )
@@ -281,12 +289,12 @@ def test_attention_without_the_sinks_of_the_model_shares_nothing(model_dir, load
     eager.save_pretrained(path)
     reuse(load_model(path), store_url, prompt(64))
     model = load_model(path)
-    assert model.config._attn_implementation == "eager"
-    model.config._attn_implementation_internal = "sdpa"
+    assert attention_of(model) == "eager"
+    use_attention(model.config, "sdpa")
     _, without = generate(model, prompt(64))
     assert (without - generate(eager, prompt(64))[1]).abs().max() > 0.01
     assert_own_namespace(model, store_url, prompt(64))
-    assert model.config._attn_implementation == "sdpa"
+    assert attention_of(model) == "sdpa"
 
 
 def test_attention_that_cannot_cap_shares_nothing_with_one_that_can(
@@ -295,7 +303,7 @@ def test_attention_that_cannot_cap_shares_nothing_with_one_that_can(
     model = load_model(model_dir("gemma2"), attn_implementation="eager")
     stored = model.config.to_dict()
     assert "attention" not in deviations(model, model.config)
-    model.config._attn_implementation_internal = "sdpa"  # which Transformers 4 accepts
+    use_attention(model.config, "sdpa")  # which Transformers 4 accepts
     found = deviations(model, model.config)
     assert found["attention"][0] == "sdpa"
     assert model.config.to_dict() == stored
