@@ -201,6 +201,11 @@ def audited(engines):
 def of_another_model(engines):
     engines.fill(PROMPT, SECOND, THIRD)
     host = engines.recording(audit="first", recomputes=True)
+    store = host.parts[0].store
+    for prompt in (PROMPT, SECOND, THIRD):  # a look-up waits no longer than it must
+        keys = keys_of(host, prompt)
+        store.probe(keys)
+        wait_for(lambda keys=keys: all(map(store.contains, keys)))
     be_another_model(host)
     for name, prompt in (("1", PROMPT), ("2", PROMPT), ("3", SECOND), ("asked", THIRD)):
         settled_run(host, name, prompt)
@@ -287,7 +292,7 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
     small_pool: Decided({LookupMiss.NO_MEMORY: 16, LookupMiss.PARTIAL: 1}),
     audited: Decided({LookupMiss.AUDIT: 8, LookupMiss.PARTIAL: 1}),
     of_another_model: Decided({LookupMiss.OTHER_MODEL: 40, LookupMiss.PARTIAL: 1}),
-    never_arrives: Decided({LookupMiss.NOT_PRODUCED: 40, LookupMiss.PARTIAL: 1}, "in time"),
+    never_arrives: Decided({LookupMiss.NOT_PRODUCED: 40, LookupMiss.PARTIAL: 1}, "did not come"),
     made_by_another: Decided(
         {LookupMiss.OTHER_PRODUCER: 40, LookupMiss.PARTIAL: 1}, "its namespace is"
     ),

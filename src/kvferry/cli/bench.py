@@ -17,6 +17,7 @@ IN_REPOSITORY = (
     "audit",
     "away",
     "datapath",
+    "handover",
     "layout",
     "lookup",
     "peer",
