@@ -236,8 +236,12 @@ def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:
-    numbers = {"total": pool.num_slots, "held": pool.num_assigned, "in_use": pool.num_taken}
-    numbers["lent"] = pool.loans.num_lent
+    numbers = {
+        "total": pool.num_slots,
+        "held": pool.num_assigned,
+        "in_use": pool.num_taken,
+        "lent": pool.loans.num_lent,
+    }
     return {f"pool_slots/{state}": number for state, number in numbers.items()}
 
 
