@@ -78,16 +78,12 @@ def decode(host, answer, prompt=PROMPT, name="decode"):
     return host.run(name, prompt, handover=read_handover(answer)).num_external_tokens
 
 
-def num_lent(host):
-    return len(host.pool.loans._lent)
-
-
 def test_what_a_peer_holds_is_read_from_it(peers):
     prefiller = peers()
     answer = prefill(prefiller)
     assert (answer["remote_host"], answer["remote_port"]) == prefiller.server.address
     assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
-    assert num_lent(prefiller) == 0
+    assert prefiller.pool.loans.num_lent == 0
 
 
 @pytest.mark.parametrize("warm", ["computed", "cached by the engine", "loaded"])
@@ -195,7 +191,7 @@ def test_a_connection_that_fails_after_any_byte_costs_hits_only(peers, kind):
         assert between.reached > len(hits) / 3
         assert min(hits) < HIT == max(hits)
     wait_until(lambda: prefiller.server.num_connections == 0, "its connections end")
-    assert num_lent(prefiller) == 0
+    assert prefiller.pool.loans.num_lent == 0
 
 
 def test_a_prefiller_that_comes_back_at_its_port_is_read_again(peers):
@@ -312,7 +308,7 @@ def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):
     assert decode(circle[2], waiting) == HIT
     for host in circle:
         assert_settles(host)
-        assert num_lent(host) == 0
+        assert host.pool.loans.num_lent == 0
 
 
 @pytest.mark.parametrize("other", [{"tenant": "another"}, {"weights": b"x" * 32}])
