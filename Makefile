@@ -82,7 +82,7 @@ $(VLLM_STAMP): pyproject.toml scripts/vllm-venv $(wildcard constraints/vllm-$(VL
 test-vllm: $(VLLM_STAMP) $(CONNECTORS)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m "not sweep"
 
-test-vllm-sweep: $(VLLM_STAMP)
+test-vllm-sweep: $(VLLM_STAMP) $(CONNECTORS)
 	scripts/test-vllm $(VLLM_VENV) $(VLLM) -m sweep
 
 $(SGLANG_STAMP): $(STAMP) scripts/sglang-venv

@@ -1,4 +1,4 @@
-"""vLLM's own toy proxy, unchanged, before two servers that share nothing but their memory."""
+"""vLLM's own proxies, unchanged, before servers that share nothing but their memory."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from kvferry.testing.models import make_tiny_model
 from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.conftest import MakePrompt
-from tests.real_vllm.harness import Answer, Process, assert_same, kvferry
+from tests.real_vllm.harness import Answer, Process, assert_same, expected_hit, kvferry
 from tests.real_vllm.host import RELEASE
 from tests.real_vllm.test_serve import Server, ask
 from tests.servers.process import LOCALHOST, ServerProcess, accepts, free_ports
 from tests.tokenizers import save_tiny_tokenizer
 
-PROXY = Path(__file__).parents[2] / ".vllm-connectors" / "0.32.0" / "toy_proxy_server.py"
+FETCHED = Path(__file__).parents[2] / ".vllm-connectors" / "0.32.0"
+PROXY = FETCHED / "toy_proxy_server.py"
 DEMO_SECONDS = 600
+pytestmark = pytest.mark.skipif(RELEASE < (0, 32), reason="the proxies are those of 0.32")
 
 
-@pytest.mark.skipif(RELEASE < (0, 32), reason="the proxy is that of 0.32")
 def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
     tmp_path: Path,
 ) -> None:
     assert PROXY.is_file(), "scripts/vllm-connectors fetches it"
-    shape = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 384}
-    model = make_tiny_model(tmp_path / "model", max_position_embeddings=2048, **shape)
-    save_tiny_tokenizer(model)
+    model = model_with_tokenizer(tmp_path)
     command = [
         *(sys.executable, "-m", "kvferry.cli", "demo-disaggregated", "--engine", "vllm"),
         *("--proxy", str(PROXY), "--model-dir", str(model), "--dir", str(tmp_path)),
@@ -64,22 +66,51 @@ CHUNK_TOKENS = 32
 SETTLE_SECONDS = 60.0
 LENGTHS = (10, 300, 385, 300)
 """Of prompts; the first is shorter than a chunk."""
+MOVED = ("vllm:kvferry_hit_tokens_total{", "peer")
+ASKED = ("vllm:kvferry_remote_prefills_total",)
+
+
+def model_with_tokenizer(folder: Path) -> Path:
+    shape = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 384}
+    model = make_tiny_model(folder / "model", max_position_embeddings=2048, **shape)
+    save_tiny_tokenizer(model)
+    return model
 
 
 def complete(port: int, prompt: list[int], max_tokens: int = 4, **more: Any) -> Answer:
-    body = {
-        "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0,
-        "logprobs": 5, "ignore_eos": True, "return_tokens_as_token_ids": True, **more,
-    }  # fmt: skip
-    (choice,) = json.loads(ask(port, "/v1/completions", body))["choices"]
-    tops = [
-        {name.removeprefix("token_id:"): value for name, value in top.items()}
-        for top in choice["logprobs"]["top_logprobs"]
-    ]
-    tokens = [int(each.removeprefix("token_id:")) for each in choice["logprobs"]["tokens"]]
-    return Answer(
-        tokens=tokens, logprobs=tops, cached=None, reason=choice["finish_reason"], seconds=None
+    body = {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 5, **more}
+    said = [choice["logprobs"] for choice in streamed(port, "/v1/completions", body)]
+    return as_answer(
+        [token for each in said for token in each["tokens"]],
+        [top for each in said for top in each["top_logprobs"]],
     )
+
+
+def chat(port: int, text: str, max_tokens: int = 4) -> Answer:
+    messages = [{"role": "user", "content": text}]
+    body = {"messages": messages, "max_tokens": max_tokens, "logprobs": True, "top_logprobs": 5}
+    said = streamed(port, "/v1/chat/completions", body)
+    tokens = [token for choice in said for token in choice["logprobs"]["content"]]
+    tops = [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens]
+    return as_answer([token["token"] for token in tokens], tops)
+
+
+def streamed(port: int, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pieces of an answer that have tokens. Not streamed, the proxy for turns leaves the
+    logprobs out."""
+    body |= {"model": "tiny", "temperature": 0.0, "ignore_eos": True, "stream": True}
+    lines = ask(port, path, body | {"return_tokens_as_token_ids": True}).split(b"\n")
+    pieces = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    assert choices[-1]["finish_reason"] == "length"
+    return [choice for choice in choices if choice["logprobs"]]
+
+
+def as_answer(names: list[str], tops: list[dict[str, float]]) -> Answer:
+    """Of tokens whose names are their numbers."""
+    logprobs = [{name.removeprefix("token_id:"): top[name] for name in top} for top in tops]
+    tokens = [int(name.removeprefix("token_id:")) for name in names]
+    return Answer(tokens=tokens, logprobs=logprobs, cached=None, reason="length", seconds=None)
 
 
 def counted(server: Server, name: str, label: str = "") -> float:
@@ -91,15 +122,12 @@ def counted(server: Server, name: str, label: str = "") -> float:
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(RELEASE < (0, 32), reason="the proxy is that of 0.32")
 def test_two_prefillers_and_two_decoders_behind_the_toy_proxy(
     tmp_path: Path, make_prompt: MakePrompt, first: Process
 ) -> None:
     """With the cases of vLLM's test_edge_cases.py: a short prompt, and one of which the decoder has
     all, and one of which it has the start. Then the proxy is killed in mid-answer."""
-    shape = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 384}
-    model = make_tiny_model(tmp_path / "model", max_position_embeddings=2048, **shape)
-    save_tiny_tokenizer(model)
+    model = model_with_tokenizer(tmp_path)
     prompts = [make_prompt(length) for length in LENGTHS]
     prompts += [prompts[1], prompts[1] + make_prompt(100)]
     with first.engine(model) as engine:
@@ -138,9 +166,9 @@ def test_two_prefillers_and_two_decoders_behind_the_toy_proxy(
             complete(front, make_prompt(1500))
         answers += [complete(front, prompt) for prompt in prompts[:4]]
         assert_same(own + own[:4], answers)
-        moved = [counted(each, "vllm:kvferry_hit_tokens_total{", "peer") for each in servers[2:]]
+        moved = [counted(each, *MOVED) for each in servers[2:]]
         assert min(moved) >= 256
-        asked = sum(counted(each, "vllm:kvferry_remote_prefills_total") for each in servers[2:])
+        asked = sum(counted(each, *ASKED) for each in servers[2:])
         assert asked == len(answers)
         for server in servers:
             assert counted(server, "vllm:kvferry_remote_prefills_computed_total") == 0
@@ -157,3 +185,186 @@ def test_two_prefillers_and_two_decoders_behind_the_toy_proxy(
 
 def num_running(servers: list[Server]) -> float:
     return sum(counted(server, "vllm:num_requests_running{") for server in servers)
+
+
+class Pair(NamedTuple):
+    """Two servers of one model, each of which lists the other.
+
+    Attributes:
+        ports: by what the arguments of proxies name them. `peer` is where the prefiller's memory is
+            served, `names` that of a server that answers Mooncake's proxy.
+    """
+
+    model: Path
+    prefiller: Server
+    decoder: Server
+    ports: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    model = model_with_tokenizer(folder)
+    here, there, names = free_ports(3)
+    (folder / "names").mkdir()
+    (folder / "names" / "query").write_text('{"0": {"engine_id": "any"}}')
+    options = {"chunk_tokens": CHUNK_TOKENS, "load_timeout_seconds": 60, "save_generated": True}
+    common = ["--served-model-name", "tiny", "--chat-template", "{{ messages[0].content }}"]
+    with ExitStack() as running:
+        command = [sys.executable, "-m", "http.server", "--bind", LOCALHOST, f"{names}"]
+        command += ["--directory", str(folder / "names")]
+        running.callback(ServerProcess(command, folder / "names.log").kill)
+        servers = []
+        for role, block, own, other in (
+            ("kv_both", 32, here, there),
+            ("kv_consumer", 128, there, here),
+        ):
+            serve = f"{LOCALHOST}:{own}"
+            connector = kvferry(f"peer://{LOCALHOST}:{other}", **options, serve=serve)
+            arguments = [*common, "--block-size", f"{block}"]
+            server = Server(
+                model, {**connector, "kv_role": role}, folder / f"{role}.log", *arguments
+            )
+            servers.append(running.enter_context(server))
+        for server in servers:
+            server.wait_ready()
+        prefiller, decoder = servers
+        ports = {"prefill": prefiller.port, "decode": decoder.port, "peer": here, "names": names}
+        yield Pair(model, prefiller, decoder, ports)
+        for server in servers:
+            assert counted(server, "vllm:kvferry_hook_failed_total") == 0
+
+
+HOSTS = (
+    f"--prefiller-host {LOCALHOST} --prefiller-port {{prefill}}"
+    f" --decoder-host {LOCALHOST} --decoder-port {{decode}}"
+)
+P2P = f"{HOSTS} --p2p-connector-host {LOCALHOST} --p2p-connector-port {{peer}}"
+ADDRESSES = f"--model tiny --prefill {LOCALHOST}:{{prefill}} --decode {LOCALHOST}:{{decode}}"
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """One of vLLM's, and how it is started.
+
+    Attributes:
+        arguments: with the names of ports.
+        says: the decode that another engine prefills.
+        waits: has the decode wait for that.
+        ready: what it prints when it is.
+    """
+
+    file: str
+    arguments: str
+    says: bool = True
+    waits: bool = True
+    ready: str = ""
+
+
+PROXIES = {
+    "toy": Proxy("toy_proxy_server.py", HOSTS),
+    "turns": Proxy("disagg_proxy_multiturn.py", HOSTS),
+    # There is nothing to encode in a text: any server does for that.
+    "encode": Proxy(
+        "disagg_epd_proxy.py",
+        f"--encode-servers-urls http://{LOCALHOST}:{{prefill}}"
+        f" --prefill-servers-urls http://{LOCALHOST}:{{prefill}}"
+        f" --decode-servers-urls http://{LOCALHOST}:{{decode}}",
+    ),
+    "push": Proxy(
+        "disagg_proxy_pushconnector_demo.py",
+        f"{ADDRESSES} --prefill-engine-id any --prefill-kv-host {LOCALHOST}"
+        " --prefill-side-channel-port {peer}",
+    ),
+    "mooncake": Proxy(
+        "mooncake_connector_proxy.py",
+        f"--prefill http://{LOCALHOST}:{{prefill}} {{names}}"
+        f" --decode http://{LOCALHOST}:{{decode}}",
+        ready="instances are ready",
+    ),
+    "p2p": Proxy("p2p_connector_proxy.py", P2P),
+    "p2p-decoder-first": Proxy("p2p_connector_proxy.py", f"{P2P} --decoder-first"),
+    "p2p-source": Proxy("p2p_connector_proxy.py", f"{P2P} --p2p", waits=False),
+    "demo": Proxy("disagg_proxy_demo.py", ADDRESSES, says=False, waits=False),
+    "lmcache": Proxy("disagg_proxy_server.py", HOSTS, says=False, waits=False),
+}
+
+
+@contextmanager
+def started(name: str, pair: Pair, log: Path) -> Iterator[int]:
+    """The port of a proxy."""
+    proxy = PROXIES[name]
+    assert (FETCHED / proxy.file).is_file(), "scripts/vllm-connectors fetches it"
+    (front,) = free_ports(1)
+    arguments = proxy.arguments.format(**pair.ports).split()
+    command = [sys.executable, str(FETCHED / proxy.file), "--port", f"{front}", *arguments]
+    process = ServerProcess(command, log, {"PYTHONUNBUFFERED": "1"})
+    try:
+        process.wait_ready(lambda: accepts(front) and proxy.ready in log.read_text())
+        yield front
+    finally:
+        process.kill()
+
+
+def settle(server: Server) -> None:
+    """Wait until a server has stored what it was asked to."""
+
+    def is_idle() -> bool:
+        complete(server.port, [7, 8, 9], 1)  # counts travel with steps
+        return counted(server, "vllm:kvferry_pool_slots{", 'state="in_use"') == 0
+
+    wait_until(is_idle, "its saves end", SETTLE_SECONDS)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_of_vllm_before_a_prefiller_and_a_decoder(
+    tmp_path: Path, pair: Pair, make_prompt: MakePrompt, first: Process, name: str
+) -> None:
+    """Shorter than a chunk, and longer; the decode reads all that it can. One that is not told to
+    wait finds what was stored before."""
+    proxy, decoder = PROXIES[name], pair.decoder
+    prompts = [make_prompt(length) for length in LENGTHS[:3]]
+    if name == "encode":  # takes nothing but chats
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(pair.model)
+        texts = ["".join(chr(ord("A") + each % 26) for each in prompt) for prompt in prompts]
+        prompts = [tokenizer.encode(text) for text in texts]
+    with first.engine(pair.model) as engine:
+        own = engine.generate(prompts, logprobs=5).answers
+    if not proxy.waits:
+        for prompt in prompts:
+            complete(pair.prefiller.port, prompt, 1)
+        settle(pair.prefiller)
+    moved, asked = counted(decoder, *MOVED), counted(decoder, *ASKED)
+    with started(name, pair, tmp_path / "proxy.log") as front:
+        if name == "encode":
+            answers = [chat(front, text) for text in texts]
+        else:
+            answers = [complete(front, prompt) for prompt in prompts]
+    assert_same(own, answers)
+    assert counted(decoder, *ASKED) - asked == len(prompts) * proxy.says
+    moved = counted(decoder, *MOVED) - moved
+    most = sum(expected_hit(len(prompt), chunk=CHUNK_TOKENS) for prompt in prompts)
+    assert moved == most or (not proxy.waits and 0 < moved < most)
+
+
+@pytest.mark.sweep
+def test_a_turn_behind_the_proxy_for_turns_is_read_from_the_decoder(
+    tmp_path: Path, pair: Pair, make_prompt: MakePrompt, first: Process
+) -> None:
+    """By its content, since 0.32 leaves the parameters out of streamed answers, where this proxy
+    looks for them."""
+    prompt = make_prompt(350)
+    moved = counted(pair.prefiller, *MOVED)
+    with started("turns", pair, tmp_path / "proxy.log") as front:
+        answers = [complete(front, prompt, 100, conversation_id="one")]
+        history = prompt + answers[0].tokens
+        settle(pair.decoder)
+        later = history + make_prompt(50)
+        answers += [complete(front, later, conversation_id="one")]
+    with first.engine(pair.model) as engine:
+        own = engine.generate([prompt], max_tokens=100, logprobs=5).answers
+        own += engine.generate([later], logprobs=5).answers
+    assert_same(own, answers)
+    # The prompt of the first turn it has itself.
+    assert counted(pair.prefiller, *MOVED) > moved
