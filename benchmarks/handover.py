@@ -51,8 +51,10 @@ _SEAL_SECONDS = 60.0
 
 
 class Decoder(LLM):
-    """Attributes:
-    steps: milliseconds of each step since the list was emptied.
+    """An engine whose steps are timed.
+
+    Attributes:
+        steps: milliseconds of each step since the list was emptied.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - those of an engine

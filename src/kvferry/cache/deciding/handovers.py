@@ -51,6 +51,7 @@ class Handovers:
         plan = state.handover = HandoverPlan()
         plan.is_turn = self._context.config.save_generated and source is not None
         plan.gives = handover.gives or plan.is_turn
+        plan.lends = plan.gives and self._context.config.serve is not None
         if source is None:
             return
         self._expect(plan, source, state, limit)

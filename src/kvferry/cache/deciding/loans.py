@@ -55,7 +55,7 @@ class Loans:
         self._ranks = ranks
         self._clock = clock
         self._lock = threading.Lock()
-        self._slots: dict[ChunkKey, int | None] = {}  # None while a save is making the record
+        self._slots: dict[ChunkKey, int | None] = {}  # None while the record is brought
         self._lent: dict[int, list[SlotLoan]] = {}
 
     # -- scheduler thread -----------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Loans:
             self._ranks.learn(region)
 
     def expect(self, key: ChunkKey) -> None:
-        """A save has begun to make the record of a chunk: until `offer`, `lend` answers
+        """A save or a fetch has begun to bring a chunk whole: until `offer`, `lend` answers
         `KeyState.PENDING`."""
         with self._lock:
             self._slots[key] = None
@@ -107,7 +107,7 @@ class Loans:
     def lend(
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
     ) -> SlotLoan | Literal[KeyState.PENDING] | None:
-        """The record of a chunk, to be read for at most `seconds`; PENDING while a save makes it;
+        """The record of a chunk, to be read for at most `seconds`; PENDING while it is brought;
         None if no sealed slot has it."""
         with self._lock:
             if key not in self._slots:

@@ -85,7 +85,6 @@ class Lookup:
         self._observer = context.observer
         self._tables = context.tables
         self._clock = context.clock
-        self._serves = context.config.serve is not None
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
@@ -298,7 +297,7 @@ class Lookup:
         """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
         numbers = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audits.choose(state, numbers)
-        is_lent = state.gives_all and self._serves
+        is_lent = state.lends_all
         if audited is None:
             return _Candidate(start, stop, self._numbers(start, stop), numbers, None, is_lent)
         block = self._tables.block_size

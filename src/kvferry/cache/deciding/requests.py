@@ -56,6 +56,7 @@ class HandoverPlan:
 
     Attributes:
         gives: another engine goes on with it: each chunk is stored that the store has not.
+        lends: and peers may read them, so each is brought whole into memory that is lent.
         is_turn: it goes on from the KV of another engine, and gives what it generates, too.
         num_chunks: leading chunks that are waited for.
         until: when the wait ends.
@@ -64,6 +65,7 @@ class HandoverPlan:
     """
 
     gives: bool = False
+    lends: bool = False
     is_turn: bool = False
     num_chunks: int = 0
     until: float = 0.0
@@ -155,6 +157,11 @@ class RequestState:
     def gives_all(self) -> bool:
         """Whether another engine goes on with it: each chunk is stored that the store has not."""
         return self.handover is not None and self.handover.gives
+
+    @property
+    def lends_all(self) -> bool:
+        """Whether, besides, peers may read each chunk from memory."""
+        return self.handover is not None and self.handover.lends
 
 
 class UnreadableKeys:

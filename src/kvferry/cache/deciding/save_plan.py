@@ -163,7 +163,7 @@ class SavePlan:
         part of it, which windows have dropped."""
         key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
         first = state.next_save * chunk_tokens
-        if self._is_stored(key):
+        if state.lends_all and self._is_stored(key):
             self._pool.fetch_whole(key, first)
             return True
         blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
@@ -185,7 +185,7 @@ class SavePlan:
         slot = self._pool.find(key)
         # A slot that one rank missed becomes free, without the chunk, when the others have ended.
         is_sound = slot is not None and not slot.failed
-        if state.gives_all and self._context.config.serve is not None:
+        if state.lends_all:
             return is_sound and self._pool.loans.knows(key)
         if slot is not None and is_sound:
             is_held = self._context.tables.all_groups <= slot.held
