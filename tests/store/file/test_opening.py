@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import threading
 
 import pytest
 
@@ -137,3 +138,24 @@ def test_a_forked_child_does_not_write_into_its_parents_account(bench):
         os._exit(0 if result is PutResult.FAILED else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert store.put(make_key(), [b"value"]) is PutResult.STORED
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupted_opening_leaves_no_thread(bench, monkeypatch, has_begun):
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        started.append(thread)
+        if has_begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        FileStore(bench.root)
+    monkeypatch.undo()
+    (thread,) = started
+    if not has_begun:
+        start(thread)  # late, as after the interrupt
+        thread.join(60)
+    assert not thread.is_alive()

@@ -124,7 +124,11 @@ class FileStore(Store):
         )
         self._expected = ExpectedKeys(self._known.contains, self.upkeep.look_for, settings.clock)
         if background:
-            self.upkeep.start()
+            try:
+                self.upkeep.start()
+            except BaseException:  # of a Ctrl-C, too: nobody else could end the thread
+                self.close()
+                raise
 
     def _warn(self, *, is_forced: bool) -> None:
         if untrusted := why_untrusted(self.directory.root):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from kvferry.store.faults import MediumFaults
@@ -142,7 +142,8 @@ class Upkeep:
         if self._thread is None:
             self._run()
         else:
-            self._thread.join(timeout)
+            with suppress(RuntimeError):  # its start was interrupted; should it come, it ends
+                self._thread.join(timeout)
 
     def run_until_idle(self) -> None:
         self._restart()
