@@ -97,6 +97,10 @@ def step(*, new=(), added=None, finished=(), preempted=(), resumed=(), tokens=1)
     )
 
 
+def blocks():
+    return SimpleNamespace(get_block_ids=lambda: ([1],))
+
+
 def run_step(facade, metadata, finished=()):
     facade.bind_connector_metadata(metadata)
     facade.start_load_kv(None)
@@ -157,6 +161,30 @@ def test_a_role_that_is_not_idle_is_asked_in_every_step(scheduling):
     assert role.calls == ["plan"] * 3
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda facade: facade.on_new_request(request()),
+        lambda facade: facade.get_num_new_matched_tokens(request(), 0),
+        lambda facade: facade.update_state_after_alloc(request(), blocks(), 0),
+        lambda facade: facade.build_connector_meta(step(added=([7],))),
+        lambda facade: facade.update_connector_output(KVConnectorOutput(invalid_block_ids={3})),
+        lambda facade: facade.request_finished(request(), [1]),
+        lambda facade: facade.reset_cache(),
+    ],
+    ids=["new", "lookup", "alloc", "step", "output", "finished", "reset"],
+)
+def test_an_idle_role_is_asked_whether_it_still_is_once_a_hook_was_called(scheduling, hook):
+    facade, role = scheduling
+    for _ in range(3):
+        assert facade.build_connector_meta(step()).is_quiet
+    role.is_idle = False
+    hook(facade)
+    role.calls.clear()
+    assert not facade.build_connector_meta(step()).is_quiet
+    assert role.calls == ["plan"]
+
+
 def test_a_step_in_no_known_spelling_is_not_quiet(scheduling):
     facade, _ = scheduling
     facade.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
@@ -186,6 +214,19 @@ def test_and_of_no_other(working):
     role.calls.clear()
     role.is_idle = False
     run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True))
+    assert role.calls == ["begin", "load", "save", "collect", "end"]
+
+
+def test_an_idle_worker_is_asked_whether_it_still_is_once_a_plan_came(working):
+    facade, role = working
+    quiet = PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
+    for _ in range(3):
+        run_step(facade, quiet)
+    assert role.calls == []
+    role.is_idle = False
+    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True))
+    role.calls.clear()
+    run_step(facade, quiet)
     assert role.calls == ["begin", "load", "save", "collect", "end"]
 
 

@@ -83,7 +83,8 @@ class SchedulerRole(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether a step that begins, resumes, preempts and ends no request and adds no block would
-        get the empty plan: its driver may then leave it out of such a step."""
+        get the empty plan: its driver may then leave it out of such steps until it calls another
+        hook of this role."""
         return False
 
     @abstractmethod

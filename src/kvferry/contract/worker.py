@@ -113,7 +113,7 @@ class WorkerRole(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether, with the empty plan, no hook would do anything and `collect` would report
-        nothing: its driver may then leave it out of a step."""
+        nothing: its driver may then leave it out until a step has another plan."""
         return False
 
     @abstractmethod

@@ -72,6 +72,7 @@ class WorkerHalf:
         self._has_tokens = True
         self._saved = False
         self._saw_foreign = False
+        self._rests = False  # it was idle, and no plan has come since
 
     def begin(self, metadata: object) -> bool:
         """Begin a step. False if this half does nothing in it: it is idle, or another connector
@@ -85,7 +86,10 @@ class WorkerHalf:
                     type(metadata).__name__,
                 )
             return False
-        if metadata.is_quiet and self.role.is_idle and not self.lifecycle.holds_reports:
+        self._rests = metadata.is_quiet and (
+            self._rests or (self.role.is_idle and not self.lifecycle.holds_reports)
+        )
+        if self._rests:
             return False
         self._has_tokens, self._saved = metadata.has_tokens, False
         self.lifecycle.begin(metadata.plan)
@@ -118,6 +122,7 @@ class OneRole:
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
         self._half: SchedulerHalf | WorkerHalf | None = None
         self._step: WorkerHalf | None = None  # the worker half, during a step that concerns it
+        self._resting: PlanMetadata | None = None  # of a quiet step: idle, and given nothing since
         # The exception that the caller was handling when the step began: a host may run steps
         # inside an `except` block.
         self._error_before: BaseException | None = None
@@ -165,6 +170,8 @@ class OneRole:
 
     @property
     def _scheduler(self) -> SchedulerHalf:
+        """For hooks that may give the role something to do."""
+        self._resting = None
         if not isinstance(self._half, SchedulerHalf):
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
         return self._half
@@ -184,10 +191,12 @@ class OneRole:
         half = self._worker
         if self._step is not None:  # the host did not end the last step
             self._step.lifecycle.end()
-        self._error_before = sys.exc_info()[1]
-        self._step = half if half.begin(connector_metadata) else None
-        # Without bound metadata, hosts skip the hooks around layers.
-        self._connector_metadata = None if half.lifecycle.layerwise is None else connector_metadata
+        self._step = self._connector_metadata = None
+        if half.begin(connector_metadata):
+            self._step, self._error_before = half, sys.exc_info()[1]
+            # Without bound metadata, hosts skip the hooks around layers.
+            if half.lifecycle.layerwise is not None:
+                self._connector_metadata = connector_metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         if self._step is not None:
@@ -276,8 +285,11 @@ class OneRole:
         role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._resting is not None and is_quiet(scheduler_output):
+            return self._resting
         role, requests, quiet = self._scheduler
         if role.is_idle and is_quiet(scheduler_output):
+            self._resting = quiet
             return quiet
         plan = role.build_plan(requests.step(scheduler_output))
         return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)
