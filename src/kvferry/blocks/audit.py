@@ -17,7 +17,8 @@ from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import Tolerances
 
 _SAMPLE_TOKENS = 128
-"""The limits of bias are of so many tokens: rounding averages out less over fewer."""
+"""Tolerances of bias hold for so many tokens. They are widened for fewer, over which rounding
+averages out less."""
 
 
 def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
@@ -35,8 +36,8 @@ class Difference(NamedTuple):
     """What differs most, measured by what is tolerated."""
 
     excess: float
-    """The larger of error and bias, each as a multiple of its tolerance; infinite if something is
-    no number. More than 1: not the same model."""
+    """The larger of error and bias, each as a multiple of its tolerance. More than 1: not the same
+    model. Infinite if a token that is compared has NaN on one side only."""
     error: float
     bias: float
     group: int
@@ -52,7 +53,7 @@ class Difference(NamedTuple):
         half = "values" if self.is_value else "keys"
         return (
             f"{half} of layer {layer + self.layer}, head {head + self.head} of group {self.group} "
-            f"differ by {self.error:.2%}, {self.bias:.2%} in size"
+            f"have an error of {self.error:.2%}, and are {self.bias:.2%} too large or too small"
         )
 
 
@@ -83,8 +84,8 @@ def largest_difference(
         halves = zip(ours.float().chunk(2, -1), theirs.float().chunk(2, -1), strict=True)
         for half, (one, other) in enumerate(halves):
             error, bias = _error_and_bias(one, other)
-            fewer = max(1.0, math.sqrt(_SAMPLE_TOKENS / one.shape[2]))
-            excess = torch.maximum(error / tolerance.error, bias / (tolerance.bias * fewer))
+            widening = max(1.0, math.sqrt(_SAMPLE_TOKENS / one.shape[2]))
+            excess = torch.maximum(error / tolerance.error, bias / (tolerance.bias * widening))
             largest, at = excess.flatten().max(0)
             if largest > worst.excess:
                 layer, head = divmod(int(at), excess.shape[1])
@@ -103,7 +104,8 @@ def largest_difference(
 def _error_and_bias(
     computed: torch.Tensor, stored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of each layer and head, `[layers, heads]`."""
+    """Relative error and bias of each layer and head, `[layers, heads]`, over the nine tenths of
+    the tokens that differ least: a few may have gone to other experts. NaN equals NaN."""
     are_equal = (computed == stored) | (computed.isnan() & stored.isnan())
     difference = (computed - stored).masked_fill(are_equal, 0.0)
     by_token = difference.square().sum(-1).nan_to_num(torch.inf)

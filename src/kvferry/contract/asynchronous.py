@@ -4,11 +4,12 @@ Connectors written for vLLM use both. Roles that use neither, as those of kvferr
 `is_asynchronous = False`. For all others the guards and the lifecycle take the classes of this
 module; each adds the rules for request ids to the class that it extends.
 
-The rules, each broken at the price of the host's life:
+A host may crash, or hold blocks for ever, where a role breaks one of these rules:
 - A request whose async load was promised is in `finished_recving` exactly once, also if it was
-  aborted meanwhile. That report frees its blocks, so its `delay_free` must be False.
+  aborted meanwhile. That report frees the blocks of a request that was aborted while it loads, so
+  `request_finished` must then return `delay_free=False`.
 - A request that ended with `delay_free` is in `finished_sending` exactly once, after its end.
-- Both come within `OVERDUE_SECONDS`, or the guard reports them in the role's place.
+- Both come within `OVERDUE_SECONDS`; the guard makes reports that do not.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvferry.types import BlockTable
 
 OVERDUE_SECONDS = 300.0
 """The guard reports an async load or a delayed free that was not reported for so long, the load as
-failed. A role's own deadlines are far shorter, and by its contract it does not touch the engine's
-blocks past them. Without a bound, a report lost in a fault would hold blocks for ever."""
+failed. A role's own deadlines are far shorter, and it does not touch the engine's blocks past them
+(`WorkerRole.start_load`). Without a bound, a report lost in a fault would hold blocks for ever."""
 
 REMEMBERED_REQUESTS = 65_536
 """Ended requests remembered at a time. Most are never reported, and an id may come again any time,
@@ -44,7 +45,7 @@ class AsyncPromises(Promises):
         self._faults = faults
         # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
         self._loading: dict[str, frozenset[int]] = {}
-        self._freed: set[str] = set()  # ended since the last plan, by a fault of the role
+        self._freed: set[str] = set()  # since the last plan, as `request_finished` raised
         self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
 
     def allocate(
@@ -111,7 +112,8 @@ class AsyncPromises(Promises):
         for request_id in overdue:
             del self._owed[request_id]
             self._faults.violation(
-                "overdue", f"no end of a load or free of {request_id!r} in {OVERDUE_SECONDS:.0f} s"
+                "overdue",
+                f"{request_id!r}: no report of its load or its blocks in {OVERDUE_SECONDS:.0f} s",
             )
             if request_id in self._loading:
                 self._lost[request_id] = self._loading[request_id]
@@ -122,7 +124,7 @@ class AsyncOwedReports(OwedReports):
     """Adds the ends of async loads and the delayed frees. Runs in: worker.
 
     Attributes:
-        lost: async loads that never started: reported as failed at once.
+        lost: async loads that did not start, or whose end is overdue: reported as failed at once.
         failed: async loads that the role ends itself: reported as failed when it does.
         freed: requests whose blocks were freed: the role's report of them is dropped.
         overdue: delayed frees that the role has not reported in time: reported in its place.
@@ -193,7 +195,7 @@ class AsyncReportRules(ReportRules):
         super().__init__(worker, observer, strict=strict)
         self._announced = True  # False: this worker cannot know which async loads a plan starts
         self._loading: set[str] = set()  # async loads planned and not yet reported
-        self._failed: set[str] = set()  # of those, reported failed before they ended
+        self._failed: set[str] = set()  # reported failed before their load ended
         self._early: set[str] = set()  # finished_sending that came before the end of the request
         self._ended: dict[str, bool] = {}  # True: the last report was passed on
 
@@ -203,7 +205,7 @@ class AsyncReportRules(ReportRules):
 
     def begin(self, plan: Plan) -> None:
         """Note the async loads that a plan starts. If the worker cannot know them, the only rule
-        for loads is that a request is reported once after its end."""
+        for loads is that a request that ended is reported once at most."""
         recving = self._worker.planned_recving(plan)
         if recving is None:
             self._announced = False
@@ -278,9 +280,7 @@ class AsyncReportRules(ReportRules):
                     )
                 self._early.add(request_id)
             elif last_report_given:
-                self._violation(
-                    "finished_sending", f"{request_id!r} was reported before: each id is once"
-                )
+                self._violation("finished_sending", f"{request_id!r} was reported before")
             else:
                 self._ended[request_id] = True
                 admitted.add(request_id)

@@ -84,7 +84,8 @@ class WorkerRole(ABC):
         """Bring what the plan promised. Sync loads are complete when this returns, or reported as
         failed; async work is only started. A role that is `SupportsLayerwise` may leave the loads
         of a layer to its hook, if the host is known to call that. Runs in steps without tokens as
-        well. If it raises, nothing that it started may write to engine blocks any more."""
+        well. An async load ends, or fails, within a deadline of the role, and writes to no blocks
+        after it. If this raises, nothing that it started may write to engine blocks any more."""
 
     @abstractmethod
     def save(self) -> None:

@@ -19,7 +19,7 @@ class DemoProcess:
     """A new process. A context manager.
 
     Args:
-        name: in errors.
+        name: of the process, in errors.
         run: what runs there; its last argument is the other end of the pipe.
     """
 
@@ -27,7 +27,7 @@ class DemoProcess:
         self._name = name
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        # Where an interrupt leaves no time to end it, the end of this process does.
+        # A daemon is killed when this process exits, if an interrupt left `__exit__` out.
         self._process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
         try:
             with _interrupts_held():
@@ -43,7 +43,12 @@ class DemoProcess:
         self._ours.send(question)
 
     def receive(self, seconds: float = _ANSWER_SECONDS) -> Any:  # noqa: ANN401 - what `run` sent
-        """Its next answer. Raises the error that it sent instead, or StoreError where none came."""
+        """Its next answer.
+
+        Raises:
+            KVError: it sent one instead: of the same type, with the name of the process in front.
+            StoreError: it died, or gave no answer in time.
+        """
         try:
             if not self._ours.poll(seconds):
                 raise StoreError(f"{self._name} gave no answer in {seconds:.0f} s")
@@ -61,7 +66,7 @@ class DemoProcess:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._ours.close()
-        if kind is not None:  # it may load, or answer, for long
+        if kind is not None:  # it may be in the middle of a long load or answer
             self._process.terminate()
         self._process.join(_END_SECONDS)  # it closes its store
         self._process.kill()  # does nothing if it ended
@@ -70,8 +75,8 @@ class DemoProcess:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block ends. A process that is started in it never sees one: it
-    inherits that the signal is blocked, and needs no time to say so itself."""
+    """Ctrl-C waits until the block ends. A process that is started in it never sees one, from
+    its first moment on: it inherits that the signal is blocked."""
     resource_tracker.ensure_running()  # by the first process otherwise, and it would end the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:

@@ -27,7 +27,8 @@ CHUNK_TAG = b"kvferry.chunk.1\0"
 
 
 class ChunkKeys:
-    """Keys of the whole chunks of one request, hashed once and extended as tokens arrive.
+    """Keys of the whole chunks of one sequence of tokens, as of a request; hashed once, and
+    extended as tokens arrive.
 
     Not thread-safe: it belongs to the thread that owns the request.
 

@@ -1,4 +1,5 @@
-"""A few threads for blocking I/O, and the handles of what they do.
+"""A few threads, and the handles of what they do: for blocking I/O, and for work in memory that
+must not hold up its caller.
 
 Daemon threads of our own, not `concurrent.futures`: its threads are joined when the interpreter
 ends, so one read that hangs in a stalled file system would hang the shutdown.
@@ -20,8 +21,8 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """One operation under way. Poll it, wait for it with a deadline, or cancel it: then it ends as
-    soon as it looks at `cancelled`, and may write to what it was given until it has ended."""
+    """One operation under way. Poll it, wait for it with a deadline, or cancel it: a job that looks
+    at `cancelled` then ends early. It may write to what it was given until it has ended."""
 
     __slots__ = ("_done", "cancelled", "error", "result")
 
@@ -32,7 +33,7 @@ class Job(Generic[T]):
         self.error: BaseException | None = None
 
     def poll(self) -> bool:
-        """True once `result` or `error` is set. Never blocks."""
+        """True once the job has ended, or never ran. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float) -> bool:
@@ -59,8 +60,8 @@ class IOPool:
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
         """Queue `run(job)`; never blocks. It runs even if the job was cancelled meanwhile, so that
         it can give back what it holds; it looks at `job.cancelled` first. After `close` it does not
-        run: the job is done and cancelled when this returns. Where the process can start no thread
-        for it, the job is done and has an error."""
+        run: the job is done and cancelled when this returns. Where the process can start no
+        thread, those that it has run the job; without any, the job is done and has an error."""
         job: Job[T] = Job()
         if self._closed:
             job.cancelled = True
@@ -85,16 +86,16 @@ class IOPool:
     def spread(
         self, items: Sequence[T], work: Callable[[T], None], *, alone: bool = False
     ) -> list[Exception | None]:
-        """Do `work` on every item, here and on threads of the pool that are free by then. For work
-        in memory: it waits for no job that is under way or queued, only for items begun.
+        """Do `work` on every item, on this thread and on threads of the pool that are free by then.
+        For work in memory: it waits for no job that is under way or queued, only for items begun.
 
         Args:
             items: what to work on; begun in this order.
             work: called once for each, by up to `num_threads` threads at a time.
-            alone: by this thread only.
+            alone: on this thread only.
 
         Returns:
-            What it raised, by item.
+            For each item the exception that it raised, or None.
         """
         errors: list[Exception | None] = [RuntimeError("interrupted")] * len(items)
         waiting = deque(enumerate(items))

@@ -1,8 +1,8 @@
 """Copies between the layers of a Transformers cache and images of records.
 
 A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included; a record
-component holds `[layers, heads, tokens, K|V]` of visible tokens. In a cache, latents are the keys
-and rotated keys the values.
+component holds `[layers, heads, tokens, K|V]` of visible tokens. A row of a cache is one sequence
+of the batch. In a cache, latents are the keys and rotated keys the values.
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.
@@ -38,14 +38,15 @@ def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, 
 
 
 def first_kept(cache: Any) -> int:
-    """The first token that every layer still has: sliding-window layers drop those behind."""
+    """The first token that every layer still has: sliding-window layers drop earlier ones."""
     length = int(cache.get_seq_length())
     return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
 
 
 def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
-    """A new image of one chunk, `head | group 0 | ...` as in the file, from one row of a cache that
-    has its tokens in every layer. `first_token` counts from the row's first, padding included."""
+    """A new image of one chunk, `head | group 0 | ...` as in the file but with an empty head, from
+    one row of a cache that has its tokens in every layer. `first_token` counts from the row's
+    first, padding included."""
     image = memoryview(mmap.mmap(-1, rows.slot_bytes))
     into = tensors_of(rows, image)
     length = cache.get_seq_length()
@@ -65,7 +66,8 @@ class StoredRow(NamedTuple):
 
     num_padding: int
     images: list[memoryview]
-    """Of its leading chunks after the padding. All of them start within the tokens to fill."""
+    """Of its leading chunks after the padding. They reach to the last of the tokens to fill; the
+    last chunk may go past it."""
 
 
 def fill(

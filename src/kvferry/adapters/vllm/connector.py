@@ -43,7 +43,7 @@ START_SECONDS = 5.0
 """How long start-up waits for the store to list its records; look-ups before that may miss."""
 
 GAUGE_SECONDS = 1.0
-"""How often values as they are now are reported."""
+"""Between two reports of gauges."""
 
 
 class FerryConnector(OneRole):
@@ -162,7 +162,7 @@ class FerryConnector(OneRole):
 
         Raises:
             ConfigError: another engine in this process already uses vLLM's only worker-side
-                connector; its hits would be copied into the wrong engine's blocks.
+                connector; hits of this engine would be copied into that one's blocks.
         """
         if self._kv_caches and _addresses(kv_caches) != _addresses(self._kv_caches):
             raise ConfigError(
@@ -173,8 +173,8 @@ class FerryConnector(OneRole):
         layers = self._host_config.compilation_config.static_forward_context
         super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
 
-    # Since vLLM 0.33, around the time in which the memory of the tensors is not mapped. Their
-    # addresses stay, so the second registration takes the same tensors.
+    # For the sleep mode of vLLM 0.33 and later: between these two calls the memory of the tensors
+    # is not mapped. Their addresses stay, so the same tensors are registered again.
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
@@ -195,8 +195,8 @@ class FerryConnector(OneRole):
             counted[NOW] = self._observer.gauges()
         if self._step is None or self.host.worker_meta is not None:
             return self.stats_class(data=counted) if counted else None
-        # Hosts without a message field carry worker messages on the stats. They ask the scheduler
-        # for stats only if a worker returned some, so a worker returns stats in every step.
+        # Hosts without a field for worker messages carry them on the stats. They ask the scheduler
+        # for stats only if a worker returned some, so a worker has some in every step with a plan.
         stats = self.stats_class(data=counted)
         meta = self._step.lifecycle.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
@@ -271,8 +271,8 @@ def _default_store() -> str:
 
 
 def log_as(host: logging.Logger, ours: logging.Logger) -> None:
-    """Have `ours` write where the host's logger does, from its level on: at debug, the answer to
-    each request. Nothing changes where ours is set up already."""
+    """Give `ours` the handlers and the level of the host's logger, unless it has its own. At debug,
+    the answer to each request is logged."""
     if not ours.handlers and ours.level == logging.NOTSET and host.handlers:
         ours.handlers = list(host.handlers)
         ours.setLevel(host.getEffectiveLevel())

@@ -1,8 +1,8 @@
 """What others learn of the decisions: counts and journal of requests, events of chunks.
 
-`Accounts` counts every token of an admitted prompt once: held by the engine, hit by tier, or missed
-by reason. `Announcer` makes the events for the host's subscribers: chunks that this engine saved,
-and chunks that are gone.
+`Accounts` counts the tokens of a request at each admission, so again after a preemption: held by
+the engine, hit by tier, or missed by reason. `Announcer` makes the events for the host's
+subscribers: chunks that this engine saved, and chunks that are gone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ MAX_PENDING = 4096
 """Saves under way that are remembered for an announcement. With more, the oldest is forgotten."""
 
 MAX_ANNOUNCED = 1 << 18
-"""Chunks watched for removal (some 20 MiB). With more, the oldest is announced as gone: a
-subscriber that misses a chunk asks another engine, one that expects a lost chunk asks in vain."""
+"""Chunks watched for removal (some 20 MiB). With more, the one that was checked
+longest ago is announced as gone, though it may be there: its subscribers then ask another engine,
+and would ask this one in vain for a lost chunk that is not announced as gone."""
 
 
 class Accounts:
@@ -276,7 +277,7 @@ class Announcer:
         return events
 
     def forget_all(self) -> None:
-        """Another epoch began: announced chunks can no longer be read."""
+        """Another epoch began: this engine no longer reads the chunks that it announced."""
         self._gone += self._announced
         self._pending.clear()
         self._announced.clear()

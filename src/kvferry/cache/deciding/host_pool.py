@@ -15,7 +15,8 @@ Invariants:
 - A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised.
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
   unpinned when that plan is built, so only a later plan can assign it again.
-- Chunks are verified before they are held, and are immutable under their key.
+- A fetched chunk is verified before it is held; a saved one was computed here. Both are immutable
+  under their key.
 - A chunk that came whole is sealed when its head and the digests of its rows are there, too; then
   other threads may borrow it (`loans`), and its slot is not assigned again meanwhile.
 """
@@ -44,10 +45,10 @@ class Slot:
         index: the place, on every rank.
         key: the chunk. `HostPool.find` does not find a slot that was given up.
         first_token: position of the chunk in the prompt.
-        held: groups that every rank holds verified.
+        held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
-        is_save: the copy of a save fills it, not a fetch.
-        pins: requests that wait for it, were promised it, or load it.
+        is_save: a save filled it, not a fetch.
+        pins: requests that wait for it, were promised it, or load it, and audits of it.
         num_filling: ranks that have not reported the end of the read or copy.
         num_sealing: ranks that have not reported that they hashed what a save brought.
         is_writing: the write to the store has not ended.
@@ -70,7 +71,7 @@ class Slot:
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is for a second copy of a chunk."""
+        """Whether it is for the copy of a chunk that an audit compares with the record."""
         return self.key == NO_KEY
 
     @property
@@ -129,13 +130,14 @@ class HostPool:
         return self._by_key.get(key)
 
     def holds(self, key: ChunkKey, groups: frozenset[int]) -> bool:
-        """Whether every rank holds these groups of a chunk, verified."""
+        """Whether every rank holds these groups of a chunk."""
         slot = self._by_key.get(key)
         return slot is not None and groups <= slot.held
 
     @property
     def num_taken(self) -> int:
-        """Slots that are pinned or busy, and so cannot be assigned to other chunks now."""
+        """Slots that are pinned or busy, and so cannot be assigned to other chunks now. Of the
+        others, those that are lent cannot either."""
         return len(self._slots) - len(self._idle)
 
     @property
@@ -174,7 +176,7 @@ class HostPool:
         """Have every rank read some groups of a chunk. One fetch serves all who want the chunk.
 
         Returns:
-            The slot, which the caller pins; None if every slot is pinned or busy.
+            The slot, which the caller pins; None if every slot is pinned, busy or lent.
         """
         slot = self._by_key.get(key) or self._assign(key, first_token)
         if slot is None:
@@ -218,8 +220,8 @@ class HostPool:
         self.loans.expect(key)
 
     def spare(self, first_token: int) -> Slot | None:
-        """A pinned slot for a second copy of a chunk, which `find` does not find; None if every
-        slot is pinned or busy."""
+        """A pinned slot for the copy that an audit makes, which `find` does not find; None if every
+        slot is pinned, busy or lent."""
         slot = self._assign(NO_KEY, first_token)
         if slot is not None:
             slot.pins = 1
@@ -249,7 +251,8 @@ class HostPool:
         return slot
 
     def _free_place(self) -> int | None:
-        """An unread place, without a chunk or with the one to evict; None if there is none."""
+        """A place that is not lent, without a chunk or with the one to evict; None if there is
+        none."""
         for at in reversed(range(len(self._free))):
             if not self.loans.is_lent(self._free[at]):
                 return self._free.pop(at)
@@ -282,7 +285,8 @@ class HostPool:
                 self._idle.move_to_end(key)
 
     def unpin(self, slot: Slot) -> None:
-        """End one pin. Without a pin left, a fetch is cancelled that peers do not wait for."""
+        """End one pin. The last one cancels a fetch into a slot that holds nothing, unless peers
+        wait for it."""
         slot.pins -= 1
         is_wanted = slot.held or slot.is_save or self.loans.knows(slot.key)
         if slot.pins == 0 and slot.filling and not is_wanted:
@@ -313,8 +317,8 @@ class HostPool:
     def report_filled(
         self, index: int, seconds: float = 0.0, *, missed: bool = False
     ) -> Slot | None:
-        """A rank reports the end of a fetch, or of the copy of a save. The slot, which still fills
-        until all ranks have reported; None if no end was expected of it."""
+        """A rank reports the end of a fetch, or of the copy of a save or an audit. The slot,
+        which still fills until all ranks have reported; None if no end was expected of it."""
         slot = self._slots.get(index)
         if slot is None or slot.num_filling == 0:
             return None
@@ -375,12 +379,14 @@ class HostPool:
     # -- ends -----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Give up all chunks. Operations under way continue; all pins must have ended."""
+        """Give up all chunks. Operations that a plan has carried continue; all pins must have
+        ended."""
         for slot in list(self._by_key.values()):
             self._give_up(slot)
 
     def drop(self, key: ChunkKey) -> None:
-        """A load of a chunk failed: give it up, unless another request has pinned it."""
+        """Give up a chunk that cannot be loaded, or has to be read again, unless its slot is pinned
+        or busy."""
         slot = self._by_key.get(key)
         if slot is not None and not slot.pins and not slot.is_busy:
             self._give_up(slot)

@@ -34,7 +34,7 @@ class _Slots(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Contiguous bytes of a record that lie contiguous in the slots of one rank."""
+    """Contiguous bytes of a record that are contiguous in the slots of one rank, too."""
 
     rank: int
     start: int
@@ -42,7 +42,8 @@ class _Part(NamedTuple):
 
 
 class RankSlots:
-    """Thread-safe, but for `learn`.
+    """Opens the memory of all ranks' slots, for writes to the store and for peers that read.
+    Thread-safe, but for `learn`.
 
     Args:
         groups: KV groups of the whole model.
@@ -117,8 +118,8 @@ class RankSlots:
         return [self._slots[part.rank].part(slot, part.start, part.stop) for part in self._parts]
 
     def whole_record(self, slot: int) -> list[memoryview] | None:
-        """The same; None also if the ranks' heads differ: they then read the chunk while it was
-        replaced in the store, and each has rows of another record."""
+        """As `record`, but also None if the ranks' heads differ: the chunk was replaced in the
+        store while they read it, and their rows are of different records."""
         parts = self.record(slot)
         heads = self._heads(slot)
         return parts if all(head == heads[0] for head in heads[1:]) else None
@@ -132,7 +133,8 @@ class RankSlots:
         return [each.part(slot, 0, self._schema.head_bytes) for each in self._slots.values()]
 
     def leaf_table(self, digests: Mapping[int, bytes]) -> bytes | None:
-        """The leaf table of a record made of what each rank hashed; None unless it is whole."""
+        """The leaf table of a record, made of what each rank hashed; None if a rank's part is
+        missing or has another length."""
         table = bytearray(DIGEST_BYTES * self._schema.num_leaves)
         num_filled = 0
         for rank, slots in self._slots.items():
