@@ -58,6 +58,7 @@ _MODULES = {
     "open_store": "kvferry.store.url",
 }
 
+# An old import path is an ImportError that names the new one; it is not followed.
 if MovedModules not in sys.meta_path:
     sys.meta_path.append(MovedModules)
 
@@ -67,7 +68,7 @@ def __getattr__(name: str) -> object:
         # The installed version; reading it costs more than the rest of this module.
         return importlib.import_module("importlib.metadata").version("kvferry")
     if name not in _MODULES:
-        return moved_names("kvferry")(name)
+        moved_names("kvferry")(name)  # raises
     value: object = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value  # the next use finds it there
     return value

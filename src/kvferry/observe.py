@@ -1,6 +1,6 @@
 """Counts: an observer of no-op methods, and one that adds up.
 
-The core calls the observer and never reads it; exporters and `stat` live outside. Methods must be
+The core calls the observer and never reads it; exporters and adapters do. Methods must be
 cheap and must not raise; they are called from scheduler, worker and I/O threads alike.
 
 A name may carry the values of labels behind slashes, as `hit_tokens/file`; `FAMILIES` names the
@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "hits": Family("Requests admitted with KV from the cache."),
     "requests_missed": Family("Requests admitted without KV from the cache."),
     "lookup_tokens": Family("Tokens of all admitted prompts."),
-    "local_hit_tokens": Family("Tokens of those prompts that the engine had itself."),
+    "local_hit_tokens": Family("Tokens of admitted prompts that the engine had itself."),
     "hit_tokens": Family("Tokens brought instead of computed; memory: the host pool.", ("tier",)),
     "miss_tokens": Family("Tokens to compute.", ("reason",)),
     "loaded_tokens": Family("Tokens copied from the cache into KV blocks, per rank."),
@@ -38,11 +38,15 @@ FAMILIES: Mapping[str, Family] = {
     "save_failed": Family("Chunks that could not be stored."),
     "save_no_slot": Family("Saves put off because the host pool had no slot."),
     "load_failed_chunks": Family("Chunks that could not be brought after they were promised."),
-    "audits": Family("Hits compared with what the engine computes, and found right."),
+    "audits": Family("Hits compared and found right; with StoredKV, all that were compared."),
     "audit_bad_records": Family("Records that audits found wrong and took out of the store."),
-    "audit_mismatch": Family("Hits that differ from it, by wrong records or by another model."),
+    "audit_mismatch": Family(
+        "Hits unlike what the engine computes: wrong records, or another model."
+    ),
     "remote_prefills": Family("Requests admitted whose prompt another engine was said to compute."),
-    "remote_prefills_computed": Family("Those of which this engine computed more than the end."),
+    "remote_prefills_computed": Family(
+        "Remote prefills of which this engine computed more than the end."
+    ),
     "records_corrupt": Family("Records found wrong; never served."),
     "store_quarantined": Family("Records taken out of the store because they were wrong."),
     "store_evicted_bytes": Family("Bytes evicted to keep the quota."),
@@ -63,7 +67,7 @@ TIMES: Mapping[str, str] = {
     "promise": "From the first look-up of a request until its hit was promised.",
     "fetch": "Reading and verifying one chunk.",
     "load_copy": "Copying the chunks of a step from the host pool into KV blocks.",
-    "save": "Hashing and writing one chunk.",
+    "save": "Writing one chunk to the store; its hashing came before.",
 }
 """Durations that exporters show under names of their own."""
 
@@ -111,7 +115,8 @@ class Times:
     """Durations of one name: a fixed array of counts, and their sum.
 
     Attributes:
-        counts: durations up to each of `TIME_BOUNDS`, and longer ones.
+        counts: durations in each bucket, each counted once; the last is of those above all
+            `TIME_BOUNDS`.
         seconds: their sum.
     """
 

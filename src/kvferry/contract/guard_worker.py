@@ -37,7 +37,7 @@ class GuardedWorker(WorkerRole):
     save_layer: Callable[[str, torch.Tensor, Any], None]
 
     def __init__(self, role: WorkerRole, observer: Observer | None = None) -> None:
-        """Wrap `role`; `observer` receives the `hook_failed...` counts."""
+        """Wrap `role`; `observer` receives `hook_failed...` and `contract_violation` counts."""
         self._role = role
         self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._plan = Plan()
@@ -88,12 +88,14 @@ class GuardedWorker(WorkerRole):
             self._give_up_step()
 
     def _is_promised(self, plan: RepairedPlan) -> bool:
-        """Whether the plan loads only what the host was promised. If not, the step is given up:
-        the role would write to blocks of other requests."""
+        """Whether the plan loads only what the host was promised; also if the role cannot say what
+        it loads. If not, it is refused: the role would write to blocks of other requests."""
         promised = plan.promised_block_ids
         if promised is None or self.planned_blocks(plan.plan) <= promised:
             return True
-        self._faults.violation("stale_load", "loads that an earlier plan failed to bring: refused")
+        self._faults.violation(
+            "stale_load", "it loads blocks that only a plan which failed was to fill: refused"
+        )
         self._loads_stopped = self._saves_stopped = True
         self._owed.refuse(plan)
         return False

@@ -18,7 +18,8 @@ _COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
 
 def as_json(result: DemoResult) -> dict[str, JsonValue]:
-    """Medians and the worst over all questions; all comparisons under `runs`."""
+    """Medians over the warm runs, and the worst over all runs, the corrupted one included; each run
+    is under `runs`."""
     runs = [("warm", run) for run in result.warm] + [("corrupted", result.corrupted)]
     return {
         "model": result.model,

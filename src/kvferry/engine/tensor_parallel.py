@@ -2,7 +2,8 @@
 
 As in Megatron-LM, each rank keeps the rows of the projections that make its heads, and the columns
 of the projection that reads them. Its outputs add up over the ranks. MLPs are split likewise, where
-their shape is known. All else (embeddings, norms, routers, experts, logits) is replicated.
+their shape is known, shared experts included. All else (embeddings, norms, routers, other experts,
+logits) is replicated.
 
 The names of a layer's projections decide how it is split. `PagedModel.split` checks the result
 against the whole model.
@@ -115,8 +116,9 @@ def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) ->
         The number of attention layers split.
 
     Raises:
-        ConfigError: an attention layer of unknown projections. (`ModelConfig` refuses heads that do
-            not divide.)
+        ConfigError: an attention layer has a projection or a parameter that cannot be split.
+        TopologyError: of the numbers of ranks and of KV heads, neither divides the other.
+            (`ModelConfig` refuses query heads that do not divide.)
     """
     num_attention_layers = 0
     for module in list(model.modules()):

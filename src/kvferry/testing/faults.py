@@ -78,7 +78,8 @@ class Gate:
 
 
 class FaultyStore(WrapperStore):
-    """Asks `enter` before each of `operations`; what enters goes on to the inner store.
+    """Asks `enter` before every read, put, delete and discard; what enters goes on to the inner
+    store. By default `enter` asks `fault` about `operations`, and lets all others in.
 
     An operation that may not enter fails as in the contract: `read` raises StoreError, writes
     answer FAILED, `delete` and `discard` do nothing.

@@ -72,9 +72,10 @@ def _is_of(known: Prompt | None, prompt: Prompt, num_tokens: int) -> bool:
 class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
-    Guarantee: `load` returns only KV that this model computed for these tokens, verified byte by
-    byte; the first chunk of the first hit and one other are computed again and compared. A store
-    that fails or stalls costs a bounded time, and is counted.
+    Guarantee: `load` verifies every byte that it returns against the checksums of its record. The
+    first hit is compared with what the model computes, too: its first chunk and one other; the
+    option `audit` compares more hits, or none. A store that fails or stalls costs a bounded time,
+    and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 

@@ -1,8 +1,8 @@
-"""Counters of both halves on their way to vLLM's log line and to Prometheus.
+"""Counters of the connector's two halves on their way to vLLM's log line and to Prometheus.
 
-Each half adds up its counts between two questions of vLLM. vLLM adds up ranks and halves, logs the
-sum of an interval and hands it to Prometheus in the API server. Values as they are now travel
-beside the counts, once a second at most.
+Scheduler half and worker half each add up their counts between two questions of vLLM. vLLM adds up
+ranks and halves, hands each sum to Prometheus in the API server, and logs the sum of an interval.
+Gauges travel beside the counts, once a second at most.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MULTIPROCESS = "mostrecent"
 """How Prometheus puts gauges of several API servers together."""
 
 MAX_REASONS = 32
-"""Of a tier's states, in labels; Prometheus keeps each that it has seen."""
+"""Of states, in labels of all tiers together; Prometheus keeps each that it has seen."""
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:

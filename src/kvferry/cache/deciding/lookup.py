@@ -234,8 +234,9 @@ class Lookup:
     # -- parts ----------------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
-        """Index of the first chunk from `first` on that cannot be had, and why: its last read
-        failed, or it has no slot and the store does not know it. No reason while the store asks its
+        """The index at which the known chunks from `first` on end, and why: the last read of the
+        chunk there failed, it is suspected, or it has no slot and is not in the store; or the chunk
+        before it is to be compared. No reason where all are known, and while the store asks its
         medium, which takes it a bounded time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
         everything, suspects = self._tables.all_groups, self._audits.suspects
@@ -420,7 +421,7 @@ class Lookup:
             return
         for slow in late:
             tokens = self._chunk * sum(each == slow for each in search.fetched.values())
-            since = search.fetching_since or 0.0  # nothing is late before
+            since = search.fetching_since or 0.0  # never None: nothing is late before a fetch
             self._policy.saw_slow_load(slow, tokens, self._clock() - since)
         loads: dict[str, tuple[int, float]] = {}
         for slot in search.pinned:
