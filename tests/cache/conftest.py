@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cache.config import CacheBounds
 from kvferry.observe import Counters
 from tests.cache.hosts import make_groups, make_shared_storage_host
 from tests.simulated_host import SimulatedHost
@@ -57,6 +58,7 @@ def make_host() -> Iterator[Any]:
         saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = lambda: 0.5,
+        bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
         observer: Counters | None = None,
         rank_stores: Sequence[Any] = (),
         **options: Any,
@@ -87,6 +89,7 @@ def make_host() -> Iterator[Any]:
             stores=stores,
             clock=clock,
             draw=draw,
+            bounds=bounds,
         )
         host.__class__ = Host
         host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kvferry.cache.build import PrefixCache
+from kvferry.cache.config import CacheBounds
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -54,6 +55,7 @@ def make_shared_storage_host(
     saves: bool = True,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
+    bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
 ) -> tuple[SimulatedHost, Any]:
     """A host with the shared-storage connector, and what its roles share (close it last). Nothing
     is audited unless the options say so; `draw` then says which chunk, mostly the last."""
@@ -78,7 +80,7 @@ def make_shared_storage_host(
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
-        part.context = replace(part.context, clock=clock)
+        part.context = replace(part.context, clock=clock, bounds=bounds)
     scheduler = parts[0].scheduler(prefetch_recent=fills, draw=draw)
     if not carries_worker_meta:
         scheduler.expect_no_reports()

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
+from kvferry.cache.config import CacheBounds
 from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
-from kvferry.cache.deciding.save_plan import SAVES_SECONDS
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import RepairedPlan
 from kvferry.errors import TransferError
@@ -415,7 +415,7 @@ def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever
     host = make_host(store=store, clock=clock)
     host.run("writer", PROMPT)
     assert host.scheduler.has_pending_work()
-    clock.advance(SAVES_SECONDS)
+    clock.advance(CacheBounds().saves_seconds)
     assert not host.scheduler.has_pending_work()
     host.run("another writer", list(range(700, 741)))
     assert host.scheduler.has_pending_work()
@@ -432,10 +432,10 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
     request = host.add("writer", PROMPT)
     host.admit(request)
     host.prefill(request)
-    clock.advance(SAVES_SECONDS + 1)
+    clock.advance(CacheBounds().saves_seconds + 1)
     host.finish(request)
     assert host.scheduler.has_pending_work()
-    clock.advance(SAVES_SECONDS)
+    clock.advance(CacheBounds().saves_seconds)
     assert not host.scheduler.has_pending_work()
     gate.release()
 
@@ -451,7 +451,7 @@ def test_an_idle_host_is_kept_stepping_while_saves_go_on(make_host):
     host = make_host(store=Slow(MemoryStore("x")), clock=clock)
     keys = keys_of(host, PROMPT)
     host.run("writer", PROMPT)
-    clock.advance(SAVES_SECONDS - 1)
+    clock.advance(CacheBounds().saves_seconds - 1)
     first.release()
     slots = [host.pool.find(key) for key in keys]
 
@@ -463,7 +463,7 @@ def test_an_idle_host_is_kept_stepping_while_saves_go_on(make_host):
     clock.advance(2)
     assert slots[-1].is_writing
     assert host.scheduler.has_pending_work()
-    clock.advance(SAVES_SECONDS)
+    clock.advance(CacheBounds().saves_seconds)
     assert not host.scheduler.has_pending_work()
     last.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.deciding import save_plan
+from kvferry.cache.config import CacheBounds
 from kvferry.keys import ChunkKeys
 from tests.cache.hosts import make_groups, make_shared_storage_host
 
@@ -156,10 +156,10 @@ def test_a_request_that_computes_its_chunks_again_is_no_second_one(make_host):
 
 @pytest.mark.parametrize(("num_remembered", "num_stored"), [(4, 2), (3, 0)])
 def test_chunks_that_were_used_once_are_remembered_within_bounds(
-    make_host, monkeypatch, num_remembered, num_stored
+    make_host, num_remembered, num_stored
 ):
-    monkeypatch.setattr(save_plan, "MAX_USED_ONCE", num_remembered)
-    host = make_host(chunk_tokens=8, save_repeated=True)
+    bounds = CacheBounds(max_used_once=num_remembered)
+    host = make_host(chunk_tokens=8, save_repeated=True, bounds=bounds)
     host.run("first", list(range(16)))
     host.run("others", list(range(100, 116)))
     host.run("first again", list(range(16)))

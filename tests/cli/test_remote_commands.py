@@ -18,11 +18,11 @@ from kvferry.keys.encoding import canonical
 from kvferry.keys.namespace import NAMESPACE_TAG
 from kvferry.record.schema import RecordSchema
 from kvferry.store.kind import Opening
-from kvferry.store.servers import objects, remote
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
+from tests.servers import patience
 from tests.servers.hostile_s3 import running_hostile_s3
 from tests.servers.mooncake import mooncake
 from tests.servers.places import client_of
@@ -83,9 +83,7 @@ class Filled:
 @pytest.fixture(autouse=True)
 def _patient_calls(monkeypatch):
     """A call whose deadline the store sets does not fail because the machine is busy."""
-    monkeypatch.setattr(remote, "DELETE_SECONDS", 20.0)
-    monkeypatch.setattr(remote, "DESCRIBE_SECONDS", 20.0)
-    monkeypatch.setattr(objects, "CHECK_SECONDS", 20.0)
+    patience.make_patient(monkeypatch)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from kvferry.store.base import ASK_SECONDS
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
 from tests.servers.mooncake import MooncakeServer
+from tests.servers.patience import make_patient
 from tests.servers.places import (
     FAULT_SECONDS,
     assert_said_if_busy,
@@ -377,8 +378,7 @@ def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
 
 
 def test_an_engine_with_wrong_credentials_does_not_start(model_dir, s3, monkeypatch):
-    # An engine whose server does not answer in time starts.
-    monkeypatch.setattr("kvferry.store.servers.objects.CHECK_SECONDS", 20.0)
+    make_patient(monkeypatch)  # an engine whose server does not answer in time starts
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-horse")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as said:
         LLM(model_dir(), store=s3.url)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cache.config import CacheBounds
 from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.config import DEFAULT_CHUNK_TOKENS
 from kvferry.errors import ConfigError
-from kvferry.simulate import policies
 from kvferry.simulate.policies import MAX_CHANCES, Chances, Lru, check_policy, replay
 from kvferry.testing.stores import make_key
 from tests.cache.pools import check_pool
@@ -72,11 +73,10 @@ def test_what_one_request_uses_is_not_taken_if_only_repeated_blocks_are():
 
 
 @pytest.mark.parametrize(("num_remembered", "num_written"), [(2, 2), (1, 0)])
-def test_blocks_that_one_request_used_are_forgotten_after_others(
-    monkeypatch, num_remembered, num_written
-):
-    monkeypatch.setattr(policies, "MAX_USED_ONCE", num_remembered)
-    trace = make_trace([[1], [2], [1], [2]], 128)
+def test_blocks_that_one_request_used_are_forgotten_after_others(num_remembered, num_written):
+    # Blocks so large that as many tokens as the connector remembers are one or two of them.
+    num_tokens = CacheBounds().max_used_once * DEFAULT_CHUNK_TOKENS
+    trace = make_trace([[1], [2], [1], [2]], num_tokens // num_remembered)
     assert replay(trace, 3, Lru(), repeated=True).num_written == num_written
 
 

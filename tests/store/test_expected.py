@@ -77,7 +77,7 @@ def test_what_was_said_to_be_there_and_is_absent_is_not_awaited():
 def test_a_server_that_does_not_answer_once_is_asked_again():
     clock, asked = FakeClock(), []
 
-    def find(keys, _deadline):
+    def find(keys):
         asked.append(keys)
         if len(asked) < 3:
             raise StoreError("no answer in time")

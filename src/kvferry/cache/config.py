@@ -52,6 +52,35 @@ class SharedStorageConfig(ChunkOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBounds:
+    """Waits and sizes of what moves chunks, and of what chooses those to save.
+
+    Attributes:
+        device_seconds: how long an I/O thread waits for a copy that is queued behind the engine's
+            steps.
+        unregister_seconds: how long copies under way are waited for, before the engine's tensors
+            may go.
+        device_close_seconds: how long `close` waits for them, before the slots may go.
+        writes_close_seconds: how long `close` waits for writes under way before it abandons them.
+        reads_close_seconds: how long `close` waits for cancelled reads and for comparisons, which
+            no request needs; one that hangs is abandoned.
+        saves_seconds: an idle host is kept stepping until the saves under way are reported, but for
+            no longer than this after the last of them was planned or one went on, or a request
+            ended: a store that stalls must not keep an engine busy. The step that computes what is
+            saved may itself take longer.
+        max_used_once: the last so many chunks that one request used are remembered: some 30 MB.
+    """
+
+    device_seconds: float = 60.0
+    unregister_seconds: float = 60.0
+    device_close_seconds: float = 2.0
+    writes_close_seconds: float = 10.0
+    reads_close_seconds: float = 0.5
+    saves_seconds: float = 5.0
+    max_used_once: int = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleContext:
     """The values that all parts of a role share.
 
@@ -62,6 +91,7 @@ class RoleContext:
         clock: monotonic seconds.
         draw: makes a random number from 0 to 1, without 1.
         log: gets a line for each request that another engine prefills or decodes.
+        bounds: waits and sizes; tests change them.
     """
 
     spec: EngineSpec
@@ -72,3 +102,4 @@ class RoleContext:
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     log: logging.Logger = logger
+    bounds: CacheBounds = CacheBounds()

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvferry.cache.deciding.save_plan import MAX_USED_ONCE
+from kvferry.cache.config import CacheBounds
 from kvferry.config import DEFAULT_CHUNK_TOKENS, unknown
 from kvferry.errors import ConfigError
 from kvferry.simulate.reuse import Replay
@@ -147,7 +147,7 @@ def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -
     blocks = trace.blocks
     held = bytearray(trace.num_unique)
     used_once: OrderedDict[int, None] = OrderedDict()
-    num_remembered = MAX_USED_ONCE * DEFAULT_CHUNK_TOKENS // trace.block_tokens
+    num_remembered = CacheBounds().max_used_once * DEFAULT_CHUNK_TOKENS // trace.block_tokens
     num_free = capacity
     num_written = 0
     add, remove, evict = order.add, order.remove, order.evict

@@ -29,6 +29,36 @@ _ENDPOINT = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerBounds:
+    """Waits and sizes of a store on a server.
+
+    Attributes:
+        call_seconds: deadline of calls that have none.
+        probe_seconds: timeout of a question, longer than a look-up waits: a late answer serves the
+            next look-up.
+        describe_seconds: an engine's start waits so long for the description of its namespace to
+            be stored.
+        delete_seconds: timeout of a delete.
+        check_seconds: how long the opening of a store waits to hear that its bucket is wrong.
+        max_text_bytes: a longer value is no description of ours.
+        max_listed: a longer listing is taken for one that has no end.
+        max_remembered: names that a listing remembers, to find those that come twice.
+        max_repeats: a server may list a name twice. When most of so many were listed before, its
+            listing goes in a circle.
+    """
+
+    call_seconds: float = 30.0
+    probe_seconds: float = 1.0
+    describe_seconds: float = 2.0
+    delete_seconds: float = 2.0
+    check_seconds: float = 2.0
+    max_text_bytes: int = 1 << 20
+    max_listed: int = 1 << 22
+    max_remembered: int = 1 << 16
+    max_repeats: int = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """How a store is opened, apart from its URL; see also `open_store`.
 
@@ -36,6 +66,7 @@ class Opening:
         value_bytes: size of every value; a `put` to a server replaces one of another size. None:
             sizes differ.
         may_create: False where a directory must be a store already.
+        bounds: waits and sizes where it is on a server; tests change them.
     """
 
     observer: Observer = field(default_factory=Observer)
@@ -44,6 +75,7 @@ class Opening:
     namespace: bytes = bytes(32)
     value_bytes: int | None = None
     may_create: bool = True
+    bounds: ServerBounds = ServerBounds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.build import PrefixCache
+from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import (
     Fetch,
     Load,
@@ -68,6 +69,7 @@ class DeviceHost:
         *,
         device: str = "cpu",
         setup: DeviceSetup | None = None,
+        bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
     ) -> None:
         sizes = {"block_size": BLOCK, "num_blocks": 10, "device": device}
         self.caches = [
@@ -91,6 +93,7 @@ class DeviceHost:
         memory_bytes = 8 * record_bytes(groups, CHUNK)
         options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
         self.cache = PrefixCache(spec, options, self.observer, store=store)
+        self.cache.context = replace(self.cache.context, bounds=bounds)
         self.worker = self.cache.worker(setup)
         self.tensors = {
             name: tensor

@@ -12,9 +12,8 @@ import torch
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.paged import PagedTables
+from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import PUT_OFF, REFUSED, Fetch, Filled, SlotChunk
-from kvferry.cache.moving import slot_io as slot_io_module
-from kvferry.cache.moving import worker as worker_module
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.errors import TransferError
 from kvferry.layout.device import TorchCopies
@@ -397,11 +396,10 @@ def test_slots_are_pinned_from_registration_to_close(make):
     assert device.pinned == 0
 
 
-def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make, monkeypatch):
-    monkeypatch.setattr(slot_io_module, "WRITES_CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(worker_module, "DEVICE_CLOSE_SECONDS", 0.05)
+def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make):
     device = SimulatedDevice()
-    host = make(setup=device.setup())
+    bounds = CacheBounds(writes_close_seconds=0.05, device_close_seconds=0.05)
+    host = make(setup=device.setup(), bounds=bounds)
     host.begin(saves=saves())
     host.end()
     started = time.monotonic()
@@ -531,10 +529,9 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     assert_rows(host.rows(LOADED), expected)
 
 
-def test_memory_that_is_still_copied_does_not_go(make, monkeypatch):
-    monkeypatch.setattr(worker_module, "DEVICE_SECONDS", 0.05)
+def test_memory_that_is_still_copied_does_not_go(make):
     device = SimulatedDevice()
-    host = make(setup=device.setup())
+    host = make(setup=device.setup(), bounds=CacheBounds(unregister_seconds=0.05))
     host.begin(saves=saves())
     host.end()
     with pytest.raises(TransferError, match="it must stay"):

@@ -18,11 +18,9 @@ from kvferry.observe import Counters
 from kvferry.store.file import (
     FileSettings,
     FileStore,
-    database,
     directory,
     fileio,
     store,
-    upkeep,
     writing,
 )
 from kvferry.store.file.directory import record_path
@@ -108,20 +106,6 @@ def bench(tmp_path, monkeypatch):
     made.io.fail.clear()
     for opened in made.stores:
         opened.close()
-
-
-@pytest.fixture
-def patient_locks(monkeypatch):
-    """No thread gives up because the machine was busy."""
-    monkeypatch.setattr(database, "LOCK_SECONDS", 60.0)
-    monkeypatch.setattr(store, "ROOM_SECONDS", 60.0)
-
-
-@pytest.fixture
-def short_rests(monkeypatch):
-    """Comparisons follow each other at once, however long a busy machine took for one."""
-    monkeypatch.setattr(upkeep, "COMPARE_SECONDS", 0.1)
-    monkeypatch.setattr(upkeep, "_DUTY", 1)
 
 
 class Children:

@@ -17,9 +17,9 @@ from kvferry.testing.stores import (
     StoreTests,
     store_machine,
 )
+from tests.store.file.settings import PATIENT
 
 
-@pytest.mark.usefixtures("patient_locks")
 class TestFileStore(
     ScanTests,
     ProbeTests,
@@ -30,7 +30,12 @@ class TestFileStore(
     persistent = True
 
     def make_store(self, tmp_path, *, max_bytes=None, observer=None):
-        return FileStore(tmp_path / "store", max_bytes=max_bytes, observer=observer or Observer())
+        return FileStore(
+            tmp_path / "store",
+            max_bytes=max_bytes,
+            observer=observer or Observer(),
+            settings=PATIENT,
+        )
 
     def _path(self, store, key) -> Path:
         name = key.hex()

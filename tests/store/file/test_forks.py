@@ -11,15 +11,12 @@ import sys
 import threading
 from contextlib import closing
 
-import pytest
-
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from tests.store.file.halves import begin, finish
-
-pytestmark = pytest.mark.usefixtures("patient_locks")
+from tests.store.file.settings import PATIENT
 
 CHILD_SECONDS = 30
 
@@ -85,7 +82,7 @@ def assert_sound(store, root):
 
 def test_a_busy_parent_may_fork_as_often_as_it_likes(tmp_path):
     root = tmp_path / "store"
-    with FileStore(root, max_bytes=500_000) as store:
+    with FileStore(root, max_bytes=500_000, settings=PATIENT) as store:
         assert store.wait_indexed(30)
         for number in range(2):
             assert store.put(make_key(number), [make_value(1000)]) is PutResult.STORED
@@ -124,6 +121,7 @@ from pathlib import Path
 from kvferry.store.file import FileStore
 from kvferry.types import ChunkKey
 from tests.store.file.halves import begin, finish
+from tests.store.file.settings import PATIENT
 
 def key_of(number):
     return ChunkKey(bytes([number]) * 32)
@@ -165,13 +163,14 @@ def test_a_forked_child_ends_as_any_interpreter_does(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    with FileStore(tmp_path / "store", max_bytes=100_000, background=False) as store:
+    root = tmp_path / "store"
+    with FileStore(root, max_bytes=100_000, background=False, settings=PATIENT) as store:
         store.maintain()
-        assert_sound(store, tmp_path / "store")
+        assert_sound(store, root)
 
 
 def test_a_child_that_closes_leaves_its_parents_half_written_record(bench):
-    store = bench.open(max_bytes=100_000)
+    store = bench.open(max_bytes=100_000, bounds=PATIENT.bounds)
     writing = begin(store, make_key(), make_value(1000))
     store.touch([make_key()])
     assert run_child(store.close) == 0
@@ -183,11 +182,11 @@ def test_a_child_may_open_the_store_again(tmp_path):
     root = tmp_path / "store"
 
     def put_as_child():
-        with FileStore(root, max_bytes=100_000) as own:
+        with FileStore(root, max_bytes=100_000, settings=PATIENT) as own:
             assert own.wait_indexed(30)
             assert own.put(make_key(1), [make_value(1000)]) is PutResult.STORED
 
-    with FileStore(root, max_bytes=100_000) as store:
+    with FileStore(root, max_bytes=100_000, settings=PATIENT) as store:
         assert store.wait_indexed(30)
         store.put(make_key(0), [make_value(1000)])
         assert run_child(put_as_child) == 0

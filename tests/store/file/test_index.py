@@ -22,12 +22,13 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore, upkeep
-from kvferry.store.file import index as index_module
-from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
+from kvferry.store.file import FileStore
+from kvferry.store.file.database import IndexUnavailable
+from kvferry.store.file.settings import FileBounds
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import let_run
+from tests.store.file.settings import FAST
 from tests.store.file.storing import (
     MAX_VALUE,
     NUM_KEYS,
@@ -369,8 +370,8 @@ class Traffic:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, short_rests):
-    """Of a store that was used, closed, and used again; all that happens by the clock is faster."""
+def place(tmp_path):
+    """Of a store that was used, closed, and used again."""
     root = tmp_path / "store"
     made = Place(root)
     made.outside.write_bytes(OUTSIDE)
@@ -383,9 +384,12 @@ def place(tmp_path, monkeypatch, short_rests):
         for number in range(6, 10):
             store.put(key_of(number), [value_of(number, MAX_VALUE)])
         store.discard(key_of(7), "test")
-    monkeypatch.setattr(upkeep, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(upkeep, "CLEAN_SECONDS", 1.0)
     return made
+
+
+def open_again(root: Path, **options) -> FileStore:
+    """All that happens by the clock is faster."""
+    return FileStore(root, settings=FAST, **options)
 
 
 def settle(store: FileStore, root: Path, *, on_disk: bool = True) -> None:
@@ -437,17 +441,17 @@ def assert_said_once(caplog) -> None:
 @each_damage
 def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         assert store.wait_indexed(60)
         with Traffic(store) as traffic:
             traffic.do_more(20)
             damage(place)
             traffic.do_more(60)
         assert traffic.errors == []
-        assert traffic.longest <= LOCK_SECONDS + LATE_SECONDS
+        assert traffic.longest <= FAST.bounds.lock_seconds + LATE_SECONDS
         settle(store, root, on_disk=damage not in HIDDEN)
     # What it did not need, or notice, the next one sees.
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         settle(store, root)
     assert place.outside.read_bytes() == OUTSIDE
     assert_said_once(caplog)
@@ -470,7 +474,7 @@ class DamageInTransaction(Counters):
 def test_damage_that_a_transaction_hides_shows_to_nobody(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
     observer = DamageInTransaction(lambda: damage(place))
-    with FileStore(root, max_bytes=QUOTA, observer=observer) as store:
+    with open_again(root, max_bytes=QUOTA, observer=observer) as store:
         assert store.wait_indexed(60)
         for number in range(10, NUM_KEYS):
             store.put(key_of(number), [value_of(number, MAX_VALUE)])
@@ -478,7 +482,7 @@ def test_damage_that_a_transaction_hides_shows_to_nobody(tmp_path, place, damage
         settle(store, root, on_disk=False)
         wait_for_a_full_listing(root)
         # One that writes makes the file anew, for both.
-        with FileStore(root, max_bytes=QUOTA) as other:
+        with open_again(root, max_bytes=QUOTA) as other:
             settle(other, root)
         settle(store, root)
     # Both may have made it anew, and logged so.
@@ -489,7 +493,7 @@ def wait_for_a_full_listing(root: Path) -> None:
     """Until one that only reads lists all records: for a moment, the index may be made anew."""
 
     def lists_all() -> bool:
-        with suppress(StoreError), FileStore(root, read_only=True) as reader:
+        with suppress(StoreError), open_again(root, read_only=True) as reader:
             listed = {entry.key.hex() for entry in reader.scan()}
             return listed == {path.name[:64] for path in root.glob("records/*/*")}
         return False
@@ -501,10 +505,10 @@ def wait_for_a_full_listing(root: Path) -> None:
 def test_a_store_that_is_opened_later_is_right(tmp_path, place, damage, caplog):
     root = tmp_path / "store"
     damage(place)
-    with FileStore(root, max_bytes=QUOTA) as store, Traffic(store) as traffic:
+    with open_again(root, max_bytes=QUOTA) as store, Traffic(store) as traffic:
         traffic.do_more(40)
     assert traffic.errors == []
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         settle(store, root)
     assert place.outside.read_bytes() == OUTSIDE
     assert_said_once(caplog)
@@ -515,7 +519,7 @@ def test_one_that_only_reads_serves_what_is_there(tmp_path, place, damage):
     root = tmp_path / "store"
     files = {path.name[:64] for path in root.glob("records/*/*")}
     damage(place)
-    with FileStore(root, read_only=True) as store:
+    with open_again(root, read_only=True) as store:
         for number in range(NUM_KEYS):
             assert read_back(store, number, MAX_VALUE) == (key_of(number).hex() in files)
         store.stat()
@@ -530,7 +534,7 @@ def test_two_processes_that_find_it_damaged_rebuild_it_once_each_at_most(
     tmp_path, place, damage, caplog
 ):
     root = tmp_path / "store"
-    with FileStore(root, max_bytes=QUOTA) as store, FileStore(root, max_bytes=QUOTA) as other:
+    with open_again(root, max_bytes=QUOTA) as store, open_again(root, max_bytes=QUOTA) as other:
         assert store.wait_indexed(60)
         assert other.wait_indexed(60)
         with Traffic(store) as traffic, Traffic(other, 1) as also:
@@ -572,7 +576,7 @@ def test_processes_damage_and_kills_together_lose_no_byte(tmp_path, place, child
         children.kill(pid)
     # Of each process one value is being written, and one is stored that an index just lost.
     assert most <= QUOTA + 6 * MAX_VALUE
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         settle(store, root)
     assert place.outside.read_bytes() == OUTSIDE
     allowed = ("rebuilt from the directory", "the cache goes on without")
@@ -584,21 +588,21 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
     tmp_path, place, children, begin, caplog
 ):
     root = tmp_path / "store"
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         assert store.wait_indexed(60)
         files = {path.name[:64] for path in root.glob("records/*/*")}
         pid = children.start("stop_with_lock", path=str(place.path), begin=begin)
         wait_until_stopped(pid)
         started = time.monotonic()
         assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
-        assert time.monotonic() - started <= 2 * LOCK_SECONDS + LATE_SECONDS
+        assert time.monotonic() - started <= 2 * FAST.bounds.lock_seconds + LATE_SECONDS
         for number in range(NUM_KEYS):
             there = key_of(number).hex() in files
             assert store.contains(key_of(number)) == there
             assert read_back(store, number, MAX_VALUE) == there
         started = time.monotonic()
-        FileStore(root, max_bytes=QUOTA, background=False).close()
-        assert time.monotonic() - started <= 3 * LOCK_SECONDS + LATE_SECONDS
+        open_again(root, max_bytes=QUOTA, background=False).close()
+        assert time.monotonic() - started <= 3 * FAST.bounds.lock_seconds + LATE_SECONDS
         children.kill(pid)
         settle(store, root)
     assert caplog.text.count("is rebuilt") == 0
@@ -611,7 +615,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def test_closing_does_not_wait_for_a_process_that_stopped(tmp_path, place, children):
-    store = FileStore(tmp_path / "store", max_bytes=QUOTA)
+    store = open_again(tmp_path / "store", max_bytes=QUOTA)
     assert store.wait_indexed(60)
     pid = children.start("stop_with_lock", path=str(place.path), begin="BEGIN EXCLUSIVE")
     wait_until_stopped(pid)
@@ -640,18 +644,18 @@ def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
 READ_ONLY_SCRIPT = """
 import os, sys
 from pathlib import Path
-from kvferry.store.file import FileStore, upkeep
+from kvferry.store.file import FileSettings, FileStore
+from kvferry.store.file.settings import FileBounds
 from kvferry.testing.stores.hooks import wait_until
 root = Path(sys.argv[1])
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
-upkeep.TICK_SECONDS = 0.05
-upkeep._DUTY = 1
+settings = FileSettings(bounds=FileBounds(tick_seconds=0.05, rest_factor=1.0))
 index = root / "index.sqlite3"
 def is_stored(key):
     return store.put(key, [b"value"]) in ("stored", "exists")
-with FileStore(root, max_bytes=100_000) as store:
+with FileStore(root, max_bytes=100_000, settings=settings) as store:
     assert store.wait_indexed(60)
     assert store.put(bytes(32), [b"first"]) == "stored"
     for mode in (0o444, 0o000):
@@ -660,7 +664,7 @@ with FileStore(root, max_bytes=100_000) as store:
         wait_until(lambda: is_stored(bytes([mode % 256]) * 32), "it can be written again")
 for mode in (0o444, 0o000):
     os.chmod(index, mode)
-    with FileStore(root, max_bytes=100_000) as store:
+    with FileStore(root, max_bytes=100_000, settings=settings) as store:
         wait_until(lambda: is_stored(bytes([mode % 255 + 1]) * 32), "it can be written again")
         wait_until(lambda: store.contains(bytes(32)), "what is there is known")
 """
@@ -691,7 +695,7 @@ def test_a_directory_that_became_read_only_is_said_once(place, tmp_path, monkeyp
         refused.append(arguments)
         raise OSError(30, "Read-only file system")
 
-    with FileStore(tmp_path / "store", max_bytes=QUOTA) as store:
+    with open_again(tmp_path / "store", max_bytes=QUOTA) as store:
         assert store.wait_indexed(60)
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", refuse)
@@ -716,7 +720,7 @@ def test_killed_while_it_rebuilds_the_next_process_rebuilds(tmp_path, place, chi
         )
         children.wait(pid)
         assert disk_bytes(root) <= QUOTA + MAX_VALUE
-    with FileStore(root, max_bytes=QUOTA) as store:
+    with open_again(root, max_bytes=QUOTA) as store:
         settle(store, root)
 
 
@@ -814,13 +818,11 @@ def test_what_could_not_be_followed_is_followed_later(bench, monkeypatch):
     assert store.contains(make_key(1))
 
 
-@pytest.fixture
-def few_removals(monkeypatch):
-    monkeypatch.setattr(index_module, "MAX_REMOVALS", 20)
+FEW_REMOVALS = FileBounds(max_removals=20)
 
 
-def test_the_history_of_removals_is_bounded(bench, few_removals):
-    store = bench.open()
+def test_the_history_of_removals_is_bounded(bench):
+    store = bench.open(bounds=FEW_REMOVALS)
     for number in range(50):
         store.put(make_key(number), [b"value"])
         store.delete(make_key(number))
@@ -830,8 +832,8 @@ def test_the_history_of_removals_is_bounded(bench, few_removals):
 
 
 @pytest.mark.parametrize("num_gone", [19, 20, 21, 45])
-def test_a_follower_is_right_when_more_went_than_is_kept(bench, few_removals, num_gone):
-    store, other = bench.open(), bench.open()
+def test_a_follower_is_right_when_more_went_than_is_kept(bench, num_gone):
+    store, other = bench.open(bounds=FEW_REMOVALS), bench.open(bounds=FEW_REMOVALS)
     keys = [make_key(number) for number in range(50)]
     for key in keys:
         other.put(key, [b"value"])

@@ -16,12 +16,14 @@ import pytest
 
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileStore, database
+from kvferry.store.file import FileSettings, FileStore
 from kvferry.store.file.directory import record_path
+from kvferry.store.file.settings import FileBounds
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
+from tests.store.file.settings import PATIENT, SHORT_RESTS
 
 
 def key_in(shard, number=0):
@@ -67,9 +69,9 @@ def test_a_core_dump_in_a_record_folder_neither_counts_nor_evicts(bench):
     assert all(path.exists() for path in foreign)
 
 
-def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp_path, short_rests):
+def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp_path):
     root = tmp_path / "store"
-    with FileStore(root, max_bytes=32 * 4 * 1000) as store:
+    with FileStore(root, max_bytes=32 * 4 * 1000, settings=SHORT_RESTS) as store:
         for shard in range(32):
             for number in range(4):
                 assert store.put(key_in(shard, number), [make_value(1000)]) is PutResult.STORED
@@ -224,10 +226,10 @@ def test_a_folder_that_cannot_be_listed_hides_only_itself(bench):
     assert again.contains(key_in(7))
 
 
-def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path, patient_locks):
+def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path):
     num_threads, quota = 200, 20 * 4000
-    counters = Counters()
-    with FileStore(tmp_path / "store", max_bytes=quota, observer=counters) as store:
+    root, counters = tmp_path / "store", Counters()
+    with FileStore(root, max_bytes=quota, observer=counters, settings=PATIENT) as store:
         assert store.wait_indexed(30)
         results, took, most = {}, [], []
         stop = threading.Event()
@@ -279,8 +281,7 @@ def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
         assert store.stat().used_bytes <= num_rows * 1000
 
 
-def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path, monkeypatch):
-    monkeypatch.setattr(database, "LOCK_SECONDS", 60.0)  # the time of a put is looked at below
+def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
     root = tmp_path / "store"
     FileStore(root, background=False).close()
     rows = []
@@ -292,7 +293,10 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path, monkeypatch):
     insert_rows(root, rows)
     took = []
     stop = threading.Event()
-    with FileStore(root, background=False) as other:
+    patient = FileSettings(
+        bounds=FileBounds(lock_seconds=60.0)
+    )  # how long puts take is looked at below
+    with FileStore(root, background=False, settings=patient) as other:
 
         def put_all_the_time():
             number = 20_000
@@ -304,7 +308,7 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path, monkeypatch):
 
         thread = threading.Thread(target=put_all_the_time)
         thread.start()
-        with FileStore(root, max_bytes=200_000) as small:
+        with FileStore(root, max_bytes=200_000, settings=patient) as small:
             began = time.monotonic()
             assert small.put(make_key(10_000), [b"v" * 100]) in (
                 PutResult.STORED,

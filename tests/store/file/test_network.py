@@ -13,7 +13,8 @@ import pytest
 from kvferry import filesystem
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import FileSettings, FileStore, directory, upkeep
+from kvferry.store.file import FileSettings, FileStore, directory
+from kvferry.store.file.settings import FileBounds
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -59,13 +60,15 @@ def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
         assert store.put(make_key(3), [make_value(1000)]) is PutResult.EXISTS
 
 
-def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr(upkeep, "_DUTY", 1)  # no long rest after a stall of the machine
+def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
     root = tmp_path / "store"
-    with (
-        FileStore(root, settings=FileSettings(index_file=tmp_path / "one" / "index")) as one,
-        FileStore(root, settings=FileSettings(index_file=tmp_path / "other" / "index")) as other,
-    ):
+
+    def open_on(name):
+        bounds = FileBounds(rest_factor=1.0)  # no long rest after a stall of the machine
+        settings = FileSettings(index_file=tmp_path / name / "index", bounds=bounds)
+        return FileStore(root, settings=settings)
+
+    with open_on("one") as one, open_on("other") as other:
         assert one.wait_indexed(30)
         assert other.wait_indexed(30)
         slowest = 0.0

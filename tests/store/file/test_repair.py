@@ -14,7 +14,8 @@ import pytest
 
 from kvferry.store.base import PutResult
 from kvferry.store.file import index as index_module
-from kvferry.store.file.database import LOCK_SECONDS, IndexUnavailable
+from kvferry.store.file.database import IndexUnavailable
+from kvferry.store.file.settings import FileBounds
 from kvferry.store.file.writing import Writing
 from kvferry.testing.stores import make_key, make_value
 from kvferry.testing.stores.hooks import wait_until
@@ -175,7 +176,7 @@ def test_notes_may_come_while_others_are_written(bench):
         stop.set()
         for thread in threads:
             thread.join()
-    assert min(took) <= LOCK_SECONDS  # a fault makes all slow, a busy machine one
+    assert min(took) <= FileBounds().lock_seconds  # a fault makes all slow, a busy machine one
 
 
 @pytest.mark.parametrize(

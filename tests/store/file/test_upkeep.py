@@ -15,8 +15,8 @@ import pytest
 from kvferry.simulate.policies import Lru
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
-from kvferry.store.file import store as store_module
 from kvferry.store.file.index import KnownKeys
+from kvferry.store.file.settings import FileBounds, FileSettings
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
@@ -224,9 +224,9 @@ def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
 
 
 def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "CLOSE_SECONDS", 0.05)
     release = threading.Event()
-    store = FileStore(tmp_path / "store")
+    settings = FileSettings(bounds=FileBounds(close_seconds=0.05))
+    store = FileStore(tmp_path / "store", settings=settings)
     assert store.wait_indexed(60)
     monkeypatch.setattr(store.index, "flush", lambda: release.wait(60))
     store.touch([make_key()])

@@ -11,9 +11,8 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import PutResult
-from kvferry.store.kind import Opening
-from kvferry.store.servers import remote, server_keys
-from kvferry.store.servers.remote import MAX_TEXT_BYTES, RemoteStore
+from kvferry.store.kind import Opening, ServerBounds
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
@@ -27,6 +26,9 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32
+PATIENT = ServerBounds(probe_seconds=20.0)
+"""No probe fails because the machine is busy."""
+MAX_TEXT_BYTES = PATIENT.max_text_bytes
 
 
 class TestRemoteStore(ScanTests, ProbeTests, RemoteStoreTests):
@@ -41,7 +43,9 @@ class TestRemoteStore(ScanTests, ProbeTests, RemoteStoreTests):
         url = f"dict://{tmp_path}"
         values = self.servers.setdefault(url, {})
         return RemoteStore(
-            url, DictClient(values), Opening(namespace=SPACE, observer=observer or Observer())
+            url,
+            DictClient(values),
+            Opening(namespace=SPACE, observer=observer or Observer(), bounds=PATIENT),
         )
 
     def poke(self, store, key, value):
@@ -55,12 +59,6 @@ class TestRemoteStore(ScanTests, ProbeTests, RemoteStoreTests):
         return self.servers[store.url].get(store.name_of(key))
 
 
-@pytest.fixture(autouse=True)
-def _patient_probes(monkeypatch):
-    """No probe fails because the machine is busy."""
-    monkeypatch.setattr(server_keys, "PROBE_SECONDS", 20.0)
-
-
 @pytest.fixture
 def client():
     return DictClient()
@@ -71,7 +69,7 @@ def make_store(client):
     stores = []
 
     def make(observer=None, **options):
-        opening = Opening(namespace=SPACE, observer=observer or Observer())
+        opening = Opening(namespace=SPACE, observer=observer or Observer(), bounds=PATIENT)
         stores.append(RemoteStore("dict://test", client, opening, **options))
         return stores[-1]
 
@@ -262,7 +260,7 @@ def test_probes_that_wait_are_few(make_store, client):
 def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     store = make_store()
     store.put(make_key(), [b"mine"])
-    other = RemoteStore("dict://test", client, Opening(namespace=b"o" * 32))
+    other = RemoteStore("dict://test", client, Opening(namespace=b"o" * 32, bounds=PATIENT))
     other.put(make_key(1), [b"theirs"])
     other.describe(b"o" * 32, "theirs")
     client.values["a note"] = b"of somebody"
@@ -277,7 +275,7 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
 
 
 def test_a_listing_remembers_a_bounded_number_of_names():
-    last = remote.MAX_REMEMBERED
+    last = PATIENT.max_remembered
     names = record_names([*range(last + 1), last, 0])
     store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
     numbers = [int.from_bytes(entry.key) for entry in store.scan()]
@@ -308,9 +306,9 @@ def record_names(numbers):
         itertools.repeat(f"{SPACE.hex()}/about.json"),
     ],
 )
-def test_a_listing_that_does_not_end_is_one_error(names, monkeypatch):
-    monkeypatch.setattr(remote, "MAX_LISTED", 50_000)
-    store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
+def test_a_listing_that_does_not_end_is_one_error(names):
+    opening = Opening(namespace=SPACE, bounds=ServerBounds(max_listed=50_000))
+    store = RemoteStore("dict://test", ListingClient(names), opening)
     with pytest.raises(StoreError, match="dict://test: its list of names does not end"):
         store.namespaces()
 

@@ -25,14 +25,6 @@ from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
-SAVES_SECONDS = 5.0
-"""An idle host is kept stepping until the saves under way are reported, but for no longer than this
-after the last of them was planned or one went on, or a request ended: a store that stalls must not
-keep an engine busy. The step that computes what is saved may itself take longer."""
-
-MAX_USED_ONCE = 1 << 17
-"""The last so many chunks that one request used are remembered: some 30 MB."""
-
 
 class SavePlan:
     """Runs in: scheduler thread; memory only.
@@ -127,7 +119,7 @@ class SavePlan:
         """A plan carries saves, or audits, which are saves that compare; or one of them went on; or
         a request ended, behind whose last step they may still run."""
         if self._is_saving:
-            self._await_until = self._context.clock() + SAVES_SECONDS
+            self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
         """Add every chunk that this step completes, or that an earlier one had to leave."""
@@ -203,7 +195,7 @@ class SavePlan:
             return True
         if key not in self._used_once:
             self._used_once[key] = request_id
-            if len(self._used_once) > MAX_USED_ONCE:
+            if len(self._used_once) > self._context.bounds.max_used_once:
                 self._used_once.popitem(last=False)
             self._context.observer.count("save_used_once")
         return self._used_once[key] != request_id

@@ -13,19 +13,16 @@ from collections.abc import Iterator
 from kvferry.blocks.audit import compare
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.blocks.tolerance import Tolerances
+from kvferry.blocks.tolerance import tolerances_for
+from kvferry.cache.config import RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import NOT_COMPARED, Filled, Load, Save
-from kvferry.cache.moving.slot_io import DEVICE_SECONDS
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)
 
 AUDIT_SECONDS = 10.0
 """How long a step waits for a comparison that decides whether its tokens are right."""
-
-CLOSE_SECONDS = 0.5
-"""How long `close` waits for comparisons, which no request needs then."""
 
 
 class Comparisons:
@@ -34,13 +31,14 @@ class Comparisons:
     Args:
         rows: which bytes of a record this rank holds.
         memory: of the slots.
-        tolerances: of the model.
+        context: model and options.
     """
 
-    def __init__(self, rows: RankRows, memory: SlotMemory, tolerances: Tolerances) -> None:
+    def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
         self._rows = rows
         self._memory = memory
-        self._tolerances = tolerances
+        self._bounds = context.bounds
+        self._tolerances = tolerances_for(context.spec.identity.config)
         # With each, the load that this step's tokens depend on.
         self._jobs: list[tuple[int, Load | None, Job[Filled]]] = []
         self._pool = IOPool(1, "kvferry-audit")
@@ -59,7 +57,7 @@ class Comparisons:
         slot, record = save.chunk.slot, save.compare_with
 
         def run(_job: Job[Filled]) -> Filled:
-            if record is None or not is_held or not gathered.mark.wait(DEVICE_SECONDS):
+            if record is None or not is_held or not gathered.mark.wait(self._bounds.device_seconds):
                 return Filled(slot, NOT_COMPARED)
             computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
             found = compare(self._rows, computed, stored, self._tolerances)
@@ -89,5 +87,5 @@ class Comparisons:
 
     def close(self) -> None:
         """End the thread, in bounded time. Idempotent."""
-        if not self._pool.close(CLOSE_SECONDS):
+        if not self._pool.close(self._bounds.reads_close_seconds):
             logger.warning("a comparison did not end in time; left behind at close")

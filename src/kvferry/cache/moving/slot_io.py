@@ -15,7 +15,7 @@ import time
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.cache.config import RoleContext
+from kvferry.cache.config import CacheBounds, RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.errors import TransferError
@@ -29,16 +29,6 @@ from kvferry.store.recordio import RecordRead, read_record, seal_record, write_s
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
-
-DEVICE_SECONDS = 60.0
-"""How long an I/O thread waits for a copy that is queued behind the engine's steps."""
-
-WRITES_CLOSE_SECONDS = 10.0
-"""How long `close` waits for writes under way before it abandons them."""
-
-READS_CLOSE_SECONDS = 0.5
-"""How long `close` waits for cancelled reads, which no request needs; one that hangs is
-abandoned."""
 
 
 class SlotIO:
@@ -69,6 +59,10 @@ class SlotIO:
     @property
     def _observer(self) -> Observer:
         return self._context.observer
+
+    @property
+    def _bounds(self) -> CacheBounds:
+        return self._context.bounds
 
     @property
     def _is_alone(self) -> bool:
@@ -112,8 +106,9 @@ class SlotIO:
         )
 
         def run(job: Job[Filled]) -> Filled:
-            if mark is not None and not mark.wait(DEVICE_SECONDS):
-                raise TransferError(f"the device used a slot for more than {DEVICE_SECONDS} s")
+            if mark is not None and not mark.wait(self._bounds.device_seconds):
+                limit = self._bounds.device_seconds
+                raise TransferError(f"the device used a slot for more than {limit} s")
             if job.cancelled:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
@@ -154,8 +149,8 @@ class SlotIO:
         self, chunk: SlotChunk, gathered: Gathered, schema: RecordSchema
     ) -> tuple[Sealed, Job[Saved] | None]:
         """Hash a chunk; the write of a whole record follows. Runs in: hash thread."""
-        if not gathered.mark.wait(DEVICE_SECONDS):
-            raise TransferError(f"a chunk was not copied out in {DEVICE_SECONDS} s")
+        if not gathered.mark.wait(self._bounds.device_seconds):
+            raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, gathered.digests)
         if not self._is_alone:
@@ -222,9 +217,9 @@ class SlotIO:
         """End the threads that end in time. Idempotent."""
         for _, read in self._reads.values():
             read.cancel()
-        has_read = self.read_pool.close(READS_CLOSE_SECONDS)
-        until = time.monotonic() + WRITES_CLOSE_SECONDS
-        has_hashed = self._hash_pool.close(WRITES_CLOSE_SECONDS)  # it submits writes
+        has_read = self.read_pool.close(self._bounds.reads_close_seconds)
+        until = time.monotonic() + self._bounds.writes_close_seconds
+        has_hashed = self._hash_pool.close(self._bounds.writes_close_seconds)  # it submits writes
         has_written = self._write_pool.close(max(0.0, until - time.monotonic()))
         if not (has_read and has_hashed and has_written):
             logger.warning("a store operation did not end in time; it is abandoned at close")

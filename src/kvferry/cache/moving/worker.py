@@ -20,7 +20,6 @@ import torch
 
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.blocks.tolerance import tolerances_for
 from kvferry.cache.config import RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import (
@@ -40,7 +39,7 @@ from kvferry.cache.messages import (
     SlotRegion,
 )
 from kvferry.cache.moving.comparisons import Comparisons
-from kvferry.cache.moving.slot_io import DEVICE_SECONDS, SlotIO
+from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -48,9 +47,6 @@ from kvferry.record.check import MissReason
 from kvferry.types import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
-
-DEVICE_CLOSE_SECONDS = 2.0
-"""How long copies under way are waited for, before their memory may go."""
 
 
 class _Loaded(NamedTuple):
@@ -125,8 +121,8 @@ class SharedStorageWorker(WorkerRole):
         self._memory = SlotMemory(num_slots, rows.slot_bytes, is_shared=is_shared)
         self._region = SlotRegion(self._memory.name, os.getpid(), self._memory.fd, shard)
         self.io = SlotIO(rows, self._memory, context)
-        tolerances = tolerances_for(context.spec.identity.config)
-        self._comparisons = Comparisons(rows, self._memory, tolerances)
+        self._bounds = context.bounds
+        self._comparisons = Comparisons(rows, self._memory, context)
         self._copies = BlockCopies(context.spec, rows, setup)
         self._ended = _Ended()
         self._plan = EMPTY_PLAN
@@ -139,7 +135,7 @@ class SharedStorageWorker(WorkerRole):
 
     def unregister_kv_caches(self) -> None:
         # Comparisons under way read slots only.
-        self._copies.unregister(DEVICE_SECONDS)
+        self._copies.unregister(self._bounds.unregister_seconds)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
@@ -231,7 +227,7 @@ class SharedStorageWorker(WorkerRole):
     def close(self) -> None:
         self._comparisons.close()
         self.io.close()
-        if not self._copies.close(DEVICE_CLOSE_SECONDS):
+        if not self._copies.close(self._bounds.device_close_seconds):
             logger.warning(
                 "copies of the device did not end in time; the host memory stays page-locked"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
-from kvferry.store.file.fileio import DirectIO, FileSettings
+from kvferry.store.file.settings import DirectIO, FileSettings
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.memory import MemoryOptions

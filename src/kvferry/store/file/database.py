@@ -2,7 +2,7 @@
 
 The file is a cache of other data. If it is missing, damaged, of another schema, or overwritten by
 an older copy, the next `open` renames it to `*.broken` and creates an empty one. Until then every
-call raises `IndexUnavailable`. No call waits longer than `LOCK_SECONDS` for a lock.
+call raises `IndexUnavailable`. No call waits longer than its `lock_seconds` for a lock.
 
 The database uses a rollback journal (PERSIST). A write-ahead log needs a shared mapping, and a
 process that truncates the mapped file kills all others with SIGBUS.
@@ -30,9 +30,6 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 2.0
-"""How long a call waits for another process, or for another thread of this one."""
-
 _MAX_STEPS = 1 << 53
 _FILES = ("", "-journal", "-wal", "-shm")
 _BROKEN = frozenset(
@@ -58,14 +55,18 @@ class Database:
         schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
             be among them: its sequence only grows, so that an older copy is noticed.
         read_only: never change it; then it must be there.
+        lock_seconds: how long a call waits for another process, or for another thread of this one.
     """
 
-    def __init__(self, path: str | None, schema: Sequence[str], *, read_only: bool) -> None:
+    def __init__(
+        self, path: str | None, schema: Sequence[str], *, read_only: bool, lock_seconds: float
+    ) -> None:
         if sqlite3.sqlite_version_info < (3, 33):
             raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 is needed")
         self._path = path
         self._schema = schema
         self.read_only = read_only
+        self._timeout = lock_seconds
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
@@ -114,7 +115,7 @@ class Database:
     def _locked(self) -> Iterator[None]:
         if not self.is_ours:
             raise IndexUnavailable(errno.EPERM, "a forked process has no index")
-        if not self._lock.acquire(timeout=LOCK_SECONDS):
+        if not self._lock.acquire(timeout=self._timeout):
             raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
         try:
             yield
@@ -174,7 +175,7 @@ class Database:
                 os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._inode = self._inode_now()  # before it is opened: a later replacement is noticed
         db = sqlite3.connect(
-            name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+            name, timeout=self._timeout, isolation_level=None, check_same_thread=False, uri=True
         )
         try:
             for pragma in ("trusted_schema = OFF", "mmap_size = 0", "synchronous = OFF"):

@@ -12,15 +12,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
 
 from kvferry.errors import StoreError
 from kvferry.store.base import Buffer, ReadRange
-
-DirectIO = Literal["auto", "off"]
 
 BLOCK_BYTES = 4096
 """Alignment that O_DIRECT is content with on every common file system."""
@@ -46,28 +41,6 @@ _LIBC.syscall.argtypes = (
 _UNSUPPORTED = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENOENT}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSettings:
-    """What few who open a directory change.
-
-    Attributes:
-        create: make it a store if it is absent or empty.
-        direct_io: "auto" reads past the page cache what is not in it; "off" never does.
-        index: know what is stored. Without, `contains` finds nothing.
-        index_file: the database, if not in the directory itself. On a network mount the default is
-            this user's cache directory, one index per machine.
-        clock: monotonic seconds.
-        wall: seconds since the epoch.
-    """
-
-    create: bool = True
-    direct_io: DirectIO = "auto"
-    index: bool = True
-    index_file: Path | None = None
-    clock: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
 
 
 def open_at(name: str, flags: int, directory: int | None = None) -> int:

@@ -37,10 +37,10 @@ from kvferry.store.file.database import (
 )
 from kvferry.store.file.directory import Directory
 from kvferry.store.file.pins import Pins
+from kvferry.store.file.settings import FileSettings
 from kvferry.store.file.writing import Writing
 from kvferry.types import ChunkKey
 
-MAX_REMOVALS = 16384
 NO_QUOTA = 1 << 62
 
 _BATCH = 1024
@@ -145,19 +145,20 @@ class Index:
         *,
         observer: Observer,
         read_only: bool,
-        wall: Callable[[], float],
+        settings: FileSettings,
     ) -> None:
-        self.database = Database(path, _SCHEMA, read_only=read_only)
+        lock_seconds = settings.bounds.lock_seconds
+        self.database = Database(path, _SCHEMA, read_only=read_only, lock_seconds=lock_seconds)
         self.directory = directory
         self.known = known
         self._observer = observer
         self._notes: dict[ChunkKey, float] = {}
         self._last_record = self._last_removal = 0
         self._was_open = False
-        self.wall = wall
+        self.settings = settings
         self.totals = Totals(0, 0, is_complete=False)
         self.all_known = threading.Event()
-        self.pins = Pins(self.database, known.contains, observer, wall)
+        self.pins = Pins(self.database, known.contains, observer, settings.wall)
 
     @property
     def is_ours(self) -> bool:
@@ -218,7 +219,7 @@ class Index:
                     results.append(result)
                     if result is PutResult.STORED:
                         namespace = namespace_of(value.head) or b""
-                        rows.append((value.key, value.num_bytes, self.wall(), namespace))
+                        rows.append((value.key, value.num_bytes, self.settings.wall(), namespace))
             except OSError as error:
                 results += [refused(error)] * (len(written) - len(results))
             self._insert(db, rows)
@@ -320,7 +321,7 @@ class Index:
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
         """Note that `keys` were used now, the nearest to the root first. Keeps 65,536 at most."""
-        used = self.wall()
+        used = self.settings.wall()
         notes = self._notes
         for key in keys:
             if len(notes) >= _MAX_NOTES and key not in notes:
@@ -440,7 +441,7 @@ class Index:
                 evicted_bytes += num_bytes
         oldest.close()
         if kept:  # they cannot be removed: the others come first from now on
-            execute(db, _SET_USED, [(key, self.wall()) for key in kept])
+            execute(db, _SET_USED, [(key, self.settings.wall()) for key in kept])
         self._take_out(db, gone, "evicted", "")
         if gone:
             self._observer.count("store_evicted_records", len(gone))
@@ -454,7 +455,7 @@ class Index:
             return
         for key in gone:
             self.known.discard(key)
-        now, by = self.wall(), f"{os.getpid()}@{socket.gethostname()}"
+        now, by = self.settings.wall(), f"{os.getpid()}@{socket.gethostname()}"
         execute(
             db,
             "INSERT INTO removals SELECT NULL, column1, ifnull(num_bytes, 0), column2, column3, "
@@ -463,7 +464,7 @@ class Index:
         )
         execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
         bound = "DELETE FROM removals WHERE id <= (SELECT max(id) FROM removals) - ?"
-        db.execute(bound, (MAX_REMOVALS,))
+        db.execute(bound, (self.settings.bounds.max_removals,))
 
     def _namespace(self, key: ChunkKey) -> bytes:
         return namespace_of(self.directory.read_head(key)) or b""

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from kvferry.store.expected import ExpectedKeys
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
-from kvferry.store.file.fileio import FileSettings, OpenRecord, as_views
+from kvferry.store.file.fileio import OpenRecord, as_views
 from kvferry.store.file.index import (
     NO_QUOTA,
     PAUSE_SECONDS,
@@ -40,16 +40,13 @@ from kvferry.store.file.index import (
     KnownKeys,
     private_index,
 )
+from kvferry.store.file.settings import FileSettings
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.file.writing import Writing
 from kvferry.store.kind import StoreUrl
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0
-ROOM_SECONDS = 2.0
-"""How long a put evicts before it gives up; what is over a quota is evicted in the background."""
 
 _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
@@ -101,7 +98,7 @@ class FileStore(Store):
         self.directory = open_root(root, create=settings.create and not read_only)
         self.url = str(StoreUrl(scheme="file", path=self.directory.root))
         self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
-        self._is_direct = settings.direct_io != "off"
+        self._settings = settings
         self._closed = False
         observer = Observer() if observer is None else observer
         self._faults = MediumFaults(self.url, observer, settings.clock)
@@ -111,7 +108,7 @@ class FileStore(Store):
         file = settings.index_file
         machines_share = file is not None or not is_of_one_machine(self.directory.root)
         try:
-            self.index, compares = self._open_index(file, machines_share, settings.wall)
+            self.index, compares = self._open_index(file, machines_share)
         except OSError as error:
             raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
         self.upkeep = Upkeep(
@@ -136,9 +133,7 @@ class FileStore(Store):
         if is_forced:
             logger.warning("store %s cannot be written: it is opened read-only", self.url)
 
-    def _open_index(
-        self, file: Path | None, machines_share: bool, wall: Callable[[], float]
-    ) -> tuple[Index, bool]:
+    def _open_index(self, file: Path | None, machines_share: bool) -> tuple[Index, bool]:
         """The index, and whether this process compares it with the directory all the time."""
         make = partial(
             Index, directory=self.directory, known=self._known, observer=self._faults.observer
@@ -147,7 +142,7 @@ class FileStore(Store):
         if file is None and machines_share:
             path = private_index(self.directory.root)
         if path is not None:
-            index = make(path, read_only=self.is_read_only, wall=wall)
+            index = make(path, read_only=self.is_read_only, settings=self._settings)
             try:
                 index.open()
                 if not self.is_read_only:
@@ -168,7 +163,7 @@ class FileStore(Store):
                 "last use and the removals are not known",
                 self.url,
             )
-        index = make(None, read_only=False, wall=wall)
+        index = make(None, read_only=False, settings=self._settings)
         index.open()
         return index, True
 
@@ -208,7 +203,7 @@ class FileStore(Store):
         if opened is None:
             self._miss(key)
             return None
-        with OpenRecord(*opened, direct=self._is_direct) as record:
+        with OpenRecord(*opened, direct=self._settings.direct_io != "off") as record:
             record.read(ranges, deadline)
             return record.size
 
@@ -277,7 +272,7 @@ class FileStore(Store):
         self._closed = True
         self._expected.close()
         if self.index.is_ours:  # in a forked child, locks may stay locked for ever
-            self.upkeep.stop(CLOSE_SECONDS)
+            self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()
 
     def scan(self) -> Iterator[Entry]:
@@ -351,7 +346,7 @@ class FileStore(Store):
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
-        before = 0.0 if older_than_seconds is None else self.index.wall() - older_than_seconds
+        before = 0.0 if older_than_seconds is None else self._settings.wall() - older_than_seconds
         try:
             self.index.flush()
             self.upkeep.clean()
@@ -451,7 +446,7 @@ class FileStore(Store):
 
     def _add(self, written: Sequence[Writing]) -> list[PutResult]:
         results: list[PutResult] = []
-        until = self._faults.clock() + ROOM_SECONDS
+        until = self._faults.clock() + self._settings.bounds.room_seconds
         try:
             while left := written[len(results) :]:
                 some = self.index.add_written(left, self._max_bytes, self._faults.write_failed)

@@ -15,22 +15,11 @@ from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS
 from kvferry.store.file.index import Index
+from kvferry.store.file.settings import FileBounds
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-"""At most so much later this process knows what another one stored."""
-
-FLUSH_SECONDS = 2.0
-CLEAN_SECONDS = 60.0
-COMPARE_SECONDS = 1.0
-ABANDONED_SECONDS = 3600.0
-"""How long another machine's half-written file is left alone."""
-
-_DUTY = 20
-"""Comparing a shard is followed by so many times its own duration of rest, divided by the rows that
-it corrected: of a thousand records that another machine stored, each costs a look at its file."""
 _SETTLED_SECONDS = 1.0
 """A directory that changed later may change again within the same tick of its clock."""
 _CACHED_SECONDS = 60.0
@@ -70,7 +59,7 @@ class ShardComparison:
         index = self._index
         mark = index.directory.mark_of_shard(shard)
         self._marks[shard] = (mark[0], -1)
-        is_settled = index.wall() - mark[1] / 1e9 > self._settled_seconds
+        is_settled = index.settings.wall() - mark[1] / 1e9 > self._settled_seconds
         there = index.directory.list_shard(shard)
         listed = index.keys_of_shard(shard)
         num_wrong = sum(index.add(batch) for batch in _batches(there - listed))
@@ -156,7 +145,7 @@ class Upkeep:
             return
         directory = self._index.directory
         for file, found in directory.list_files("writing").items():
-            is_old = time.time() - found.modified >= ABANDONED_SECONDS
+            is_old = time.time() - found.modified >= self._bounds.abandoned_seconds
             with self._past_errors_of_files():
                 key, is_of_this_machine = directory.written_by(file)
                 if self._machines_share and not (is_of_this_machine or is_old):
@@ -198,12 +187,16 @@ class Upkeep:
     def _run(self) -> None:
         while not self._is_stopped:
             if not self.step():
-                self._wake.wait(TICK_SECONDS)
+                self._wake.wait(self._bounds.tick_seconds)
                 self._wake.clear()
         if self._changes:
             self._do(self._index.flush, "recency")
             self._do(self._pin, "pins")
         self._do(self._index.close)
+
+    @property
+    def _bounds(self) -> FileBounds:
+        return self._index.settings.bounds
 
     def _is_due(self, job: str, seconds: float) -> bool:
         now = self._faults.clock()
@@ -228,7 +221,7 @@ class Upkeep:
                     break
 
     def _flush(self) -> None:
-        if self._changes and self._is_due("flush", FLUSH_SECONDS):
+        if self._changes and self._is_due("flush", self._bounds.flush_seconds):
             self._index.flush()
 
     @property
@@ -241,7 +234,7 @@ class Upkeep:
             self._index.pins.apply(self._max_bytes // _PINNED_FRACTION)
 
     def _clean(self) -> None:
-        if self._is_due("clean", CLEAN_SECONDS):
+        if self._is_due("clean", self._bounds.clean_seconds):
             self.clean()
 
     def _compare(self, rests: bool) -> bool:
@@ -259,7 +252,7 @@ class Upkeep:
                 self._index.complete()
             comparison.next_pass()
         if not comparison.waiting:
-            self._due["compare"] = started + COMPARE_SECONDS
+            self._due["compare"] = started + self._bounds.compare_seconds
             return False
         num_wrong = 0
         with self._past_errors_of_files():
@@ -270,8 +263,9 @@ class Upkeep:
         if is_first and not (rests and self._index.totals.is_complete):
             return True
         now = self._faults.clock()
-        rest = 0.0 if is_first or self._machines_share else COMPARE_SECONDS
-        self._due["compare"] = now + max(rest, _DUTY * (now - started) / max(num_wrong, 1))
+        rest = 0.0 if is_first or self._machines_share else self._bounds.compare_seconds
+        own_rest = self._bounds.rest_factor * (now - started) / max(num_wrong, 1)
+        self._due["compare"] = now + max(rest, own_rest)
         return False
 
     @contextmanager

@@ -32,9 +32,6 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
-CHECK_SECONDS = 2.0
-"""How long the opening of a store waits to hear that its bucket is wrong."""
-
 # Ranges nearer to each other than this come with one request: the bytes between them take less
 # time than a request of their own.
 _GAP_BYTES = 1 << 20
@@ -293,7 +290,8 @@ def _open_url(url: StoreUrl, options: ObjectOptions, opening: Opening) -> Remote
     try:
         # A server that is down may come back; a wrong bucket or secret stays wrong.
         with suppress(StoreError):
-            client.check(time.monotonic() + CHECK_SECONDS, f"{url.path}/" if url.path else "")
+            until = time.monotonic() + opening.bounds.check_seconds
+            client.check(until, f"{url.path}/" if url.path else "")
     except BaseException:
         client.close()
         raise

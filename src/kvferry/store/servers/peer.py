@@ -96,7 +96,8 @@ class PeerStore(ServerStore):
     def reads_from(self, peer: Address) -> bool:
         return peer == (self._client.host, self._client.port)
 
-    def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool | None]:
+    def _find(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
+        deadline = self._clock() + self._bounds.probe_seconds
         try:
             self._check_trust(deadline)
             states = self._client.states_of(keys, deadline)

@@ -28,26 +28,6 @@ from kvferry.store.maintenance import shrink
 from kvferry.store.servers.server_keys import ServerKeys, ServerStore
 from kvferry.types import ChunkKey
 
-OPERATION_SECONDS = 30.0
-"""Deadline of calls that have none."""
-
-DESCRIBE_SECONDS = 2.0
-"""An engine's start waits so long for the description of its namespace to be stored."""
-
-DELETE_SECONDS = 2.0
-MAX_TEXT_BYTES = 1 << 20
-"""A longer value is no description of ours."""
-
-MAX_LISTED = 1 << 22
-"""A longer listing is taken for one that has no end."""
-
-MAX_REMEMBERED = 1 << 16
-"""Names that a listing remembers, to find those that come twice."""
-
-_MAX_REPEATS = 10_000
-"""A server may list a name twice. When most of so many were listed before, its listing goes in a
-circle."""
-
 _ABOUT = "about.json"
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
@@ -174,8 +154,9 @@ class RemoteStore(ServerStore):
         self._keys.forget(key)
         if self._closed:
             return False
+        until = self._clock() + self._bounds.delete_seconds
         try:
-            return self._client.delete(self.name_of(key), self._clock() + DELETE_SECONDS)
+            return self._client.delete(self.name_of(key), until)
         except StoreError:
             self._observer.count("store_delete_failed")
             return False
@@ -188,8 +169,9 @@ class RemoteStore(ServerStore):
 
     # -- what is there --------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[ChunkKey], deadline: float) -> list[bool]:
-        return self._client.exists([self.name_of(key) for key in keys], deadline)
+    def _find(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        until = self._clock() + self._bounds.probe_seconds
+        return self._client.exists([self.name_of(key) for key in keys], until)
 
     def of(self, namespace: bytes) -> Store:
         if namespace == self._namespace:
@@ -220,11 +202,12 @@ class RemoteStore(ServerStore):
             return
         # Those listed last, the oldest first: a server may list a name twice.
         seen: dict[tuple[bytes, bytes], None] = {}
-        num_repeats = 0
+        num_repeats, bounds = 0, self._bounds
         for count, (name, num_bytes, last_used) in enumerate(
             self._client.scan(self._prefix, NO_DEADLINE)
         ):
-            if count >= MAX_LISTED or num_repeats > max(_MAX_REPEATS, count - num_repeats):
+            num_new = count - num_repeats
+            if count >= bounds.max_listed or num_repeats > max(bounds.max_repeats, num_new):
                 raise StoreError(
                     f"{self.url}: its list of names does not end: {count} came, "
                     f"{num_repeats} of them again"
@@ -237,18 +220,18 @@ class RemoteStore(ServerStore):
                 num_repeats += 1
                 continue
             seen[namespace, key] = None
-            if len(seen) > MAX_REMEMBERED:
+            if len(seen) > bounds.max_remembered:
                 del seen[next(iter(seen))]
             yield Entry(key, num_bytes, last_used, namespace)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
-        until = self._clock() + DESCRIBE_SECONDS
+        until = self._clock() + self._bounds.describe_seconds
         said = None
         with suppress(StoreError):
             size = None if self._closed else self._client.read(name, (), until)
             if size is not None:
-                text = bytearray(size if size <= MAX_TEXT_BYTES else 0)
+                text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
                 self._client.read(name, [(0, memoryview(text))], until)
                 said = text.decode(errors="replace")
             if description not in (None, said) and not self._closed:
@@ -264,7 +247,7 @@ class RemoteStore(ServerStore):
         return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
 
     def _until(self, deadline: float) -> float:
-        return min(deadline, self._clock() + OPERATION_SECONDS)
+        return min(deadline, self._clock() + self._bounds.call_seconds)
 
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:

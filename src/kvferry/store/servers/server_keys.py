@@ -22,9 +22,6 @@ from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
 from kvferry.types import ChunkKey
 
-PROBE_SECONDS = 1.0
-"""Timeout of a question, longer than a look-up waits: a late answer serves the next look-up."""
-
 FRESH_SECONDS = 300.0
 """How long a positive answer is valid. If the server evicts the key before that, the fetch
 misses."""
@@ -70,8 +67,8 @@ class ServerKeys:
     """Answers from memory, without a lock; all but `contains` may be called from any thread.
 
     Args:
-        find: asks the server which keys it has, until a deadline; None stands for one that it is
-            about to have. Raises StoreError.
+        find: asks the server which keys it has; None stands for one that it is about to have.
+            Bounded in time. Raises StoreError.
         learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
 
@@ -81,7 +78,7 @@ class ServerKeys:
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChunkKey], float], Sequence[bool | None]],
+        find: Callable[[Sequence[ChunkKey]], Sequence[bool | None]],
         observer: Observer,
         *,
         learns: bool,
@@ -215,7 +212,7 @@ class ServerKeys:
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
         """One question. Raises StoreError."""
         with self.call() as learn:
-            found = self._find(keys, self._clock() + PROBE_SECONDS)
+            found = self._find(keys)
             self.on_result(None)
             if len(self._absent) > MAX_KNOWN:
                 self._absent.clear()
@@ -244,13 +241,14 @@ class ServerStore(Store):
     def __init__(self, url: str, opening: Opening, clock: Callable[[], float]) -> None:
         self.url = url
         self._observer = opening.observer
+        self._bounds = opening.bounds
         self._clock = clock
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=opening.index, clock=clock)
         self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
 
     @abstractmethod
-    def _find(self, keys: Sequence[ChunkKey], deadline: float) -> Sequence[bool | None]:
+    def _find(self, keys: Sequence[ChunkKey]) -> Sequence[bool | None]:
         """See `find` of `ServerKeys`."""
 
     def contains(self, key: ChunkKey) -> bool | None:

@@ -1,0 +1,21 @@
+"""Servers that a busy machine may make slow: stores that wait for them."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.store.kind import ServerBounds
+from kvferry.store.servers import mooncake, objects, valkey
+
+PATIENT = ServerBounds(delete_seconds=20.0, describe_seconds=20.0, check_seconds=20.0)
+"""No call whose deadline the store sets fails because the machine is busy."""
+
+
+def make_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is opened by a URL is patient, whoever opens it."""
+    for module in (mooncake, objects, valkey):
+
+        def opened(url, options, opening, kind=module.KIND):
+            return kind.open(url, options, replace(opening, bounds=PATIENT))
+
+        monkeypatch.setattr(module, "KIND", replace(module.KIND, open=opened))
