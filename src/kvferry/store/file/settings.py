@@ -21,13 +21,13 @@ class FileBounds:
         room_seconds: how long a put evicts before it gives up; what is over a quota is evicted in
             the background.
         close_seconds: how long a close waits for the upkeep.
-        tick_seconds: at most so much later this process knows what another one stored.
+        tick_seconds: how long the upkeep sleeps when idle. What a process with the same index
+            stored is known so much later at most; what another machine stored, once compared.
         flush_seconds: between two times at which times of use are written back.
         clean_seconds: between two looks for what dead writers left.
         compare_seconds: the least rest between two shards, and between two passes over them.
         rest_factor: comparing a shard is followed by so many times its own duration of rest,
-            divided by the rows that it corrected: of a thousand records that another machine
-            stored, each costs a look at its file.
+            divided by the number of rows that it corrected: where much is wrong, it hardly rests.
         abandoned_seconds: how long another machine's half-written file is left alone.
         max_removals: the history of removals keeps so many, the last ones.
     """

@@ -70,7 +70,7 @@ class ShardComparison:
 
 
 class Upkeep:
-    """The thread and its work. `probe`, `stop` and `clean` are for any thread.
+    """The thread and its work. Any thread may call `probe`, `look_for`, `stop`, `clean`, `may_pin`.
 
     Args:
         faults: has the clock of this work, too.
@@ -125,7 +125,8 @@ class Upkeep:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop after the current step. Waits `timeout` seconds at most."""
+        """Stop after the current job. Waits `timeout` seconds at most for the thread; without one,
+        the last work is done here."""
         self._is_stopped = True
         self._wake.set()
         if self._thread is None:
@@ -140,7 +141,8 @@ class Upkeep:
             pass
 
     def clean(self) -> None:
-        """Remove what dead writers left, and count what they had placed."""
+        """Remove what dead writers left, and add to the index what they had placed. Bound the
+        quarantine, and end the pins that are due."""
         if not self._changes:
             return
         directory = self._index.directory
@@ -238,7 +240,8 @@ class Upkeep:
             self.clean()
 
     def _compare(self, rests: bool) -> bool:
-        """Compare the next shard. Whether to go on at once: as long as the index is incomplete."""
+        """Compare the next shard. Whether to go on at once: in the first pass, and there only
+        if the index is incomplete or `rests` is False."""
         if not self._compares and (not self._changes or self._index.totals.is_complete):
             return False
         started = self._faults.clock()
@@ -248,7 +251,7 @@ class Upkeep:
         if not comparison.waiting:
             if comparison.is_first_pass or not self._index.totals.is_complete:
                 with self._past_errors_of_files():
-                    self.clean()  # counts what is no record
+                    self.clean()  # counts what is in quarantine, too
                 self._index.complete()
             comparison.next_pass()
         if not comparison.waiting:
