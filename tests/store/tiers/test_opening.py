@@ -3,6 +3,7 @@ they are open."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -72,6 +73,13 @@ def opened():
     yield make
     for store in stores:
         store.close()
+
+
+def advance(store, clock):
+    """To the next try: its time counts from the end of the one before."""
+    (tier,) = store._tiers
+    wait_until(lambda: tier.next_try < math.inf, "the last try has ended")
+    clock.advance(5.0)
 
 
 def is_open(store):
@@ -149,11 +157,11 @@ def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
     late = opened(opening, 60.0, clock=clock)
     assert len(opening.tries) == 1, "the start goes on at once"
     for count in range(2, 5):
-        clock.advance(5.0)
+        advance(late, clock)
         wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
         assert late.put(KEY, [b"x"]) is PutResult.FAILED
     opening.error = None
-    clock.advance(5.0)
+    advance(late, clock)
     wait_until(lambda: is_open(late), "it is open")
     assert late.takes_values
     # Below a mount that is away may be an empty directory.
@@ -168,10 +176,10 @@ def test_what_is_found_below_a_mount_that_is_away_does_not_end_the_tries(opened)
     late = opened(opening, 60.0, clock=clock)
     opening.error = ConfigError("it is not a kvferry store")
     for count in range(2, 5):
-        clock.advance(5.0)
+        advance(late, clock)
         wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
     opening.error = None
-    clock.advance(5.0)
+    advance(late, clock)
     wait_until(lambda: is_open(late), "it is open")
 
 
