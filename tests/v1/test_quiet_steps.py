@@ -185,6 +185,16 @@ def test_an_idle_role_is_asked_whether_it_still_is_once_a_hook_was_called(schedu
     assert role.calls == ["plan"]
 
 
+@pytest.mark.parametrize("hook", ["take_events", "has_pending_push_work", "get_kv_connector_stats"])
+def test_what_a_host_asks_in_each_step_does_not_wake_an_idle_role(scheduling, hook):
+    facade, role = scheduling
+    assert facade.build_connector_meta(step()).is_quiet
+    role.is_idle = False  # not by a hook: only asking would show it
+    getattr(facade, hook)()
+    assert facade.build_connector_meta(step()).is_quiet
+    assert role.calls == []
+
+
 def test_a_step_in_no_known_spelling_is_not_quiet(scheduling):
     facade, _ = scheduling
     facade.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))

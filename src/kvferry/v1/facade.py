@@ -170,8 +170,6 @@ class OneRole:
 
     @property
     def _scheduler(self) -> SchedulerHalf:
-        """For hooks that may give the role something to do."""
-        self._resting = None
         if not isinstance(self._half, SchedulerHalf):
             raise ContractError("a scheduler-side method was called on a connector built as WORKER")
         return self._half
@@ -181,6 +179,11 @@ class OneRole:
         if not isinstance(self._half, WorkerHalf):
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
         return self._half
+
+    def _woken(self) -> SchedulerHalf:
+        """The scheduler half, for a hook that may give its role something to do."""
+        self._resting = None
+        return self._scheduler
 
     # Worker side.
 
@@ -266,20 +269,20 @@ class OneRole:
     # Scheduler side.
 
     def on_new_request(self, request: V1Request) -> None:
-        role, requests, _ = self._scheduler
+        role, requests, _ = self._woken()
         role.on_new_request(requests.view(request))
 
     def get_num_new_matched_tokens(
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        role, requests, _ = self._scheduler
+        role, requests, _ = self._woken()
         view = requests.view(request)
         return role.lookup(view, num_computed_tokens)[:2] if view.may_read else (0, False)
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int
     ) -> None:
-        role, requests, _ = self._scheduler
+        role, requests, _ = self._woken()
         view = requests.view(request)
         table = requests.allocated(view.request_id, blocks.get_block_ids(), num_external_tokens)
         role.update_after_alloc(view, table, num_external_tokens)
@@ -287,7 +290,7 @@ class OneRole:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._resting is not None and is_quiet(scheduler_output):
             return self._resting
-        role, requests, quiet = self._scheduler
+        role, requests, quiet = self._woken()
         if role.is_idle and is_quiet(scheduler_output):
             self._resting = quiet
             return quiet
@@ -297,7 +300,7 @@ class OneRole:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         output = from_v1_output(connector_output)
         if output is not EMPTY_OUTPUT:
-            self._scheduler.role.update_output(output)
+            self._woken().role.update_output(output)
 
     def request_finished(
         self, request: V1Request, block_ids: list[int]
@@ -308,7 +311,7 @@ class OneRole:
         self, request: V1Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` for several KV groups; see `SupportsHMA`."""
-        role, requests, _ = self._scheduler
+        role, requests, _ = self._woken()
         result = role.request_finished(requests.view(request), block_ids)
         requests.forget(request.request_id)
         params = result.params if has_answer(request) else None
@@ -325,7 +328,7 @@ class OneRole:
         return False
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.role.reset()
+        return self._woken().role.reset()
 
     def shutdown(self) -> None:
         if self._half is not None:

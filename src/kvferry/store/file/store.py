@@ -123,7 +123,7 @@ class FileStore(Store):
         if background:
             try:
                 self.upkeep.start()
-            except BaseException:  # of a Ctrl-C, too: nobody else could end the thread
+            except BaseException:  # of a Ctrl-C, too: no caller could end the thread
                 self.close()
                 raise
 
