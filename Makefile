@@ -20,6 +20,12 @@ SGLANG ?=
 ENGINE ?= embedded
 PROXY ?= $(if $(filter vllm,$(ENGINE)),.vllm-connectors/0.32.0/toy_proxy_server.py)
 
+# Whose own tiers `make demo-tier` runs on this CPU, with kvferry behind them: `vllm` or `sglang`.
+HOST ?= vllm
+TIER_EXAMPLE := examples/cpu/$(if $(filter sglang,$(HOST)),sglang_hicache,vllm_tiers).py
+TIER_STORE := $(CURDIR)/.demo/tier-$(HOST)
+MODEL := .demo/SmolLM2-135M-Instruct
+
 # Release of SGLang that `make test-sglang` runs, beside the packages of the tests.
 SGLANG_VERSION := 0.5.23
 SGLANG_VENV := .venv-sglang
@@ -29,11 +35,12 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo demo-disaggregated test test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
+.PHONY: help demo demo-disaggregated demo-tier test test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make demo-disaggregated  prefill in one engine, decode in another (ENGINE=vllm: two vLLM servers)"
+	@echo "make demo-tier   two processes behind vLLM's own tiers on this CPU (HOST=sglang: behind SGLang's HiCache)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
@@ -57,6 +64,13 @@ demo: $(STAMP)
 demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP) $(CONNECTORS),$(STAMP))
 	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/kvferry demo-disaggregated \
 	  --engine $(ENGINE) $(if $(PROXY),--proxy $(PROXY))
+
+$(MODEL): | $(STAMP)
+	$(BIN)/python -c 'import pathlib, kvferry.demo.model as demo; demo.prepare_model(pathlib.Path(".demo"), report=print)'
+
+demo-tier: $(MODEL) $(if $(filter sglang,$(HOST)),$(SGLANG_STAMP),$(VLLM_STAMP))
+	rm -rf "$(TIER_STORE)"
+	$(if $(filter sglang,$(HOST)),$(SGLANG_VENV),$(VLLM_VENV))/bin/python $(TIER_EXAMPLE) $(MODEL) "file://$(TIER_STORE)?max_bytes=1GiB"
 
 check: $(STAMP)
 	scripts/check

@@ -133,6 +133,7 @@ def test_the_examples_run(place, run_here):
 
 
 def test_every_example_is_short_and_tested():
+    """Those of `examples/cpu` run in the environments of their hosts."""
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert names == {
         "open_a_record.py",

@@ -3,13 +3,9 @@ nothing here is collected; `scripts/test-sglang` fails if nothing was."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
-import os
-import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -24,36 +20,9 @@ except importlib.metadata.PackageNotFoundError:
 collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 
-class NoTorchvision:
-    """Stands for torchvision, which no CPU build of torch here matches, and no test needs."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] != "torchvision":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = ModuleType(spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module):
-        def missing(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = missing
-
-
 if HAS_SGLANG:
-    # Transformers looks for torchvision as it is loaded, and must not find the stand-in.
-    from transformers import AutoProcessor  # noqa: F401
-
-    sys.meta_path.insert(0, NoTorchvision())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of SGLang and torch, as they are imported
-        import tests.real_sglang.engine  # noqa: F401
+        import examples.cpu.sglang_hicache  # noqa: F401  # silences what SGLang warns of
 
 
 @pytest.fixture(scope="session")
@@ -69,10 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The process groups and ranks that a scheduler of SGLang has when it makes its cache."""
-    import torch.distributed as dist
-    from sglang.srt.runtime_context import get_parallel
+    from examples.cpu.sglang_hicache import start_rank
 
-    place = tmp_path_factory.mktemp("rendezvous") / "file"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=place.as_uri(), rank=0, world_size=1)
-    get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_dcp_rank=0)
+    start_rank(tmp_path_factory.mktemp("rendezvous") / "file")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +13,9 @@ import pytest
 import torch
 from sglang.srt.runtime_context import get_context
 
+from examples.cpu import sglang_hicache
+from examples.cpu.sglang_hicache import PAGE, Engine
 from kvferry.errors import ConfigError
-from tests.real_sglang.engine import PAGE, Engine
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_rank")]
 
@@ -36,7 +40,7 @@ def serving(model: Path, **arguments: object) -> Iterator[None]:
 @contextmanager
 def engine(store: Path, layout: str = "page_first", *, latent: bool = False, **extra: object):
     made = Engine(layout, latent=latent)
-    made.attach(store, **extra)
+    made.attach(store.as_uri(), **extra)
     try:
         yield made
     finally:
@@ -120,9 +124,9 @@ def test_a_refused_back_end_leaves_the_controller_as_it_was(
     with serving(models["plain"]):
         one = Engine("page_first", latent=False)
         with pytest.raises(ConfigError, match="did you mean 'io_threads'"):
-            one.attach(tmp_path, io_thread=4)
+            one.attach(tmp_path.as_uri(), io_thread=4)
         assert not one.controller.enable_storage
-        one.attach(tmp_path)
+        one.attach(tmp_path.as_uri())
         one.controller.clear_storage_backend()
         one.detach()
 
@@ -135,7 +139,7 @@ def test_a_model_that_cannot_be_identified_is_refused_in_one_line(
     (bare / "config.json").write_bytes((models["plain"] / "config.json").read_bytes())
     for model, says in ((bare, "holds no weights"), ("nobody/nothing", "cannot be identified")):
         with serving(model), pytest.raises(ConfigError, match=says) as raised:
-            Engine("page_first", latent=False).attach(tmp_path / "store")
+            Engine("page_first", latent=False).attach((tmp_path / "store").as_uri())
         assert "\n" not in str(raised.value)
 
 
@@ -164,10 +168,18 @@ def test_statistics_pass_sglangs_own_collector(tmp_path: Path, models: dict[str,
     with serving(models["plain"]):
         one = Engine("page_first", latent=False)
         one.controller.enable_storage_metrics = True
-        backend = one.attach(tmp_path)
+        backend = one.attach(tmp_path.as_uri())
         one.write(TOKENS, one.compute(TOKENS))
         one.restore(TOKENS)
         stats = backend.get_stats()
         assert (stats.prefetch_pgs, stats.backup_pgs) == ([3], [3])
         StorageMetricsCollector({"storage_backend": "dynamic"}).log_storage_metrics(stats)
         one.detach()
+
+
+def test_the_example_reads_in_a_second_process(tmp_path: Path, models: dict[str, Path]) -> None:
+    store = (tmp_path / "store").as_uri()
+    command = [sys.executable, sglang_hicache.__file__, str(models["plain"]), store]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
+    assert re.findall(r"(\d+) read from the store", out) == ["0", "6"]
+    assert "NOT EQUAL" not in out

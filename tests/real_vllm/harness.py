@@ -18,6 +18,7 @@ from typing import Any, overload
 from kvferry.testing.stores.hooks import wait_until
 
 DRIVER = Path(__file__).with_name("driver.py")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cpu"
 START_SECONDS = 240.0
 GENERATE_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -118,8 +119,10 @@ class Process:
     def __enter__(self) -> Process:
         self.usable = True
         read_fd, write_fd = os.pipe()
+        paths = filter(None, [os.environ.get("PYTHONPATH")])
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *paths]),  # its spec of tiers
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",

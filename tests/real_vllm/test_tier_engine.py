@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
+    EXAMPLES,
     Answers,
     Engine,
     Oracle,
@@ -18,6 +23,7 @@ from tests.real_vllm.harness import (
 )
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import SECONDS, TIER
+from tests.real_vllm.test_proxy import model_with_tokenizer
 from tests.real_vllm.test_ranks import TWO_RANKS
 
 pytestmark = serves_tiers()
@@ -32,7 +38,7 @@ def offloading(store: Path, **extra: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "CpuTieringSpec",
-            "spec_module_path": "cpu_tiering",
+            "spec_module_path": "vllm_tiers",
             "cpu_bytes_to_use": 32 << 20,
             "block_size": 128,
             "secondary_tiers": [{**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}],
@@ -94,3 +100,16 @@ def test_two_ranks_say_the_same_with_rows_of_before(
     assert_same(own, alone)
     # Rows of one layout for any number of ranks, or of two ranks alone.
     assert alone.external == (HITS if canonical else 0)
+
+
+def test_the_example_reads_in_a_second_process(tmp_path: Path) -> None:
+    model = model_with_tokenizer(tmp_path)
+    store = (tmp_path / "store").as_uri()
+    out = subprocess.run(
+        [sys.executable, str(EXAMPLES / "vllm_tiers.py"), str(model), store],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True, text=True, check=True, timeout=280,
+    ).stdout  # fmt: skip
+    [tokens] = {int(number) for number in re.findall(r"(\d+) prompt tokens", out)}
+    read = [int(number) for number in re.findall(r"(\d+) read by the tier", out)]
+    assert read == [0, tokens // 128 * 128]

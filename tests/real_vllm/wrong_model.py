@@ -83,7 +83,7 @@ def offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "CpuTieringSpec",
-            "spec_module_path": "cpu_tiering",
+            "spec_module_path": "vllm_tiers",
             "cpu_bytes_to_use": 32 << 20,
             "block_size": 128,
             "secondary_tiers": [tier],

@@ -1,19 +1,57 @@
-"""Device and host pools of SGLang 0.5.23 on a CPU, and its own HiCache controller over them.
+"""Two processes of SGLang's HiCache on a CPU, one prompt: the second reads what the first wrote.
 
-Only the kernels that copy between device and host are not there without a GPU: the two classes of
-pools here copy by indexing.
+    .venv-sglang/bin/python examples/cpu/sglang_hicache.py MODEL_DIR STORE_URL
+
+SGLang's server needs a GPU. Its own controller, device and host pools run here, of SGLang 0.5.23;
+the kernels that copy between device and host need a GPU, so the two classes of host pools copy by
+indexing. No model runs: what stands for KV on the device is noise.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
+import os
+import subprocess
+import sys
+import tempfile
 import time
+import warnings
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Transformers looks for torchvision as it is loaded, and must not find the stand-in.
+from transformers import AutoProcessor  # noqa: F401
+
+
+class NoTorchvision:
+    """Stands for torchvision, which SGLang imports, and no CPU build of torch here matches."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = ModuleType(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module):
+        def missing(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = missing
+
+
+sys.meta_path.insert(0, NoTorchvision())
+warnings.simplefilter("ignore")  # of SGLang and torch, as they are imported
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -22,8 +60,9 @@ from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_context, get_parallel
 
-PAGE, LAYERS, HEADS, DIM, NUM_TOKENS = 8, 2, 3, 4, 64
+PAGE, LAYERS, HEADS, DIM, NUM_TOKENS = 8, 2, 3, 4, 128
 SECONDS = 120.0
 
 
@@ -66,6 +105,13 @@ class HostLatents(Copies, MLATokenToKVPoolHost):
         return ((device_pool.kv_buffer[layer], self.kv_buffer),)
 
 
+def start_rank(rendezvous: Path) -> None:
+    """Make the process groups and ranks that a scheduler has before its cache."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=0, world_size=1)
+    get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_dcp_rank=0)
+
+
 class Engine:
     """What a scheduler has of HiCache, new as after a start."""
 
@@ -105,7 +151,7 @@ class Engine:
             transfer_layer_id_max=LAYERS,
         )
 
-    def attach(self, store: Path, **extra: Any) -> Any:
+    def attach(self, store: str, **extra: Any) -> Any:
         """Attach the back end as SGLang does at its start and by its API; returns it."""
         self.controller.attach_storage_backend(
             "dynamic",
@@ -116,7 +162,7 @@ class Engine:
                 "module_path": "kvferry.adapters.sglang",
                 "class_name": "KVFerryStorage",
                 "interface_v1": 1,
-                "store": store.as_uri(),
+                "store": store,
                 "load_timeout_seconds": SECONDS,
                 **extra,
             },
@@ -174,3 +220,39 @@ class Engine:
         indices = controller.load(operation.host_indices[:done])
         controller.start_loading()
         return indices
+
+
+def ask(model_dir: str, store: str) -> None:
+    start_rank(Path(tempfile.mkdtemp()) / "rendezvous")
+    prompt = list(range(100, 100 + 6 * PAGE))
+    with get_context().override_server_args(model_path=model_dir, device="cpu"):
+        engine = Engine("page_first", latent=False)
+        engine.attach(store)
+        get_storage_hash_str(prompt, None, page_size=PAGE)  # SGLang compiles its code for hashes
+        started = time.perf_counter()
+        restored = engine.restore([*prompt, 7])  # the last token is computed in any case
+        milliseconds = (time.perf_counter() - started) * 1e3
+        computed = engine.compute(prompt)
+        pairs = zip(engine.kv(restored), engine.kv(computed), strict=True)
+        is_equal = all(torch.equal(back, made[: len(back)]) for back, made in pairs)
+        written = engine.write(prompt, computed) if len(restored) < len(prompt) else 0
+        print(
+            f"{len(prompt) // PAGE} pages, {len(restored) // PAGE} read from the store in "
+            f"{milliseconds:.1f} ms, {'equal' if is_equal else 'NOT EQUAL'} byte for byte; "
+            f"{written // PAGE} written"
+        )
+        engine.detach()
+
+
+def main() -> None:
+    if len(sys.argv) == 4 and sys.argv[1] == "--ask":
+        return ask(sys.argv[2], sys.argv[3])
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    for _ in range(2):
+        subprocess.run([sys.executable, __file__, "--ask", *sys.argv[1:]], check=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

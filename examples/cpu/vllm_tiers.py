@@ -1,16 +1,25 @@
-"""vLLM's tiers on a CPU: its own spec and manager, with a worker that copies blocks by NumPy.
+"""Two processes of vLLM on a CPU, one prompt: the second reads through vLLM's own tiers what the
+first computed.
 
-vLLM's worker copies between a GPU and host memory only. Named in a configuration by `spec_name` and
-`spec_module_path`; everything else, tiers included, is vLLM's.
+    python examples/cpu/vllm_tiers.py MODEL_DIR STORE_URL
+
+vLLM's worker copies between a GPU and host memory only. The worker here copies blocks by NumPy;
+everything else is vLLM's, and kvferry is the tier. A server takes it, too, with this folder on
+Python's path and `spec_name` and `spec_module_path` as below.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from vllm import LLM, SamplingParams
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -116,3 +125,49 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         start = 0 if canonical else self.config.parallel.rank * self.cpu_page_size_per_worker
         rows = region._base.numpy().reshape(self.num_chunks, -1)[:, start:]
         return CopyingWorker(kv_caches, rows, self.blocks_per_chunk, canonical=canonical)
+
+
+PROMPT = "One line of a text that is asked about again and again.\n" * 40 + "In short:"
+
+
+def ask(model_dir: str, store: str) -> None:
+    tier = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier", "store": store}
+    offloading = {
+        "spec_name": CpuTieringSpec.__name__,
+        "spec_module_path": "vllm_tiers",
+        "cpu_bytes_to_use": 256 << 20,
+        "block_size": 128,
+        "secondary_tiers": [tier],
+    }
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": offloading,
+    }
+    llm = LLM(model_dir, enforce_eager=True, max_model_len=2048, kv_transfer_config=transfer)
+    llm.generate(["Good morning."], SamplingParams(max_tokens=1), use_tqdm=False)  # a warm-up
+    started = time.perf_counter()
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    [answer] = llm.generate([PROMPT], greedy, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    print(
+        f"{len(answer.prompt_token_ids)} prompt tokens, {answer.num_cached_tokens} read by the "
+        f"tier, 8 tokens after {seconds:.2f} s: {answer.outputs[0].text!r}"
+    )
+    llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    if len(sys.argv) == 4 and sys.argv[1] == "--ask":
+        return ask(sys.argv[2], sys.argv[3])
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for _ in range(2):
+        again = [sys.executable, __file__, "--ask", *sys.argv[1:]]
+        subprocess.run(again, env=quiet | os.environ, check=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
