@@ -162,8 +162,9 @@ def export_prompt(
     store: Store, prompt: StoredPrompt, path: Path | None, progress: Progress = lambda _: None
 ) -> Exported:
     """Copy the records of a prompt, as far as they follow each other from its start, into a file.
-    Each is verified. The file appears whole, under its name, or not at all; if there is no record,
-    there is none. Only its owner may read it. With no path, nothing is written.
+    Each is verified. The file appears whole, under its name, or not at all; without a record
+    nothing is written, and a file that is there stays. Only its owner may read it. With no path,
+    nothing is written.
 
     Raises:
         ConfigError: the file cannot be written, or see `StoredPrompt`.

@@ -48,11 +48,12 @@ def export(
     dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Copy the records of a prompt into one file, which is replaced; `kvferry import` reads it.
+    """Copy the records of a prompt into one file, which `kvferry import` reads.
 
-    Each record is verified. Those are copied that follow each other from the start of the prompt;
-    exit code 1 if there is none, or a damaged one ended it. The file holds the prompt's token ids
-    and its salt, and only you may read it.
+    Each record is verified. Copied are the records from the start of the prompt up to the first
+    that is missing or damaged; exit code 1 if there is none, or a damaged one ended it. A file that
+    is there is replaced if there is a record. The file holds the prompt's token ids and its salt,
+    and only you may read it.
 
     Example: kvferry export file:///kv --model MODEL --prompt-file F out.kv
     """
@@ -80,7 +81,7 @@ def export(
     facts |= {"dry_run": dry_run, "num_bytes": done.num_bytes, "fault": done.fault}
     verb = "would be exported" if dry_run else "exported"
     if not done.num_records:
-        verb = "stored, so there is no file"
+        verb = "stored, so nothing is written"
     said = f"{_summary(prompt, done.num_records)}, {format_size(done.num_bytes)}, {verb}"
     if done.fault is not None:
         said += f"; the next record is damaged ({done.fault}), see `kvferry verify`"
@@ -132,7 +133,7 @@ def import_(
 
 
 def _prompt_in(store: Store, choice: Choice) -> StoredPrompt:
-    """The prompt in the one namespace that holds it, or its start.
+    """The prompt in the one namespace that holds its first chunk; in any, if none does.
 
     Raises:
         ConfigError: several do.
@@ -174,8 +175,9 @@ def _refuse_too_many(url: StoreUrl, num_bytes: int) -> None:
 
 
 def _compare(prompt: StoredPrompt, model: Path) -> list[str]:
-    """In what the records' model was run otherwise than the directory says: such an engine finds
-    them only if it is run so, too. Raises ConfigError for other weights."""
+    """One line per setting in which the engine that stored the records differs from what the
+    directory says: only an engine with the same settings finds them. Raises ConfigError for other
+    weights."""
     from kvferry.explain import differences_of_model
 
     differs = differences_of_model(prompt.namespace, model_identity(model))

@@ -1,5 +1,10 @@
-"""How commands open a store and read its records: they create nothing, and change nothing unless
-asked to. Hostile bytes become a reason instead of an error."""
+"""Opens an existing store for a command and reads its records: creates nothing, and changes nothing
+unless asked to. Hostile bytes become a reason instead of an error.
+
+`query_store` serves commands that only look, `open_existing` those that may change a store, and
+`doctor`, `export` and `explain` of several stores. `import` and `warm` open the store themselves
+and call `await_answer`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ INDEX_SECONDS = 60.0
 
 def query_store(url: str, question: Callable[[Store], T]) -> T:
     """Answer `question` about the store at `url`, opened read-only. A directory whose index is
-    damaged or stays locked is asked without it.
+    damaged or stays locked is asked without it: after any StoreError, `question` starts again.
 
     Raises:
         ConfigError: see `open_existing`.
@@ -53,15 +58,15 @@ def query_store(url: str, question: Callable[[Store], T]) -> T:
         parsed = parse_store_url(url)
         if parsed.scheme != "file":
             raise
-        # A file that no store has.
+        # A name that does not exist: the directory is listed instead.
         options = {**parsed.options, "index_file": f"{parsed.path}/none.sqlite3"}
         with open_existing(dataclasses.replace(parsed, options=options)) as store:
             return question(store)
 
 
 def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
-    """Open the store at `url` without creating, evicting or (unless `writable`) changing anything;
-    what a server keeps changes by `delete` and `discard` only.
+    """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
+    On a server, only `delete` and `discard` change anything, whatever `writable` says.
 
     Raises:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
@@ -76,7 +81,8 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
         )
     if parsed.scheme == "file":
         parsed = _existing(parsed, writable=writable)
-    # No command calls `contains`, so no command needs the keys in memory.
+    # No command calls `contains`, so none needs the keys in memory. But only the upkeep of a store
+    # that has them goes on to compare a directory with an index that is complete.
     store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
     await_answer(store)
     until = time.monotonic() + INDEX_SECONDS
@@ -86,8 +92,8 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
 
 
 def await_answer(store: Store) -> None:
-    """Close the store and raise StoreError if its server says nothing; what else is wrong with it,
-    the command meets by itself. A directory is not asked."""
+    """Close the store and raise StoreError if its server says nothing. Other errors are left for
+    the command to meet. A directory is not asked."""
     if not kind_of(parse_store_url(store.url).scheme).hosts:
         return
     started = time.monotonic()
@@ -104,8 +110,8 @@ def await_answer(store: Store) -> None:
 
 
 def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
-    """The URL of a directory with the options that neither make nor (unless `writable`) change
-    it."""
+    """The URL of a directory, with options under which opening neither creates nor (unless
+    `writable`) changes it."""
     given = read_options(parsed)
     if writable and getattr(given, "read_only", False):
         raise ConfigError(
@@ -116,7 +122,7 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
 
 
 def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
-    """Every record of those found.
+    """Passes on `found`; refuses a server URL under which nothing is stored.
 
     Raises:
         ConfigError: nothing is stored on a server under this URL.
@@ -131,7 +137,7 @@ def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
-    """Records and their bytes by namespace; raises as `entries`."""
+    """Number of records and of bytes, by namespace; raises as `entries`."""
     found = store.namespaces()
     # A server has no directory that could be missing: a wrong prefix looks like this. A store that
     # was emptied still has the description of its namespaces.

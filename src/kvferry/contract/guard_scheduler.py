@@ -12,6 +12,8 @@ every worker role unpacks: wrap both roles or neither.
 
 Construction and registration are not guarded: options or a layout that cannot be used are refused
 loudly at start-up, when nothing has been promised yet.
+
+Made by `OneRole.attach` (vLLM's connectors) and by the embedded engine's `LLM`.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ class GuardedScheduler(SchedulerRole):
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after `ASK_AGAIN_SECONDS`;
     - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
-    - a request whose load failed is not offered a hit again: a host that recomputes such a request
-      from its start asks again, and would repeat this for ever.
+    - a request of which a load was lost before its plan, or an async one failed, is not offered a
+      hit again: a host that recomputes such a request from its start asks again, and would repeat
+      this for ever.
 
     Runs in: scheduler. Costs less than a microsecond per hook if nothing is wrong.
     """
@@ -65,9 +68,9 @@ class GuardedScheduler(SchedulerRole):
 
         Args:
             observer: receives `hook_failed...` and `contract_violation` counts.
-            block_size: tokens to which hits are rounded down: the block size, with several groups
-                their least common multiple. None: not checked, and a load that is lost fails all
-                blocks of its request.
+            block_size: tokens to which hits are rounded down. With several groups: the least common
+                multiple of their block sizes. None: hits are not rounded, and a load that is lost
+                fails all blocks of its request.
             clock: seconds, for the bounds on waiting.
         """
         self._role = role
@@ -128,7 +131,7 @@ class GuardedScheduler(SchedulerRole):
             )
             return MISS
         num_tokens = len(request.all_token_ids)
-        # Sync: the engine must have a token to compute. Async: it steps back by itself.
+        # Sync: the engine must have a token to compute. Async: the engine itself leaves the last.
         limit = (num_tokens if is_async else num_tokens - 1) - num_local_tokens
         legal = max(0, min(count, limit))
         if self._block_size is not None:

@@ -6,8 +6,11 @@ a rule of `WorkerOutput` is removed, counted as `contract_violation` and logged 
 report of a *failure* is never weakened: a malformed one becomes a larger failure, because a failed
 load that the host takes for a good one is silently wrong output.
 
-These are the rules for loads that end in their step; `contract.asynchronous` extends each class by
-those for async loads and delayed frees.
+These are the rules for loads that end in their step; `contract.asynchronous` extends `Promises`,
+`ReportRules` and `OwedReports` by those for async loads and delayed frees.
+
+A `GuardedScheduler` has `Promises`, a `GuardedWorker` `OwedReports`, a `StepLifecycle`
+`ReportRules`. `HookFaults` counts for them, for the fold, and for SGLang's storage.
 """
 
 from __future__ import annotations
@@ -72,20 +75,21 @@ class HookFaults:
 
 class Promises:
     """The guard's memory between lookup and plan. Bookkeeping only: every method is O(1) or in the
-    number of loads under way. Runs in: scheduler."""
+    number of loads under way. Methods without a body are for async roles. Runs in: scheduler."""
 
     def __init__(self, block_size: int | None) -> None:
         self._block_size = block_size
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        # By request, the blocks of promised loads: the host takes them for loaded, or will.
+        # By request, the blocks of promised loads: the host counts on them.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
-        self._lost: dict[str, frozenset[int]] = {}  # of those, unknown to the role
-        self._hits_blocked: set[str] = set()  # requests of which a load failed
+        self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role, or overdue
+        self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
         self._suspect = False  # a plan could not be built: loads of later ones are checked
 
     def has_failed(self, request_id: str) -> bool:
-        """Whether a load of this request failed. It gets no hit again: a host that restarts such a
-        request asks again, and with the same answer would fail the same way for ever."""
+        """Whether a load of this request was lost before its plan, or an async one failed. It gets
+        no hit again: a host that restarts such a request asks again, and with the same answer would
+        fail the same way for ever."""
         return request_id in self._hits_blocked
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
@@ -119,8 +123,7 @@ class Promises:
         return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
 
     def lose(self, request_id: str) -> None:
-        """The role possibly does not know of this request's load, if one is due in the next
-        plan."""
+        """Fail this request's load in the next plan, if it has one: the role may not know of it."""
         if request_id in self._planned:
             self._lost[request_id] = self._planned[request_id]
 
@@ -130,7 +133,8 @@ class Promises:
         self._suspect = True
 
     def end(self, request_id: str) -> bool:
-        """A request ended. True if it still loads: then the end of the load is its last report."""
+        """A request ended. True if it still loads, as only an async load can: then the end of the
+        load is its last report."""
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
@@ -146,8 +150,8 @@ class Promises:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that was promised still needs a plan or a report, so that steps may be
-        left out."""
+        """Whether nothing that was promised still needs a plan or a report, so that the host may
+        skip the role's steps."""
         return not (self._planned or self._lost or self._suspect)
 
     def settle(self, plan: Plan) -> Plan:
@@ -165,8 +169,9 @@ class Promises:
 
 
 class ReportRules:
-    """Removes from a worker's outputs what the contract forbids: without async loads and delayed
-    frees, every request id. One per worker; not shared. `strict` raises as well."""
+    """Removes from a worker's outputs what the contract forbids. A sync role may report no request
+    id. Methods without a body are for async roles. One per worker; not shared. `strict` raises as
+    well."""
 
     def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
         self._worker = worker
@@ -246,8 +251,11 @@ def _holds_sets(output: WorkerOutput) -> bool:
 
 
 class OwedReports:
-    """The guard's additions to the worker's reports: `invalid`, blocks that a failed load left
-    unfilled."""
+    """The guard's additions to the worker's reports. Methods without a body are for async roles.
+
+    Attributes:
+        invalid: blocks that a failed load left unfilled.
+    """
 
     def __init__(self) -> None:
         self.invalid: set[int] = set()
@@ -256,7 +264,8 @@ class OwedReports:
         return bool(self.invalid)
 
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        """`WorkerRole.planned_recving` of a plan, also of a repaired one."""
+        """`WorkerRole.planned_recving` of a plan, also of a repaired one; None if the role cannot
+        know."""
         return frozenset()
 
     def repair(self, plan: RepairedPlan) -> None:

@@ -1,6 +1,9 @@
 """The other ranks of a tensor-parallel engine, as the first one's process sees them, and what the
 processes send each other.
 
+`LLM` makes `Ranks` and `ParallelRunner` when `tensor_parallel_size` > 1; `engine.rank_process` is
+the other end.
+
 In this order: `Start` down, `Ready` up; `Connect` down, `Ready` up; then `RunStep` down and
 `StepDone` up, step by step. A rank that cannot go on sends `Failed` instead, and ends. It also ends
 when the socket is closed.
@@ -54,7 +57,7 @@ class Channel:
     Messages are pickled: both ends are this package in two processes of ours, and no other process
     has the socket. What comes from a network or a file never goes this way.
 
-    Not thread-safe; after any error it is of no more use.
+    Not thread-safe; of no more use after a `RankError`.
     """
 
     def __init__(self, end: socket.socket, *, send_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
@@ -76,7 +79,7 @@ class Channel:
             raise RankError(f"cannot reach the other process: {error}") from error
 
     def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
-        """The next message; None as timeout waits as long as the other end lives.
+        """The next message. With None, wait until the other end sends or closes.
 
         Raises:
             TimeoutError: nothing has come yet; may be called again.
@@ -109,7 +112,7 @@ class Start(NamedTuple):
 
 
 class Connect(NamedTuple):
-    """All have loaded: meet, and split the model."""
+    """All have loaded: meet the others at `rendezvous`, then split the model."""
 
 
 class Ready(NamedTuple):
@@ -158,7 +161,7 @@ class Ranks:
     """The child processes of ranks 1 and up.
 
     If one of them fails, dies or does not answer, all are ended, because the state of the others is
-    unknown. This call and every further one then raises a `RankError` that names the rank.
+    unknown. The call raises what `explain` returns; every later one raises a `RankError` with it.
 
     Runs in: the first rank's process.
     """
@@ -185,8 +188,8 @@ class Ranks:
             raise
 
     def connect(self, device: torch.device) -> RankGroup:
-        """Wait until all have loaded, then meet them. The caller splits its own model at once:
-        theirs wait for it.
+        """Wait until all have loaded, then meet them. The caller must split its own model next: the
+        other ranks wait for that.
 
         Raises:
             ConfigError: one of them could not be set up.
@@ -196,7 +199,8 @@ class Ranks:
         return RankGroup(0, self.size, self._rendezvous, device)
 
     def wait_ready(self, timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
-        """Wait until all have loaded or, after `connect`, until steps may come; errors as there."""
+        """Wait until all have loaded or, after `connect`, until steps may come. Raises as
+        `connect`."""
         for child in self._children:
             self._expect(child, Ready, timeout_seconds)
 
@@ -218,9 +222,9 @@ class Ranks:
         return outputs
 
     def explain(self, reason: str, *, patience_seconds: float = 0.0) -> KVError:
-        """End all ranks after a step failed, and return the error to raise. It names the rank that
-        is to blame, if that is found within `patience_seconds`, or else gives `reason`. It is a
-        `ConfigError` if that rank ended by one, else a `RankError`."""
+        """End all ranks after a failure; return the error to raise. If the rank to blame shows
+        within `patience_seconds`, the error names it, else it says `reason`. It is a `ConfigError`
+        if that rank ended by one, else a `RankError`."""
         deadline = time.monotonic() + patience_seconds
         while self._failure is None:
             blame = self._blame()
@@ -324,7 +328,7 @@ class ParallelRunner:
 
     Attributes:
         output: the reports of all ranks on the last step, folded; that of the first alone if one
-            failed.
+            failed; empty if the step did not begin.
     """
 
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:

@@ -1,9 +1,12 @@
-"""Many records in and out of a store at a time: threads of their own, and one deadline for all.
+"""Many records in and out of a store at a time, on threads of their own; no caller has to wait past
+a deadline.
 
-Whole records, verified. I/O never touches memory of a caller: a record is read into an image of the
-client, verified there and then copied, and copied into one before it is hashed and written. So a
-call of a store that outlives its deadline does no harm, and a caller has its memory back as soon
-as a batch says that it ended.
+Whole records, verified. I/O uses images only: `get` and `put` copy between an image of the client
+and the caller's memory, and never after their batch has ended; `put_all` takes over the images that
+it is given. So a call of a store that outlives its deadline does no harm.
+
+The adapter of Transformers calls `get_leading` and `put_all` and waits; SGLang's `PageRecords` and
+vLLM's `TierRows` call `get` and `put`. The engine's own cache does not use it.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=str)
 
 WRITE_BYTES = 16 << 20
-"""Records that one thread writes at a time hold no more, if they are several."""
+"""Several records in one write hold at most this together; a single one may be larger."""
 
 STALLED_SECONDS = 30.0
-"""How long a store that brought nothing before a deadline is not asked again."""
+"""After a read brought nothing by its deadline, the store is not read for so long."""
 
 Land = Callable[[int, memoryview], bool]
-"""Gets the place of a record in its batch and its verified image, on an I/O thread. True if it
-keeps the image; else its memory is used again. Must not block."""
+"""Gets the place of a record in its batch and its verified image, on an I/O thread. Returns True to
+keep the image; otherwise the client uses it again. Must not block."""
 
 Fill = Callable[[int, memoryview], None]
 """Gets the place of a record in its batch and an image, whose payload it fills, on an I/O thread.
@@ -52,7 +55,7 @@ class Batch(Generic[R]):
     Thread-safe. Every record ends once: by its I/O thread, or by `give_up`, whichever is first.
 
     Attributes:
-        results: by place in the batch, once the record ended; of a read None if it was right.
+        results: by place in the batch, once the record ended; for a right read: None.
     """
 
     __slots__ = ("_changed", "_copying", "_ended", "_given_up", "_left", "results")
@@ -82,7 +85,7 @@ class Batch(Generic[R]):
             )
 
     def give_up(self, result: R) -> None:
-        """End all that is under way as `result`; what is copied this moment, once it is copied.
+        """End every record under way as `result`; one that is being copied ends after its copy.
         Never blocks for long."""
         with self._changed:
             self._given_up = result
@@ -156,14 +159,15 @@ class RecordClient:
         self._spare: deque[memoryview] = deque()  # as many as threads ever used at once
         self._stalled_until = 0.0
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
-        # Of the last `put_all`, and the writes under way that an earlier one gave up on.
+        # Stored by this `put_all`; writes under way that an earlier one gave up on.
         self._num_stored = self._num_old = 0
 
     # ---- the state of the store
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a read brought nothing in time, less than `STALLED_SECONDS` ago."""
+        """Whether a read brought nothing in time, less than `STALLED_SECONDS` ago. `get` does not
+        check this: its callers do."""
         return time.monotonic() < self._stalled_until
 
     def note_stall(self) -> None:
@@ -183,8 +187,8 @@ class RecordClient:
 
         Args:
             first_tokens: positions of the chunks in their prompts.
-            deadline: of the monotonic clock, for the store's calls. Media that hang do not keep it:
-                who must not wait longer gives the batch up.
+            deadline: of the monotonic clock, for the store's calls. A medium that hangs may overrun
+                it; a caller that must not wait calls `give_up`.
         """
         batch: Batch[MissReason] = Batch(len(keys))
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
@@ -228,7 +232,8 @@ class RecordClient:
     def get_leading(
         self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
     ) -> list[memoryview]:
-        """The leading chunks of a prompt that are there, right, and in time, as images.
+        """The leading chunks of a prompt that are there, right, and in time, as images. None of a
+        stalled store, not even those that are known.
 
         Args:
             deadline: of the monotonic clock.
@@ -262,9 +267,9 @@ class RecordClient:
     def _get_run(
         self, keys: Sequence[ChunkKey], start: int, stop: int, deadline: float
     ) -> tuple[list[memoryview | None], bool]:
-        """Chunks in a row, in order, None for a wrong one, and whether to read those behind: one
-        that is not there or not in time ends it. Others may be wrong, too: found by this load, they
-        are stored by the next save, which passes over what the store seems to have."""
+        """Images of consecutive chunks, None for a wrong one, and whether to read on. A chunk that
+        is absent, unreadable or late ends the run. A wrong one does not: the others are read too,
+        so that all wrong ones are found now and the next save replaces them."""
         landed: list[memoryview | None] = [None] * (stop - start)
 
         def keep(place: int, image: memoryview) -> bool:
@@ -355,8 +360,9 @@ class RecordClient:
             batch.end(place, result)
 
     def put_all(self, images: Iterable[tuple[ChunkKey, int, memoryview]], deadline: float) -> int:
-        """Hash and store chunks, given as key, first token and payload. Returns how many were
-        stored before the deadline. Takes few images at a time, and none after the deadline."""
+        """Hash and store chunks, given as key, first token and image, whose head is written here.
+        Returns how many were stored before the deadline. Takes few images at a time, and none after
+        the deadline."""
         self._num_old, self._num_stored = len(self._writes), 0
         limit = self._writers.num_threads
         source = iter(images)

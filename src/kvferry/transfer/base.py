@@ -39,8 +39,8 @@ class Lender(Protocol[L]):
     only, under no lock but its own."""
 
     def lend(self, key: ChunkKey, seconds: float) -> L | Literal[KeyState.PENDING] | None:
-        """The record of `key`, whose bytes stay until `release`, or for `seconds`; None if it is
-        not here."""
+        """The record of `key`, whose bytes stay until `release`, or for `seconds`, unless it is
+        just being evicted; None if it is not here."""
 
     def release(self, loan: L) -> None:
         """The reader is done."""

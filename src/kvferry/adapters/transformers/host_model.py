@@ -2,6 +2,9 @@
 
 A model changed after loading (trained, merged, quantised, pruned) computes different KV from the
 model in its directory. This module refuses every change that it can detect, and names it.
+
+Made by `StoredKV`; `load` and `save` ask `is_unchanged`, and so does `Provenance` in hooks of the
+caller's forwards.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -34,7 +37,8 @@ from kvferry.observe import Observer
 logger = logging.getLogger(__name__)
 
 _OF_STATIC_CACHES = {"_compiled_call", "_last_compile_config", "_previous_max_cache_length"}
-"""Attributes that `generate` sets in a static-cache run; no other call reads them."""
+"""Attributes that `generate` sets in a static-cache run; no other call reads them.
+Their changes are ignored."""
 
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
 """Token ids that exist in every vocabulary and are rarely padding."""
@@ -43,7 +47,10 @@ _ROUNDING = 0.02
 """Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
 
 _SAMPLES_PER_LOOK = 16
+"""Parameters whose values one look compares; the next look goes on with others."""
+
 _VALUES_PER_SAMPLE = 64
+"""At least so many values of a parameter are compared, if it has them."""
 
 
 class CacheLayer(NamedTuple):
@@ -58,7 +65,7 @@ class CacheLayer(NamedTuple):
     value_size: int
     """Of the cache's values; the rotated key of latent attention."""
     has_pairs_apart: bool
-    """Of the values, where they are rotated keys; see `pairs_together`."""
+    """Of the values, where they are rotated keys; see `engine.kv_pool.pairs_together`."""
     dtype: torch.dtype
 
     def mismatch(
@@ -83,7 +90,7 @@ class HostModel:
 
     Attributes:
         identity, groups: as the embedded engine's, so that both share records.
-        tolerances: for audits.
+        tolerances: for comparisons of KV.
         layers: in the order of the model's cache.
         layer_devices: where the KV of each layer is.
         vocab_size: token ids are below it.
@@ -96,7 +103,7 @@ class HostModel:
         self._model = model
         _refuse_changed(model)
         directory = model_dir or _directory_of(model)
-        dtype: Any = str(model.dtype).removeprefix("torch.")  # others are refused by ModelConfig
+        dtype: Any = str(model.dtype).removeprefix("torch.")  # ModelConfig refuses unknown dtypes
         engine = EngineConfig(dtype=dtype)
         config = ModelConfig(directory, engine)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -126,35 +133,39 @@ class HostModel:
         return self._look() == self._fingerprint and self._samples_agree()
 
     def compute(self, token_ids: list[int], cache: Any, observer: Observer) -> bool:
-        """Append the KV of these tokens to a cache of one row; False if the model fails."""
+        """Append the KV of these tokens to a cache of one row, for an audit or a save; False if
+        torch fails (RuntimeError)."""
         try:
             with torch.inference_mode():
                 input_ids = torch.tensor([token_ids], device=self._model.device)
                 arguments = {cache_argument(self._model): cache}
                 self._model(input_ids=input_ids, use_cache=True, **arguments)
         except RuntimeError:  # no memory, for example
-            logger.exception("KV could not be computed again: nothing is loaded or saved")
+            logger.exception(
+                "KV could not be computed again: what depends on it is not loaded or saved"
+            )
             observer.count("audit_failed")
             return False
         return True
 
     @property
     def argument_names(self) -> list[str]:
-        """Of the model's forward, in their order."""
+        """The names of the forward's parameters, in order."""
         return list(inspect.signature(self._model.forward).parameters)
 
     def watch(self, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
-        """Call methods of a `Watcher` around each forward until the caller removes the returned
-        handles."""
+        """Call `before` and `after` around each forward until the caller removes the returned
+        handles. Both must be methods of a `Watcher`: any other hook counts as a change of the
+        model."""
         return [
             self._model.register_forward_pre_hook(before, with_kwargs=True),
             self._model.register_forward_hook(after, with_kwargs=True),
         ]
 
     def num_visible(self, token_ids: list[int]) -> int:
-        """The number of leading tokens before the first that seems to be masked padding. Without a
-        mask, `generate` masks padding tokens unless the token also ends sequences. A prompt that
-        starts with several of them comes from a padded batch."""
+        """The number of leading tokens before the first that seems to be masked padding, where the
+        caller gave no mask. `generate` then masks padding tokens, unless padding also ends
+        sequences; in that case two of them in front mean a padded batch, and nothing is usable."""
         padding, ends = self._padding_and_ends()
         if padding is None or padding not in token_ids:
             return len(token_ids)
@@ -163,8 +174,9 @@ class HostModel:
         return token_ids.index(padding)
 
     def num_answered(self, token_ids: list[int], first: int) -> int:
-        """The number of leading tokens through the first end token at or after `first`. In a batch,
-        padding follows the end token, and a later turn may mask it."""
+        """The number of leading tokens up to the end of the first answer: through its end token, or
+        up to padding, at or after `first`; without either, all. In a batch, padding follows the end
+        token, and a later turn may mask it."""
         padding, ends = self._padding_and_ends()
         for position in range(first, len(token_ids)):
             if token_ids[position] in ends:
@@ -294,7 +306,8 @@ def _layers_of_run(
 
 
 def _differ_before_last(layer: Any, other: Any) -> bool:
-    """Whether KV differs by more than rounding; an expert's token count changes the rounding."""
+    """Whether KV before the last token differs by more than rounding, which may depend on the last
+    token where experts are chosen."""
     for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
         ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
         if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():

@@ -38,7 +38,7 @@ class CachedChunk(NamedTuple):
 
 
 Image = tuple[ChunkKey, int, memoryview]
-"""Key, first token and payload of a record."""
+"""Key, first token and image (head still empty) of a record."""
 
 
 class Recomputer:

@@ -85,8 +85,7 @@ class Loans:
         return key in self._slots
 
     def withdraw(self, key: ChunkKey) -> None:
-        """The chunk is evicted, or its save failed: it is lent no more. Running loans
-        last."""
+        """The chunk is evicted, or its save failed: it is lent no more. Loans that run go on."""
         with self._lock:
             self._slots.pop(key, None)
 
@@ -97,12 +96,12 @@ class Loans:
         with self._lock:
             return bool(self._current(slot))
 
+    # -- any thread -----------------------------------------------------------------------------
+
     @property
     def num_lent(self) -> int:
-        """Slots of which a loan was not given back, expired or not."""
+        """Slots with a running loan, or one that expired and was not looked at since."""
         return len(self._lent)
-
-    # -- any thread -----------------------------------------------------------------------------
 
     def lend(
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
@@ -117,7 +116,7 @@ class Loans:
                 return KeyState.PENDING
             loan = SlotLoan(key, slot, self._clock() + seconds)
             self._lent[slot] = [*self._current(slot), loan]
-        # From here on the slot is not evicted.
+        # From here on the slot is not assigned again, unless the scheduler is just evicting it.
         parts = None if self._ranks is None else self._ranks.whole_record(slot)
         loan.buffers = tuple(part.toreadonly() for part in parts or ())
         if loan.buffers:

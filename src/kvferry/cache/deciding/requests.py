@@ -1,4 +1,8 @@
-"""The scheduler role's memory: the state of live requests, and chunks that could not be read."""
+"""The scheduler role's memory: the state of live requests, and chunks that could not be read.
+
+`SharedStorageScheduler` owns `Requests`, and its `request_finished` removes the states, which
+`Lookup`, `SavePlan`, `Audits`, `Handovers` and `Accounts` change.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ class Audit:
         copy: slot for what the engine computes, pinned.
         chain: the chunks before it, and itself.
         start: how many of them the host had itself; the others are loaded, but for the last.
-        is_at_end: False: it is the first of several records. What changes KV more the further back
-            a token is, such as other rotary frequencies, may not show there.
-        load: of the hit, once it is admitted; None if it loads nothing.
+        is_at_end: False: stored records follow it in the hit. A fault that grows with the position
+            in the prompt, such as other rotary frequencies, may not show there.
+        load: of the hit, once it is admitted; None if it loads nothing, or the host cannot compute
+            it again.
         results: of the ranks that have compared their part.
     """
 
@@ -52,16 +57,16 @@ class Audit:
 
 @dataclass(slots=True, kw_only=True)
 class HandoverPlan:
-    """What becomes of a request of which another engine does a part.
+    """What to do with a request that another engine began, or goes on with.
 
     Attributes:
         gives: another engine goes on with it: each chunk is stored that the store has not.
-        lends: and peers may read them, so each is brought whole into memory that is lent.
+        lends: as `gives`, and each chunk is brought whole into memory, for peers to read.
         is_turn: it goes on from the KV of another engine, and gives what it generates, too.
         num_chunks: leading chunks that are waited for.
         until: when the wait ends.
-        miss: why a chunk is computed that the store has not.
-        why: the same in words, of the other engine; empty where there is no more to say.
+        miss: the reason given for a chunk that the store lacks.
+        why: details in words, or empty.
     """
 
     gives: bool = False
@@ -82,8 +87,7 @@ class Search:
         pinned: slots of its hit, which it keeps from eviction, filled or still filling.
         awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
             end only, so the last one is still filling.
-        fetched: chunks whose fetch it waited for, its own or that of another request, and the tier
-            that has them.
+        fetched: chunks whose fetch it waited for, whoever began it, with their tier.
         began_at: when its first look-up came.
         fetching_since: when its fetches began; None if there were none, and while another engine
             is still to bring more.
@@ -125,15 +129,15 @@ class RequestState:
     Attributes:
         keys: of its whole chunks.
         arrived_at: when it came, seconds since the epoch.
-        search: for its hit; None before its first look-up and while it is admitted.
+        search: for its hit; None until the first look-up, and from admission to the next look-up.
         probed_at: when the store was asked what it has of the prompt, for this search or an earlier
             one.
-        asking_until: how long the answer is waited for, from the first look-up after it on.
+        asking_until: when the wait for that answer ends; None until a look-up waits.
         saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
             has new blocks.
         next_save: chunks before this one are stored, on their way, or not to be saved.
         audit: of the hit that is promised.
-        handover: None until that was looked at, and where no other engine takes part.
+        handover: None if no other engine takes part.
         options: what it asks of the cache.
         answer: what it got when it was admitted first; None before that.
         sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
@@ -188,7 +192,7 @@ class UnreadableKeys:
 
 
 class Requests:
-    """All live requests of an engine. Runs in: scheduler thread; not thread-safe.
+    """The live requests that may be cached. Runs in: scheduler thread; not thread-safe.
 
     Args:
         namespace: digest that roots the chunk keys.

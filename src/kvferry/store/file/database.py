@@ -1,8 +1,12 @@
 """A SQLite file that the processes of one machine share and that may break at any time.
 
 The file is a cache of other data. If it is missing, damaged, of another schema, or overwritten by
-an older copy, the next `open` renames it to `*.broken` and creates an empty one. Until then every
-call raises `IndexUnavailable`. No call waits longer than its `lock_seconds` for a lock.
+an older copy, every transaction raises `IndexUnavailable` until the next `open` creates an empty
+one (not if read-only); what was there is renamed to `*.broken`. No call waits longer than its
+`lock_seconds` for a lock.
+
+Used by `Index` and its `Pins` for a store directory; the store's calls and its upkeep thread share
+one `Database`.
 
 The database uses a rollback journal (PERSIST). A write-ahead log needs a shared mapping, and a
 process that truncates the mapped file kills all others with SIGBUS.
@@ -31,6 +35,8 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _MAX_STEPS = 1 << 53
+"""The sum of the sequences is below it; SQLite gives that as a float, which is exact up to here."""
+
 _FILES = ("", "-journal", "-wal", "-shm")
 _BROKEN = frozenset(
     {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
@@ -47,14 +53,14 @@ class Damaged(sqlite3.Error):
 
 
 class Database:
-    """One connection, used by one thread at a time. Thread-safe; a forked child has none. Every
-    method may raise `IndexUnavailable`.
+    """One connection behind a lock; thread-safe. A forked child cannot use it. `open` and
+    `transaction` may raise `IndexUnavailable`, `open` any other OSError of the directory, too.
 
     Args:
         path: of the database; None keeps it in memory.
         schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
             be among them: its sequence only grows, so that an older copy is noticed.
-        read_only: never change it; then it must be there.
+        read_only: never change it; it must exist.
         lock_seconds: how long a call waits for another process, or for another thread of this one.
     """
 
@@ -81,7 +87,8 @@ class Database:
         return os.getpid() == self._pid
 
     def open(self) -> bool:
-        """Open the database unless it is open. True if earlier answers no longer hold."""
+        """Open the database unless it is open. True if it was opened (again): earlier answers no
+        longer hold."""
         with self._locked():
             if self._db is not None and not self._is_broken and self._inode == self._inode_now():
                 return False
@@ -96,6 +103,7 @@ class Database:
 
     @contextmanager
     def transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        """A transaction; rolled back if the block raises."""
         with self._locked():
             db = self._db
             if db is None:
@@ -242,15 +250,15 @@ def _identity(db: sqlite3.Connection) -> tuple[int, int]:
 
 
 def execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
-    """Execute one statement for all rows, which replace its `{}`. Not one per row: other processes
-    wait while a busy thread of this one takes the GIL, at each step of SQLite, for 5 ms."""
+    """Execute one statement for all rows, which replace its `{}`. Not one per row: at each step of
+    SQLite a busy thread may keep the GIL for 5 ms, while other processes wait for our lock."""
     row = f"({', '.join('?' * len(rows[0]))})"
     values = f"VALUES {', '.join([row] * len(rows))}"
     db.execute(statement.format(values), [value for row in rows for value in row])
 
 
 def read_keys(db: sqlite3.Connection, rows: str, *arguments: object) -> tuple[int, list[ChunkKey]]:
-    """The last id and the keys of `rows`; in one step of SQLite, as in `execute`."""
+    """The last id and the keys of `rows`, SQL that follows FROM; in one step, as in `execute`."""
     query = f"SELECT ifnull(max(id), 0), group_concat(hex(key)) FROM (SELECT id, key FROM {rows})"
     last, text = db.execute(query, arguments).fetchone()
     keys = [bytes.fromhex(key) for key in text.split(",")] if text else []

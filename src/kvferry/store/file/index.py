@@ -129,7 +129,8 @@ class KnownKeys:
 
 class Index:
     """The database (see `Database`) and the keys that this process knows from it. Thread-safe; not
-    for a forked child. Every method may raise `IndexUnavailable`.
+    for a forked child. All methods but `close` and `note` may raise `IndexUnavailable`, or another
+    OSError of the directory.
 
     Attributes:
         totals: as of the last look; read without a lock.
