@@ -21,9 +21,11 @@ ENGINE ?= embedded
 PROXY ?= $(if $(filter vllm,$(ENGINE)),.vllm-connectors/0.32.0/toy_proxy_server.py)
 
 # Whose own tiers `make demo-tier` runs on this CPU, with kvferry behind them: `vllm` or `sglang`.
-HOST ?= vllm
-TIER_EXAMPLE := examples/cpu/$(if $(filter sglang,$(HOST)),sglang_hicache,vllm_tiers).py
-TIER_STORE := $(CURDIR)/.demo/tier-$(HOST)
+TIERS := $(ENGINE:embedded=vllm)
+TIER_STORE := $(CURDIR)/.demo/tier-$(TIERS)
+ifneq (,$(filter demo-tier,$(MAKECMDGOALS)))
+$(if $(filter vllm sglang,$(TIERS)),,$(error ENGINE=$(ENGINE) has no tiers: set ENGINE=vllm or ENGINE=sglang))
+endif
 MODEL := .demo/SmolLM2-135M-Instruct
 
 # Release of SGLang that `make test-sglang` runs, beside the packages of the tests.
@@ -40,7 +42,7 @@ BENCH ?=
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make demo-disaggregated  prefill in one engine, decode in another (ENGINE=vllm: two vLLM servers)"
-	@echo "make demo-tier   two processes behind vLLM's own tiers on this CPU (HOST=sglang: behind SGLang's HiCache)"
+	@echo "make demo-tier   two processes behind vLLM's own tiers on this CPU (ENGINE=sglang: behind SGLang's HiCache)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
@@ -68,9 +70,10 @@ demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP) $(CONNECTORS),$(
 $(MODEL): | $(STAMP)
 	$(BIN)/python -c 'import pathlib, kvferry.demo.model as demo; demo.prepare_model(pathlib.Path(".demo"), report=print)'
 
-demo-tier: $(MODEL) $(if $(filter sglang,$(HOST)),$(SGLANG_STAMP),$(VLLM_STAMP))
+demo-tier: $(MODEL) $(if $(filter sglang,$(TIERS)),$(SGLANG_STAMP),$(VLLM_STAMP))
 	rm -rf "$(TIER_STORE)"
-	$(if $(filter sglang,$(HOST)),$(SGLANG_VENV),$(VLLM_VENV))/bin/python $(TIER_EXAMPLE) $(MODEL) "file://$(TIER_STORE)?max_bytes=1GiB"
+	$(if $(filter sglang,$(TIERS)),$(SGLANG_VENV),$(VLLM_VENV))/bin/python examples/cpu/$(TIERS)_tiers.py \
+	  $(MODEL) "file://$(TIER_STORE)?max_bytes=1GiB"
 
 check: $(STAMP)
 	scripts/check

@@ -1,7 +1,7 @@
 """Two processes of vLLM on a CPU, one prompt: the second reads through vLLM's own tiers what the
-first computed.
+first computed. `make demo-tier` is this with the model of `make demo`.
 
-    python examples/cpu/vllm_tiers.py MODEL_DIR STORE_URL
+    .venv-vllm/bin/python examples/cpu/vllm_tiers.py MODEL_DIR STORE_URL
 
 vLLM's worker copies between a GPU and host memory only. The worker here copies blocks by NumPy;
 everything else is vLLM's, and kvferry is the tier. A server takes it, too, with this folder on
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,12 +161,13 @@ def ask(model_dir: str, store: str) -> None:
 def main() -> None:
     if len(sys.argv) == 4 and sys.argv[1] == "--ask":
         return ask(sys.argv[2], sys.argv[3])
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     for _ in range(2):
         again = [sys.executable, __file__, "--ask", *sys.argv[1:]]
-        subprocess.run(again, env=quiet | os.environ, check=True)
+        if subprocess.run(again, env=quiet | os.environ, check=False).returncode:
+            sys.exit("vLLM failed; the first error above says why")
     return None
 
 

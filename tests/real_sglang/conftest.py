@@ -22,7 +22,7 @@ collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 if HAS_SGLANG:
     with warnings.catch_warnings():
-        import examples.cpu.sglang_hicache  # noqa: F401  # silences what SGLang warns of
+        import examples.cpu.sglang_tiers  # noqa: F401  # silences what SGLang warns of
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The process groups and ranks that a scheduler of SGLang has when it makes its cache."""
-    from examples.cpu.sglang_hicache import start_rank
+    from examples.cpu.sglang_tiers import start_rank
 
     start_rank(tmp_path_factory.mktemp("rendezvous") / "file")

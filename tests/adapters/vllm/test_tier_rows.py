@@ -104,6 +104,24 @@ def test_rows_are_found_and_brought(host, filled):
     assert one.tier.finished() == []
 
 
+def test_what_is_loaded_was_used(host):
+    """vLLM calls `touch` in some releases only."""
+    probe = MemoryStore()
+    one = host(probe)
+    one.store([0])
+    one.ended()
+    store = MemoryStore(max_bytes=3 * probe.stat().used_bytes)
+    one = host(store)
+    for number in (0, 1, 2):
+        one.store([number])
+        one.ended()
+    one.load([0])
+    one.ended()
+    one.store([3])
+    one.ended()
+    assert [one.tier.lookup(key(each), "s") for each in range(4)] == [True, False, True, True]
+
+
 def test_a_failed_load_names_its_keys_and_is_a_miss_for_its_request(host, filled):
     one = host(CorruptingStore(filled, damage=flip_bit(-1)))
     assert one.tier.lookup(key(1), "r")

@@ -226,7 +226,9 @@ class TierRows:
         moved = [key for key, result in pairs if result in sound]
         if job.request is None:
             self._stored += [key for key, result in pairs if result is PutResult.STORED]
-        elif len(moved) < len(pairs):
+        else:
+            self.touch(moved)  # not every release of vLLM says what was used
+        if job.request is not None and len(moved) < len(pairs):
             self._observer.count("loads_failed", len(pairs) - len(moved))
             known = self._requests.get(job.request)
             if known is not None:

@@ -1,6 +1,7 @@
 """Two processes of SGLang's HiCache on a CPU, one prompt: the second reads what the first wrote.
+`make demo-tier ENGINE=sglang` is this.
 
-    .venv-sglang/bin/python examples/cpu/sglang_hicache.py MODEL_DIR STORE_URL
+    .venv-sglang/bin/python examples/cpu/sglang_tiers.py MODEL_DIR STORE_URL
 
 SGLang's server needs a GPU. Its own controller, device and host pools run here, of SGLang 0.5.23;
 the kernels that copy between device and host need a GPU, so the two classes of host pools copy by
@@ -234,11 +235,12 @@ def ask(model_dir: str, store: str) -> None:
         milliseconds = (time.perf_counter() - started) * 1e3
         computed = engine.compute(prompt)
         pairs = zip(engine.kv(restored), engine.kv(computed), strict=True)
-        is_equal = all(torch.equal(back, made[: len(back)]) for back, made in pairs)
+        if not all(torch.equal(back, made[: len(back)]) for back, made in pairs):
+            sys.exit("what came back is not what was written")
         written = engine.write(prompt, computed) if len(restored) < len(prompt) else 0
         print(
             f"{len(prompt) // PAGE} pages, {len(restored) // PAGE} read from the store in "
-            f"{milliseconds:.1f} ms, {'equal' if is_equal else 'NOT EQUAL'} byte for byte; "
+            f"{milliseconds:.1f} ms{', equal byte for byte' if len(restored) else ''}; "
             f"{written // PAGE} written"
         )
         engine.detach()
@@ -247,10 +249,12 @@ def ask(model_dir: str, store: str) -> None:
 def main() -> None:
     if len(sys.argv) == 4 and sys.argv[1] == "--ask":
         return ask(sys.argv[2], sys.argv[3])
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
     for _ in range(2):
-        subprocess.run([sys.executable, __file__, "--ask", *sys.argv[1:]], check=True)
+        again = [sys.executable, __file__, "--ask", *sys.argv[1:]]
+        if subprocess.run(again, check=False).returncode:
+            sys.exit("SGLang failed; the first error above says why")
     return None
 
 
