@@ -14,6 +14,16 @@ FORMAT_VERSION = 1
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""
 
+TAIL_MARK = b"tail"
+"""The first bytes of the key of a tail, the end of a prompt that is no whole chunk. Its record goes
+from memory to memory only."""
+
+
+def is_tail(key: bytes) -> bool:
+    """Whether a record stays in memory. So does one whole chunk in four billion, by its key."""
+    return key.startswith(TAIL_MARK)
+
+
 BlockTable = tuple[Sequence[int], ...]
 """Block ids of one request, one sequence per block table of the host, in token order. Id 0 is the
 null block: it stands where a table keeps nothing, and is never read or written."""
@@ -64,12 +74,16 @@ class ProducerStamp:
         namespace: first hexadecimal digits of the namespace that roots its keys.
         num_chunks: leading chunks of the prompt that it stored.
         last_key: of the last of them; empty without any.
+        tail_tokens: tokens behind them that peers can read from its memory, too; 0 for none.
+        tail_key: of these.
     """
 
     version: int
     namespace: str = ""
     num_chunks: int = 0
     last_key: bytes = b""
+    tail_tokens: int = 0
+    tail_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

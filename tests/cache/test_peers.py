@@ -5,19 +5,23 @@ A simulated host checks each byte of a request's KV.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from contextlib import ExitStack
 
 import pytest
 
+from kvferry.cache.config import CacheBounds
 from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.faults import Gate
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.types import DEFAULT_OPTIONS, RequestOptions
+from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, is_tail
+from tests.cache.hosts import make_groups
+from tests.cache.pools import held_keys
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
 
@@ -39,6 +43,7 @@ def peers(make_host, tmp_path):
     made = []
 
     def make(port=0, reads=(), tiers=False, **options):
+        options.setdefault("bounds", PATIENT)
         if port is not None:
             options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}"
         if reads:
@@ -102,6 +107,252 @@ def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answe
     reader = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
     assert decode(reader, answer) == HIT
     assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
+
+
+# -- the tail behind the whole chunks -------------------------------------------------------------
+
+
+PATIENT = CacheBounds(tail_seconds=30.0)
+"""A machine that stalls shall not cost the tail."""
+
+LONGER = [*PROMPT, *range(500, 506)]
+"""47 tokens: five chunks of 8, a block of 4, and three tokens."""
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hit"),
+    [(47, 44), (45, 44), (44, 40), (42, 40), (7, 4), (4, 0), (3, 0)],
+    ids=str,
+)
+@pytest.mark.parametrize("groups", [None, WINDOWED], ids=["full", "window"])
+def test_the_whole_blocks_behind_the_last_chunk_are_read_too(peers, groups, num_tokens, hit):
+    """A simulated host checks each byte that it loads."""
+    prefiller = peers(groups=groups)
+    answer = prefill(prefiller, LONGER[-num_tokens:])
+    decoder = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
+    assert decode(decoder, answer, LONGER[-num_tokens:]) == hit
+    assert_settles(decoder)
+    assert decoder.observer["hit_tokens/peer"] == hit
+    assert prefiller.observer["remote_prefills_computed"] == 0
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_share_a_tail(peers, tmp_path, ranks):
+    prefiller = peers(world_size=ranks[0], store=(tmp_path / "store").as_uri())
+    answer = prefill(prefiller, LONGER)
+    assert prefiller.observer["put_stored"] == NUM_CHUNKS
+    options = {"world_size": ranks[1], "tiers": True, "load_timeout_seconds": 30.0}
+    decoder = peers(None, [answer["remote_port"]], **options)
+    assert decode(decoder, answer, LONGER) == 44
+
+
+def test_no_store_gets_a_tail(peers, tmp_path):
+    """Neither that of the prefill, nor the near one of the decode, which gets the whole chunks."""
+    near, far = (open_directory(tmp_path / name) for name in ("near", "far"))
+    prefiller = peers(store=near)
+    answer = prefill(prefiller, LONGER)
+    assert near.stat().num_records == NUM_CHUNKS
+    assert prefiller.observer["put_stored"] == NUM_CHUNKS
+    key_file = prefiller.parts[0].config.serve.partition("?")[2]
+    peer = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
+    urls = [(tmp_path / "far").as_uri(), peer]
+    with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
+        decoder = peers(None, store=store, load_timeout_seconds=30.0)
+        assert decode(decoder, answer, LONGER) == 44
+        assert_settles(decoder)
+    wait_until(lambda: far.stat().num_records == NUM_CHUNKS, "all chunks are brought nearer")
+    assert not any(is_tail(entry.key) for entry in far.scan())
+
+
+def test_a_tail_that_is_held_is_copied_once(peers):
+    prefiller = peers()
+    for number in range(2):
+        request = prefiller.add(f"prefill {number}", LONGER, handover=read_handover(ASKED))
+        prefiller.admit(request)
+        prefiller.prefill(request, budget=9)
+        answer = prefiller.finish(request)
+        assert_settles(prefiller)
+        assert answer["kvferry"]["tail_tokens"] == 4
+        assert prefiller.pool.num_assigned == NUM_CHUNKS + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tail_key": "0" * 64},
+        {"tail_key": None},
+        {"tail_key": "x"},
+        {"tail_tokens": 3},
+        {"tail_tokens": 7},
+        {"tail_tokens": 8},
+        {"tail_tokens": -4},
+        {"tail_tokens": 1 << 40},
+        {"tail_tokens": "4"},
+        {"tail_tokens": True},
+        {"chunks": 4},
+    ],
+    ids=str,
+)
+def test_a_tail_that_a_client_changed_is_computed(peers, change):
+    answer = prefill(peers(), LONGER)
+    answer["kvferry"] |= change
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
+    assert decode(decoder, answer, LONGER) == 40
+    assert_settles(decoder)
+
+
+def test_of_a_prompt_with_another_end_the_whole_chunks_are_read(peers):
+    answer = prefill(peers(), LONGER)
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
+    assert decode(decoder, answer, [*LONGER[:41], 1, *LONGER[42:]]) == 40
+
+
+def test_a_tail_that_the_prefill_lost_is_not_waited_for(peers):
+    prefiller = peers()
+    answer = prefill(prefiller, LONGER)
+    prefiller.pool.drop(ChunkKey(bytes.fromhex(answer["kvferry"]["tail_key"])))
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
+    assert decode(decoder, answer, LONGER) == 40
+    assert_settles(decoder)
+
+
+def test_a_tail_of_larger_blocks_has_fewer_tokens_and_larger_blocks_take_less(peers):
+    prompt, large = list(range(31)), make_groups(block_size=8)
+    answer = prefill(peers(groups=large, chunk_tokens=16), prompt)
+    assert answer["kvferry"]["tail_tokens"] == 8  # 24 tokens in all
+    answer = prefill(peers(chunk_tokens=16), prompt)
+    assert answer["kvferry"]["tail_tokens"] == 12  # 28
+    options = {"groups": large, "chunk_tokens": 16, "bounds": PATIENT}
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0, **options)
+    assert decode(decoder, answer, prompt) == 24
+
+
+def test_a_request_with_a_tail_that_loses_its_blocks_gets_it_again(peers):
+    answer = prefill(peers(), LONGER)
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    assert decoder.admit(request) == 44
+    decoder.prefill(request)
+    for token in range(100, 103):
+        request.all_token_ids.append(token)
+        decoder.prefill(request, budget=1)
+        decoder.preempt(request)
+        # At 48 tokens there is another whole chunk, which nobody has.
+        assert decoder.admit(request) == (44 if len(request.all_token_ids) < 48 else 40)
+        decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
+def test_an_audit_compares_whole_chunks(peers):
+    answer = prefill(peers(), LONGER)
+    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=30.0)
+    assert decode(decoder, answer, LONGER) == 32
+    assert_settles(decoder)
+    assert decoder.observer["audits"] == 1
+
+
+def test_a_decode_that_reads_only_the_shared_store_does_not_wait_for_the_tail(peers, tmp_path):
+    shared = (tmp_path / "store").as_uri()
+    answer = prefill(peers(store=shared), LONGER)
+    decoder = peers(None, store=shared, load_timeout_seconds=1e6)
+    assert decode(decoder, answer, LONGER) == 40
+
+
+def test_nor_does_one_to_which_the_prefill_has_another_name(peers, tmp_path):
+    shared = (tmp_path / "store").as_uri()
+    prefiller = peers(store=shared)
+    answer = prefill(prefiller, LONGER)
+    prefiller.pool.drop(ChunkKey(bytes.fromhex(answer["kvferry"]["tail_key"])))
+    answer["remote_host"] = "prefill-0.svc"
+    key_file = prefiller.parts[0].config.serve.partition("?")[2]
+    urls = [shared, f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"]
+    with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
+        decoder = peers(None, store=store, load_timeout_seconds=1e6)
+        assert decode(decoder, answer, LONGER) == 40
+
+
+@pytest.mark.parametrize("local", [44, 40])
+def test_what_the_decode_has_itself_is_not_waited_for(peers, local):
+    answer = prefill(peers(), LONGER)
+    with Relay(answer["remote_port"]) as between:
+        between.fault = 1, "silent"
+        bounds = CacheBounds(tail_seconds=0.1)
+        decoder = peers(None, [between.port], load_timeout_seconds=1e6, bounds=bounds)
+        request = decoder.add("decode", LONGER, handover=read_handover(answer))
+        assert decoder.admit(request, num_local_tokens=local) == 0
+
+
+def test_a_table_that_is_too_short_is_refused_as_of_a_whole_chunk(peers):
+    prefiller = peers(chunk_tokens=16)
+    build, prompt = prefiller.scheduler.build_plan, list(range(15))
+
+    def short(step):
+        items = tuple(
+            dataclasses.replace(item, block_ids=tuple(ids[:2] for ids in item.block_ids))
+            for item in step.scheduled
+        )
+        return build(dataclasses.replace(step, scheduled=items))
+
+    prefiller.scheduler.build_plan = short
+    answer = prefill(prefiller, prompt)
+    decoder = peers(None, [answer["remote_port"]], chunk_tokens=16, load_timeout_seconds=3.0)
+    decode(decoder, answer, prompt)  # checks every byte
+
+
+def test_while_an_audit_is_undecided_no_tail_is_promised(peers):
+    answer = prefill(peers(), LONGER)
+    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=5.0)
+    audits = decoder.scheduler.audits
+    audits.is_undecided = True
+    audits.suspects[ChunkKey(bytes.fromhex(answer["kvferry"]["key"]))] = True
+    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    assert decoder.admit(request, num_local_tokens=40) == 0
+
+
+def test_the_first_hit_is_audited_also_of_a_prompt_below_a_chunk(peers):
+    short = LONGER[:7]
+    answer = prefill(peers(), short)
+    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=5.0)
+    hit = decode(decoder, answer, short)
+    assert_settles(decoder)
+    assert hit == 0 or decoder.observer["audits"]
+
+
+def test_a_tail_does_not_cost_a_chunk_of_its_own_prompt(peers, tmp_path):
+    prefiller = peers(num_slots=5, store=(tmp_path / "store").as_uri())
+    request = prefiller.add("prefill", LONGER, handover=read_handover(ASKED))
+    prefiller.admit(request)
+    for tokens in (8, 8, 8, 8, 8, 7):
+        prefiller.step([request], tokens=tokens)
+        assert_settles(prefiller)
+    assert prefiller.finish(request)["kvferry"]["chunks"] == 5
+
+
+def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
+    answer = prefill(peers(), LONGER)
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    while decoder.scheduler.lookup(request, 0).num_tokens is None:
+        decoder.step([])
+    request.all_token_ids.append(9)  # 48: a sixth whole chunk
+    assert decoder.admit(request) in (40, 44)
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
+def test_no_tail_is_copied_that_no_answer_names(peers):
+    answer = prefill(peers(), LONGER)
+    del answer["kvferry"]["tail_tokens"], answer["kvferry"]["tail_key"]
+    options = {"tiers": True, "save_generated": True, "load_timeout_seconds": 20.0}
+    decoder = peers(0, [answer["remote_port"]], **options)
+    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    decoder.admit(request)
+    decoder.prefill(request)
+    assert "tail_tokens" not in decoder.finish(request)["kvferry"]
+    assert_settles(decoder)
+    assert not any(map(is_tail, held_keys(decoder.pool)))
 
 
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers):

@@ -112,6 +112,27 @@ class Tables:
             slices[table.index] = part
         return tuple(slices)
 
+    def tail_slices(
+        self, block_ids: BlockTable, start: int, stop: int, chunk_tokens: int
+    ) -> tuple[BlockSlice, ...] | None:
+        """The blocks that hold `[start, stop)`, padded with the last of them to those of a whole
+        chunk from `start` on. `stop` is a whole number of blocks. None if some table has dropped
+        one.
+
+        Raises:
+            ContractError: the host has other tables than it said.
+        """
+        slices = self.chunk_slices(block_ids, start, stop)
+        if slices is None:
+            return None
+        padded = list(slices)
+        for table in self.tables:
+            skipped, ids = padded[table.index].skipped, padded[table.index].ids
+            # Not what is missing: a table that is too short stays so, and is refused.
+            more = -(-(start + chunk_tokens) // table.block_size) - stop // table.block_size
+            padded[table.index] = BlockSlice(skipped, ids + ids[-1:] * more)
+        return tuple(padded)
+
     def _unused(self, block_ids: BlockTable) -> list[BlockSlice]:
         num_tables = len(block_ids)
         if num_tables <= self.tables[-1].index or num_tables != (self._num_tables or num_tables):

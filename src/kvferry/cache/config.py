@@ -68,6 +68,8 @@ class CacheBounds:
             no longer than this after the last of them was planned or one went on, or a request
             ended: a store that stalls must not keep an engine busy. The step that computes what is
             saved may itself take longer.
+        tail_seconds: how long a request waits for the tail of its prompt from another engine, which
+            was there when it was stamped, and saves less than a chunk.
         max_used_once: the last so many chunks that one request used are remembered: some 30 MB.
     """
 
@@ -77,6 +79,7 @@ class CacheBounds:
     writes_close_seconds: float = 10.0
     reads_close_seconds: float = 0.5
     saves_seconds: float = 5.0
+    tail_seconds: float = 0.25
     max_used_once: int = 1 << 17
 
 

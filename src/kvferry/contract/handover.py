@@ -34,7 +34,7 @@ _MAX_HOST = 253
 _MAX_TOKENS = 1 << 31
 _MAX_PORT = 65535
 
-_STAMPED = frozenset(("v", "namespace", "chunks", "key"))
+_STAMPED = frozenset(("v", "namespace", "chunks", "key", "tail_tokens", "tail_key"))
 _EXPLAINED = frozenset(
     ("prompt_tokens", "local_tokens", "hit_tokens", "by_tier", "miss_reason", "miss_tokens", "why")
 )
@@ -127,6 +127,9 @@ def write_handover(
         address: where this engine serves peers; None if it does not.
     """
     host, port = address or (None, None)
+    tail = {}
+    if stamp.tail_tokens:
+        tail = {"tail_tokens": stamp.tail_tokens, "tail_key": stamp.tail_key.hex()}
     return {
         "do_remote_prefill": is_prefill,
         "do_remote_decode": not is_prefill,
@@ -147,6 +150,7 @@ def write_handover(
             "namespace": stamp.namespace,
             "chunks": stamp.num_chunks,
             "key": stamp.last_key.hex() or None,
+            **tail,
         },
     }
 
@@ -210,13 +214,24 @@ def _stamp(value: object) -> ProducerStamp:
     num_chunks = 0 if chunks == 0 and key is None else _number(chunks, _MAX_TOKENS)
     if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or num_chunks is None:
         return ProducerStamp(version=0)
-    if not num_chunks:
-        return ProducerStamp(version=version, namespace=namespace)
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
+    last_key = _key(key) if num_chunks else b""
+    if last_key is None:
         return ProducerStamp(version=0)
+    tail_tokens = _number(value.get("tail_tokens"), _MAX_TOKENS)
+    tail_key = _key(value.get("tail_key"))
+    if tail_tokens is None or tail_key is None:
+        tail_tokens, tail_key = 0, b""
     return ProducerStamp(
         version=version,
         namespace=namespace,
         num_chunks=num_chunks,
-        last_key=bytes.fromhex(key),
+        last_key=last_key,
+        tail_tokens=tail_tokens,
+        tail_key=tail_key,
     )
+
+
+def _key(value: object) -> bytes | None:
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        return None
+    return bytes.fromhex(value)

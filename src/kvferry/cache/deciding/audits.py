@@ -108,6 +108,11 @@ class Audits:
                 return number
         return None
 
+    @property
+    def has_trust(self) -> bool:
+        """Whether a hit may be promised of which nothing can be compared, as of a tail alone."""
+        return self._rate is None or (self._has_passed and not self.is_undecided)
+
     def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if
         there is no slot.

@@ -3,20 +3,23 @@
 A producer stores all chunks of a request that another engine goes on with, and its answer carries a
 stamp: its namespace, the number of chunks and the last one's key. A consumer computes the keys of
 the prompt itself. What is stamped otherwise is not waited for; the rest is expected from the store
-that both share, until the request's deadline.
+that both share, or from the producer's memory, until the request's deadline. From memory comes the
+tail, too: the whole blocks behind the last whole chunk.
 """
 
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState
+from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState, Tail
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
+from kvferry.errors import ContractError
 from kvferry.store.base import Address
-from kvferry.types import KVSource, ProducerStamp, RequestView
+from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
 
 
 class Handovers:
@@ -54,13 +57,18 @@ class Handovers:
         plan.lends = plan.gives and self._context.config.serve is not None
         if source is None:
             return
-        self._expect(plan, source, state, limit)
-        keys = state.keys.keys[: plan.num_chunks]
+        self._expect(plan, source, request, state, limit)
+        keys = state.chain[: plan.num_chunks]
         if keys:
             self._context.store.expect(keys, plan.until, _holder(source))
 
     def _expect(
-        self, plan: HandoverPlan, source: KVSource, state: RequestState, limit: int
+        self,
+        plan: HandoverPlan,
+        source: KVSource,
+        request: RequestView,
+        state: RequestState,
+        limit: int,
     ) -> None:
         chunk, stamp = state.keys.chunk_tokens, source.stamp
         plan.miss, plan.why = self._refusal(source, state)
@@ -71,8 +79,30 @@ class Handovers:
             plan.num_chunks = min(plan.num_chunks, source.num_tokens // chunk)
         if stamp is not None:
             plan.num_chunks = min(plan.num_chunks, stamp.num_chunks)
+            plan.tail = self._tail(source, stamp, request, state)
+            if plan.tail is not None:
+                plan.num_chunks = stamp.num_chunks + 1
         plan.until = self._context.clock() + self._context.config.load_timeout_seconds
         plan.miss, plan.why = LookupMiss.NOT_PRODUCED, "the rest did not come"
+
+    def _tail(
+        self, source: KVSource, stamp: ProducerStamp, request: RequestView, state: RequestState
+    ) -> Tail | None:
+        """The stamped tail, if it follows all whole chunks of this prompt, has a block that is of
+        use, and is read from the peer that made it: no store has it."""
+        keys, block = state.keys, self._context.tables.block_size
+        number, holder = len(keys.keys), _holder(source)
+        first, num_tokens = number * keys.chunk_tokens, len(request.all_token_ids)
+        stop = first + stamp.tail_tokens
+        is_next = number == stamp.num_chunks and first < stop <= (source.num_tokens or num_tokens)
+        is_useful = min(stop, num_tokens - 1) // block * block > first
+        if not (is_next and is_useful and holder and self._context.store.reads_from(holder)):
+            return None
+        with suppress(ContractError):  # it is longer than the prompt, or has no token ids
+            if keys.tail(request.all_token_ids, stop) == stamp.tail_key:
+                key = ChunkKey(stamp.tail_key)
+                return Tail(key, number, stop, (*keys.keys, key))
+        return None
 
     def _refusal(self, source: KVSource, state: RequestState) -> tuple[LookupMiss, str]:
         """Why the chunks that a source made are not those of this prompt; ABSENT if they may be."""
@@ -108,11 +138,16 @@ class Handovers:
             if not self._saves.has(key, state):
                 break
             num_chunks += 1
+        tail = plan.tail
+        if tail and not (tail.number == num_chunks and self._saves.has(tail.key, state)):
+            tail = None
         stamp = ProducerStamp(
             version=STAMP_VERSION,
             namespace=self._requests.namespace.hex()[:NAMESPACE_DIGITS],
             num_chunks=num_chunks,
             last_key=state.keys.keys[num_chunks - 1] if num_chunks else b"",
+            tail_tokens=tail.stop - num_chunks * state.keys.chunk_tokens if tail else 0,
+            tail_key=tail.key if tail else b"",
         )
         params = write_handover(
             stamp,
@@ -128,7 +163,7 @@ class Handovers:
 
 
 def _holder(source: KVSource) -> Address | None:
-    """The peer that has all stamped chunks in memory, if it serves any."""
+    """The peer that has all that is stamped in memory, if it serves any."""
     if source.stamp is None or source.host is None or source.port is None:
         return None
     return source.host, source.port

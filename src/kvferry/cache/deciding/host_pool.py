@@ -151,6 +151,14 @@ class HostPool:
         return len(self._slots) < self.num_slots
 
     @property
+    def next_evicted(self) -> ChunkKey | None:
+        """The chunk whose slot is assigned next; None if a free one is, or none can be."""
+        if self.has_free:
+            return None
+        lent = self.loans.is_lent
+        return next((key for key in self._idle if not lent(self._by_key[key].index)), None)
+
+    @property
     def is_filling(self) -> bool:
         """Whether the end of some fetch or copy is still to be reported."""
         return self._num_filling > 0
@@ -189,7 +197,8 @@ class HostPool:
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Have every rank copy a whole chunk into a slot and hash it, for a write to the store.
+        """Have every rank copy a whole chunk into a slot and hash it, for a write to the store, or
+        a tail, for peers.
 
         Returns:
             The slot; None if there is none now: every slot is pinned or busy, or half of them are

@@ -1,7 +1,7 @@
 """Lends sealed slots by key to readers outside this engine, through `kvferry.transfer.server`.
 
-A sealed slot equals the stored record byte for byte: its head was made by a save, or verified by a
-fetch.
+A sealed slot is a record, byte for byte as it is stored: its head was made by a save, or verified
+by a fetch.
 """
 
 from __future__ import annotations

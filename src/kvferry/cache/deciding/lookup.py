@@ -85,6 +85,7 @@ class Lookup:
         self._observer = context.observer
         self._tables = context.tables
         self._clock = context.clock
+        self._tail_seconds = context.bounds.tail_seconds
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
@@ -103,12 +104,12 @@ class Lookup:
         if search.awaited and self._clock() < search.deadline:
             return ASK_AGAIN
         self.probe(state)
-        known, search.miss = self._find(state.keys.keys, num_local // self._chunk)
+        known, search.miss = self._find(state.chain, num_local // self._chunk)
         known, num_tokens = self._limited(state, search, known, num_tokens)
-        if known < len(state.keys.keys) and search.miss in (None, LookupMiss.ABSENT):
+        if known < len(state.chain) and search.miss in (None, LookupMiss.ABSENT):
             if search.miss is None and self._waits_for_store(state, search):
                 return ASK_AGAIN
-            if self._waits_for_producer(state, search, known):
+            if self._waits_for_producer(state, search, known, num_tokens):
                 self._fetch_known(state, search, known, num_tokens)
                 return ASK_AGAIN
             search.miss = LookupMiss.ABSENT if state.handover is None else state.handover.miss
@@ -140,15 +141,19 @@ class Lookup:
             state.asking_until = self._clock() + ASK_SECONDS
         return search.phase == "asking" and self._clock() < state.asking_until
 
-    def _waits_for_producer(self, state: RequestState, search: Search, known: int) -> bool:
+    def _waits_for_producer(
+        self, state: RequestState, search: Search, known: int, num_tokens: int
+    ) -> bool:
         """Whether to ask again, since another engine brings the first chunk that is not known."""
         plan = state.handover
+        if plan is None or known >= plan.num_chunks or search.phase == "settled":
+            return False
+        is_tail = known == len(state.keys.keys)
+        until = min(plan.until, search.began_at + self._tail_seconds) if is_tail else plan.until
         return (
-            plan is not None
-            and known < plan.num_chunks
-            and search.phase != "settled"
-            and self._clock() < plan.until
-            and self._store.awaits(state.keys.keys[known])
+            self._clock() < until
+            and self._usable(state, known + 1, num_tokens) > search.num_local
+            and self._store.awaits(state.chain[known])
             and self._choose(state, search, known) == known
         )
 
@@ -157,7 +162,7 @@ class Lookup:
     ) -> None:
         """Fetch what is known of a hit whose other chunks are still to come."""
         plan = state.handover
-        stop = self._usable(0 if plan is None else plan.num_chunks, num_tokens)
+        stop = self._usable(state, 0 if plan is None else plan.num_chunks, num_tokens)
         if known * self._chunk > search.num_local < stop:
             hit = self._candidate(state, search.num_local, stop)
             if hit.num_slots <= self._pool.num_slots:
@@ -168,14 +173,17 @@ class Lookup:
         """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
         and the host is to ask again."""
         num_local, block = search.num_local, self._tables.block_size
+        num_whole = len(state.keys.keys)
+        if num_local // self._chunk == num_whole and not self._audits.has_trust:
+            known = min(known, num_whole)  # of a tail alone, nothing can be compared
         may_fetch = self._may_fetch(search)
-        stop = self._usable(known, num_tokens)
+        stop = self._usable(state, known, num_tokens)
         while stop > num_local:
             hit = self._candidate(state, num_local, stop)
             num_surplus = hit.num_slots - self._pool.num_slots
             if num_surplus > 0:
                 search.miss = LookupMiss.NO_MEMORY
-                fits = self._usable(hit.numbers[-num_surplus], num_tokens)
+                fits = self._usable(state, hit.numbers[-num_surplus], num_tokens)
                 stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
@@ -185,8 +193,8 @@ class Lookup:
                 return True
             if may_fetch and self._fetch(state, search, hit):
                 return False
-            search.miss = self._why_not_held(state.keys.keys[lacking], search, may_fetch=may_fetch)
-            stop = min(self._usable(lacking, num_tokens), stop - block)
+            search.miss = self._why_not_held(state.chain[lacking], search, may_fetch=may_fetch)
+            stop = min(self._usable(state, lacking, num_tokens), stop - block)
         return True
 
     def probe(self, state: RequestState) -> None:
@@ -198,14 +206,14 @@ class Lookup:
 
     def limit(self, state: RequestState, num_tokens: int) -> int:
         """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""
-        return self._usable(len(state.keys.keys), num_tokens)
+        return self._usable(state, len(state.chain), num_tokens)
 
     def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
-        numbered = [(state.keys.keys[number], number) for number in self._numbers(start, stop)]
         pinned = () if state.search is None else state.search.pinned
-        slots = {slot.key: slot.index for slot in pinned}
-        return tuple(SlotChunk(slots[key], key, number * self._chunk) for key, number in numbered)
+        slots = {slot.first_token: slot for slot in pinned}
+        firsts = (number * self._chunk for number in self._numbers(start, stop))
+        return tuple(SlotChunk(slots[first].index, slots[first].key, first) for first in firsts)
 
     def release(self, state: RequestState) -> None:
         """End the pins and the promise of a request."""
@@ -258,10 +266,10 @@ class Lookup:
     def _choose(self, state: RequestState, search: Search, known: int) -> int:
         """Index of the first of the known chunks that is computed sooner than loaded. Decided
         before the first fetch and kept."""
-        holds, everything = self._pool.holds, self._tables.all_groups
+        holds, everything, keys = self._pool.holds, self._tables.all_groups, state.chain
         if search.worth is not None:
             until = min(known, search.worth[0])
-            while until < known and holds(state.keys.keys[until], everything):
+            while until < known and holds(keys[until], everything):
                 until += 1  # in memory since
             if until < known:
                 search.miss = LookupMiss.SLOWER
@@ -269,7 +277,7 @@ class Lookup:
         is_begun = search.fetching_since is not None or search.fetched
         if is_begun or not self._policy.is_any_slow:
             return known
-        keys, first = state.keys.keys, search.num_local // self._chunk
+        first = search.num_local // self._chunk
         parts = [
             (
                 None if holds(keys[number], everything) else self._store.tier_of(keys[number]),
@@ -283,10 +291,11 @@ class Lookup:
             search.worth = first + worth.num_chunks, worth.load_seconds, worth.compute_seconds
         return first + worth.num_chunks
 
-    def _usable(self, num_chunks: int, num_tokens: int) -> int:
-        """Tokens of a hit of `num_chunks` leading chunks: whole blocks, never the last token."""
+    def _usable(self, state: RequestState, num_chunks: int, num_tokens: int) -> int:
+        """Tokens of a hit of `num_chunks` leading chunks, the tail counted as one: whole blocks,
+        never the last token."""
         block = self._tables.block_size
-        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
+        return max(0, min(state.end_of(num_chunks), num_tokens - 1)) // block * block
 
     def _numbers(self, start: int, stop: int) -> range:
         """Indices of the chunks that a hit of `[start, stop)` needs: those that begin before `stop`
@@ -297,14 +306,15 @@ class Lookup:
     def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
         """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
         numbers = range(start // self._chunk, -(-stop // self._chunk))
-        audited = self._audits.choose(state, numbers)
+        whole = range(numbers.start, min(numbers.stop, len(state.keys.keys)))
+        audited = self._audits.choose(state, whole)
         is_lent = state.lends_all
         if audited is None:
-            return _Candidate(start, stop, self._numbers(start, stop), numbers, None, is_lent)
+            return _Candidate(start, stop, self._numbers(start, stop), whole, None, is_lent)
         block = self._tables.block_size
         stop = max(start, audited * self._chunk // block * block)
         first = self._numbers(start, stop).start if start < stop else audited
-        return _Candidate(start, stop, range(first, audited + 1), numbers, audited, is_lent)
+        return _Candidate(start, stop, range(first, audited + 1), whole, audited, is_lent)
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
         """The groups of one chunk that a hit needs, or all, where it is compared, or lent then."""
@@ -320,7 +330,7 @@ class Lookup:
         before the run. All candidates of a look-up together take linear time.
         """
         lacking = None
-        keys, holds = state.keys.keys, self._pool.holds
+        keys, holds = state.chain, self._pool.holds
         for number in reversed(hit.numbers):
             if not holds(keys[number], self._groups(number, hit)):
                 lacking = number
@@ -354,7 +364,7 @@ class Lookup:
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
         """
-        numbers, keys = hit.numbers, state.keys.keys
+        numbers, keys = hit.numbers, state.chain
         if known is not None:
             numbers = range(numbers.start, min(numbers.stop, known))
         # Count the audited chunk, too.
@@ -398,7 +408,7 @@ class Lookup:
     def _promise(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
         """Pin exactly what a hit needs, all of which is held, and promise it. False if an audit
         needs one slot more than there is."""
-        keys = state.keys.keys
+        keys = state.chain
         self._pin_only(search, [keys[number] for number in hit.numbers])
         audited = hit.audited
         if audited is not None and not self._audits.reserve(state, hit.whole, audited):

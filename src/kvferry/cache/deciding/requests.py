@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvferry.cache.deciding.host_pool import Slot
 from kvferry.cache.messages import Filled, Load
@@ -55,6 +55,19 @@ class Audit:
     results: list[Filled] = field(default_factory=list)
 
 
+class Tail(NamedTuple):
+    """The whole blocks of a prompt behind its last whole chunk. Only a handover moves them, from
+    memory to memory: as a record whose other tokens mean nothing."""
+
+    key: ChunkKey
+    number: int
+    """Whole chunks before it."""
+    stop: int
+    """Where it ends, in tokens of the prompt."""
+    chain: tuple[ChunkKey, ...]
+    """Keys of these chunks, and its own."""
+
+
 @dataclass(slots=True, kw_only=True)
 class HandoverPlan:
     """What to do with a request that another engine began, or goes on with.
@@ -63,7 +76,9 @@ class HandoverPlan:
         gives: another engine goes on with it: each chunk is stored that the store has not.
         lends: as `gives`, and each chunk is brought whole into memory, for peers to read.
         is_turn: it goes on from the KV of another engine, and gives what it generates, too.
-        num_chunks: leading chunks that are waited for.
+        num_chunks: leading chunks that are waited for, the tail included.
+        tail: of a prefill, what it copied for the other engine; of a decode, what it may get beside
+            the whole chunks.
         until: when the wait ends.
         miss: the reason given for a chunk that the store lacks.
         why: details in words, or empty.
@@ -73,6 +88,7 @@ class HandoverPlan:
     lends: bool = False
     is_turn: bool = False
     num_chunks: int = 0
+    tail: Tail | None = None
     until: float = 0.0
     miss: LookupMiss = LookupMiss.ABSENT
     why: str = ""
@@ -156,6 +172,25 @@ class RequestState:
     options: RequestOptions = DEFAULT_OPTIONS
     answer: JournalAnswer | None = None
     sample: float | None = None
+
+    @property
+    def chain(self) -> Sequence[ChunkKey]:
+        """What a hit may consist of: its whole chunks, and its tail behind them."""
+        tail = self._tail
+        return self.keys.keys if tail is None else tail.chain
+
+    def end_of(self, num_chunks: int) -> int:
+        """Tokens of so many leading chunks of the chain."""
+        tail = self._tail
+        if tail is not None and num_chunks > tail.number:
+            return tail.stop
+        return num_chunks * self.keys.chunk_tokens
+
+    @property
+    def _tail(self) -> Tail | None:
+        """None, too, once it is part of a chunk that is whole."""
+        tail = None if self.handover is None else self.handover.tail
+        return tail if tail is not None and tail.number == len(self.keys.keys) else None
 
     @property
     def gives_all(self) -> bool:

@@ -6,10 +6,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 
+from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.requests import Requests, RequestState
+from kvferry.cache.deciding.requests import Requests, RequestState, Tail
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     PUT_OFF,
@@ -21,7 +22,7 @@ from kvferry.cache.messages import (
 )
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult
-from kvferry.types import ChunkKey, ScheduledRequest, StepView
+from kvferry.types import ChunkKey, ScheduledRequest, StepView, is_tail
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,16 @@ class SavePlan:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
-        """Add every chunk that this step completes, or that an earlier one had to leave."""
-        request = item.request
+        """Add every chunk that this step completes, or that an earlier one had to leave, and with
+        the last of a prompt its tail, if peers read it from here."""
+        request, plan = item.request, state.handover
+        computed = item.num_computed_tokens + item.num_scheduled_tokens
+        lends_tail = (
+            plan is not None
+            and plan.lends
+            and not plan.is_turn
+            and item.num_computed_tokens < request.num_prompt_tokens
+        )
         chunk_tokens = state.keys.chunk_tokens
         # Tokens past `all_token_ids` are drafts: the model has not confirmed them.
         limit = len(request.all_token_ids)
@@ -131,10 +140,9 @@ class SavePlan:
             state.keys.extend(request.all_token_ids)
         else:
             limit = min(limit, request.num_prompt_tokens)
-            if state.next_save >= limit // chunk_tokens:
+            if state.next_save >= limit // chunk_tokens and not lends_tail:
                 self.forget(request.request_id)
                 return
-        computed = item.num_computed_tokens + item.num_scheduled_tokens
         whole = min(computed, limit) // chunk_tokens
         keys = state.keys.keys
         while state.next_save < whole:
@@ -148,6 +156,8 @@ class SavePlan:
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
             state.next_save += 1
+        if plan is not None and lends_tail and computed >= request.num_prompt_tokens:
+            plan.tail = self._plan_tail(item, state, saves) or plan.tail
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. One that is
@@ -162,6 +172,33 @@ class SavePlan:
         if blocks is None:
             self._context.observer.count("save_out_of_window")
             return True
+        return self._save(key, first, blocks, saves)
+
+    def _plan_tail(
+        self, item: ScheduledRequest, state: RequestState, saves: list[Save]
+    ) -> Tail | None:
+        """Have the whole blocks behind the last whole chunk of a prompt copied into a slot, if
+        there are any: not into one of this prompt's own. The engine that goes on with it computes
+        the last token itself."""
+        request, tables, number = item.request, self._context.tables, state.next_save
+        first = number * state.keys.chunk_tokens
+        stop = (request.num_prompt_tokens - 1) // tables.block_size * tables.block_size
+        if stop <= first or number != len(state.keys.keys):
+            return None
+        keys = state.keys.keys
+        key = state.keys.tail(request.all_token_ids, stop)
+        blocks = tables.tail_slices(item.block_ids, first, stop, state.keys.chunk_tokens)
+        if blocks is None:
+            self._context.observer.count("save_out_of_window")
+        elif not self.has(key, state):
+            self._pool.touch(keys)
+            if self._pool.next_evicted in keys or not self._save(key, first, blocks, saves):
+                self._context.observer.count("save_no_slot")
+        return Tail(key, number, stop, (*keys, key))
+
+    def _save(
+        self, key: ChunkKey, first: int, blocks: tuple[BlockSlice, ...], saves: list[Save]
+    ) -> bool:
         slot = self._pool.save(key, first)
         if slot is None:
             return False
@@ -218,6 +255,8 @@ class SavePlan:
             self._announce_failed(slot.key)
         elif self._is_alone:
             self._pool.seal(slot)
+            if is_tail(slot.key):
+                self._pool.end_write(slot)
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 

@@ -26,7 +26,7 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
-from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey, is_tail
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,8 @@ class SlotIO:
             return Sealed(chunk.slot, digests), None
         key = ChunkKey(chunk.key)
         seal_record(schema, key, chunk.first_token, digests, image)
+        if is_tail(key):
+            return Sealed(chunk.slot), None
 
         def write(_job: Job[Saved]) -> Saved:
             return Saved(
