@@ -115,7 +115,9 @@ def _round(engine: LLM, prompts: random.Random) -> float:
 
 
 def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float) -> Row:
-    """The slowest look-ups of many prompts, where the first of these tiers is a directory."""
+    """The slowest look-ups of many prompts, where the first of these tiers is a directory, and the
+    slowest of sums between them, each as long as the first look-up of a prompt: what this machine
+    adds to any code."""
     options = {"store": urls, "chunk_tokens": CHUNK_TOKENS, "audit": "off"}
     stored = prompts.choices(range(3, 250), k=STORED_TOKENS)
     cache = PrefixCache(engine_spec(GROUP), options, Observer())
@@ -130,6 +132,8 @@ def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float)
         raise AssertionError("the directory is not indexed")
     scheduler = cache.scheduler()
     times: list[float] = []
+    sums: list[float] = []
+    work = range(0)
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
         tokens = [*stored, *prompts.choices(range(3, 250), k=NEW_TOKENS), 3]
@@ -142,6 +146,11 @@ def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float)
             if found is not None:  # what is stored would be fetched first
                 raise AssertionError(f"looked up {found} tokens of a prompt that is half stored")
             time.sleep(STEP_SECONDS)
+            if len(times) == ASKS + 1:
+                work = range(int(times[-1] / _timed_sum(range(10_000)) * 10_000))
+            if work:
+                sums.append(_timed_sum(work))
+                time.sleep(STEP_SECONDS)
             started = time.perf_counter()
         scheduler.request_finished(prompt, ([],))
     scheduler.close()
@@ -151,7 +160,15 @@ def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float)
         "lookups": len(times),
         "lookup_p999_us": statistics.quantiles(times, n=1000)[-1],
         "worst_lookup_us": max(times),
+        "sum_p999_us": statistics.quantiles(sums, n=1000)[-1],
+        "worst_sum_us": max(sums),
     }
+
+
+def _timed_sum(numbers: range) -> float:
+    started = time.perf_counter()
+    sum(numbers)
+    return 1e6 * (time.perf_counter() - started)
 
 
 @contextmanager

@@ -5,7 +5,8 @@
 
 SGLang's server needs a GPU. Its own controller, device and host pools run here, of SGLang 0.5.23;
 the kernels that copy between device and host need a GPU, so the two classes of host pools copy by
-indexing. No model runs: what stands for KV on the device is noise.
+indexing. No model runs: what stands for KV on the device is noise. Latent KV (MLA) and the other
+layouts are for the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from transformers import AutoProcessor  # noqa: F401
 
 
 class NoTorchvision:
-    """Stands for torchvision, which SGLang imports, and no CPU build of torch here matches."""
+    """Stands for torchvision, which SGLang imports: none fits the CPU build of torch, and nothing
+    here uses it."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] != "torchvision":
@@ -224,12 +226,13 @@ class Engine:
 
 
 def ask(model_dir: str, store: str) -> None:
-    start_rank(Path(tempfile.mkdtemp()) / "rendezvous")
+    with tempfile.TemporaryDirectory() as scratch:
+        start_rank(Path(scratch) / "rendezvous")
     prompt = list(range(100, 100 + 6 * PAGE))
     with get_context().override_server_args(model_path=model_dir, device="cpu"):
         engine = Engine("page_first", latent=False)
         engine.attach(store)
-        get_storage_hash_str(prompt, None, page_size=PAGE)  # SGLang compiles its code for hashes
+        get_storage_hash_str(prompt, None, page_size=PAGE)  # now, as SGLang compiles its code
         started = time.perf_counter()
         restored = engine.restore([*prompt, 7])  # the last token is computed in any case
         milliseconds = (time.perf_counter() - started) * 1e3

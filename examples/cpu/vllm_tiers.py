@@ -4,12 +4,14 @@ first computed. `make demo-tier` is this with the model of `make demo`.
     .venv-vllm/bin/python examples/cpu/vllm_tiers.py MODEL_DIR STORE_URL
 
 vLLM's worker copies between a GPU and host memory only. The worker here copies blocks by NumPy;
-everything else is vLLM's, and kvferry is the tier. A server takes it, too, with this folder on
-Python's path and `spec_name` and `spec_module_path` as below.
+everything else is vLLM's, and kvferry is the tier. A vLLM server can use this class, too, with this
+folder on Python's path and `spec_name` and `spec_module_path` as below. Several ranks and the
+canonical layout are for the tests.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -120,6 +122,7 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
+        atexit.register(region.cleanup)  # which removes its file from /dev/shm
         canonical = self.config.canonical_layout
         if canonical:
             self._validate_canonical_refs(kv_caches)

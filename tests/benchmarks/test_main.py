@@ -22,7 +22,7 @@ ROWS = {
         ["no connector", "refuses", "never answers", "directory", "directory, never answers"],
         {
             "store", "tokens_per_s", "ratio", "worst_round", "lookups", "lookup_p999_us",
-            "worst_lookup_us",
+            "worst_lookup_us", "sum_p999_us", "worst_sum_us",
         },
     ),
     "datapath": (

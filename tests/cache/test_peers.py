@@ -133,7 +133,9 @@ def test_the_whole_blocks_behind_the_last_chunk_are_read_too(peers, groups, num_
     assert decode(decoder, answer, LONGER[-num_tokens:]) == hit
     assert_settles(decoder)
     assert decoder.observer["hit_tokens/peer"] == hit
-    assert prefiller.observer["remote_prefills_computed"] == 0
+    if hit:
+        assert decoder.observer["remote_prefills"] == 1
+        assert decoder.observer["remote_prefills_computed"] == 0
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
@@ -148,20 +150,21 @@ def test_ranks_share_a_tail(peers, tmp_path, ranks):
 
 def test_no_store_gets_a_tail(peers, tmp_path):
     """Neither that of the prefill, nor the near one of the decode, which gets the whole chunks."""
-    near, far = (open_directory(tmp_path / name) for name in ("near", "far"))
-    prefiller = peers(store=near)
+    stores = [open_directory(tmp_path / name) for name in ("of prefill", "of decode")]
+    prefiller = peers(store=stores[0])
     answer = prefill(prefiller, LONGER)
-    assert near.stat().num_records == NUM_CHUNKS
+    assert stores[0].stat().num_records == NUM_CHUNKS
     assert prefiller.observer["put_stored"] == NUM_CHUNKS
     key_file = prefiller.parts[0].config.serve.partition("?")[2]
     peer = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
-    urls = [(tmp_path / "far").as_uri(), peer]
+    urls = [(tmp_path / "of decode").as_uri(), peer]
     with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
         decoder = peers(None, store=store, load_timeout_seconds=30.0)
         assert decode(decoder, answer, LONGER) == 44
         assert_settles(decoder)
-    wait_until(lambda: far.stat().num_records == NUM_CHUNKS, "all chunks are brought nearer")
-    assert not any(is_tail(entry.key) for entry in far.scan())
+    near = stores[1]
+    wait_until(lambda: near.stat().num_records == NUM_CHUNKS, "all chunks are brought nearer")
+    assert not any(is_tail(entry.key) for entry in near.scan())
 
 
 def test_a_tail_that_is_held_is_copied_once(peers):
@@ -189,7 +192,6 @@ def test_a_tail_that_is_held_is_copied_once(peers):
         {"tail_tokens": 1 << 40},
         {"tail_tokens": "4"},
         {"tail_tokens": True},
-        {"chunks": 4},
     ],
     ids=str,
 )
@@ -198,6 +200,15 @@ def test_a_tail_that_a_client_changed_is_computed(peers, change):
     answer["kvferry"] |= change
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
     assert decode(decoder, answer, LONGER) == 40
+    assert_settles(decoder)
+
+
+def test_a_stamp_with_a_chunk_less_brings_no_tail(peers):
+    """It is that of other tokens; what is there of this prompt may be read."""
+    answer = prefill(peers(), LONGER)
+    answer["kvferry"]["chunks"] = 4
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
+    assert decode(decoder, answer, LONGER) <= 40
     assert_settles(decoder)
 
 
@@ -228,9 +239,10 @@ def test_a_tail_of_larger_blocks_has_fewer_tokens_and_larger_blocks_take_less(pe
 
 
 def test_a_request_with_a_tail_that_loses_its_blocks_gets_it_again(peers):
-    answer = prefill(peers(), LONGER)
+    prompt = LONGER[:45]
+    answer = prefill(peers(), prompt)
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
-    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    request = decoder.add("decode", prompt, handover=read_handover(answer))
     assert decoder.admit(request) == 44
     decoder.prefill(request)
     for token in range(100, 103):
@@ -272,12 +284,17 @@ def test_nor_does_one_to_which_the_prefill_has_another_name(peers, tmp_path):
         assert decode(decoder, answer, LONGER) == 40
 
 
-@pytest.mark.parametrize("local", [44, 40])
-def test_what_the_decode_has_itself_is_not_waited_for(peers, local):
+@pytest.mark.parametrize(
+    ("local", "bounds"),
+    [(44, CacheBounds(tail_seconds=1e6)), (40, CacheBounds(tail_seconds=0.1))],
+    ids=["nothing to gain", "a block to gain"],
+)
+def test_a_silent_peer_costs_no_wait_for_a_tail_of_no_use_and_a_short_one_for_another(
+    peers, local, bounds
+):
     answer = prefill(peers(), LONGER)
     with Relay(answer["remote_port"]) as between:
         between.fault = 1, "silent"
-        bounds = CacheBounds(tail_seconds=0.1)
         decoder = peers(None, [between.port], load_timeout_seconds=1e6, bounds=bounds)
         request = decoder.add("decode", LONGER, handover=read_handover(answer))
         assert decoder.admit(request, num_local_tokens=local) == 0
@@ -296,8 +313,9 @@ def test_a_table_that_is_too_short_is_refused_as_of_a_whole_chunk(peers):
 
     prefiller.scheduler.build_plan = short
     answer = prefill(prefiller, prompt)
-    decoder = peers(None, [answer["remote_port"]], chunk_tokens=16, load_timeout_seconds=3.0)
-    decode(decoder, answer, prompt)  # checks every byte
+    decoder = peers(None, [answer["remote_port"]], chunk_tokens=16, load_timeout_seconds=1e6)
+    assert decode(decoder, answer, prompt) == 0
+    assert not prefiller.pool.num_assigned
 
 
 def test_while_an_audit_is_undecided_no_tail_is_promised(peers):
@@ -310,13 +328,23 @@ def test_while_an_audit_is_undecided_no_tail_is_promised(peers):
     assert decoder.admit(request, num_local_tokens=40) == 0
 
 
-def test_the_first_hit_is_audited_also_of_a_prompt_below_a_chunk(peers):
-    short = LONGER[:7]
-    answer = prefill(peers(), short)
-    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=5.0)
-    hit = decode(decoder, answer, short)
+def test_no_tail_is_promised_before_a_hit_was_compared(peers):
+    """Also behind chunks that this engine saved itself, which need no comparison."""
+    prompts = LONGER, LONGER[:7], [*range(700, 747)]
+    prefiller = peers()
+    options = {"audit": "first", "load_timeout_seconds": 30.0}
+    decoder = peers(None, [prefiller.server.address[1]], **options)
+    decoder.run("own", LONGER)
     assert_settles(decoder)
-    assert hit == 0 or decoder.observer["audits"]
+    answers = [prefill(prefiller, prompt) for prompt in prompts]
+    assert decode(decoder, answers[0], LONGER, "behind its own") == 40
+    assert decode(decoder, answers[1], prompts[1], "below a chunk") == 0
+    assert decoder.observer["audits"] == 0
+    assert decode(decoder, answers[2], prompts[2], "compared") == 32
+    assert_settles(decoder)
+    assert decoder.observer["audits"] == 1
+    assert decode(decoder, answers[1], prompts[1], "below a chunk again") == 4
+    assert decoder.observer["remote_prefills_computed"] == 0
 
 
 def test_a_tail_does_not_cost_a_chunk_of_its_own_prompt(peers, tmp_path):
@@ -336,23 +364,29 @@ def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
     while decoder.scheduler.lookup(request, 0).num_tokens is None:
         decoder.step([])
     request.all_token_ids.append(9)  # 48: a sixth whole chunk
-    assert decoder.admit(request) in (40, 44)
+    assert decoder.admit(request) == 44
     decoder.prefill(request)
     decoder.finish(request)
     assert_settles(decoder)
 
 
-def test_no_tail_is_copied_that_no_answer_names(peers):
+@pytest.mark.parametrize("case", ["turn", "decoder named"])
+def test_no_tail_is_copied_or_stamped_that_no_answer_names(peers, case):
     answer = prefill(peers(), LONGER)
-    del answer["kvferry"]["tail_tokens"], answer["kvferry"]["tail_key"]
+    if case == "turn":
+        handover = {**answer, "kvferry": dict(answer["kvferry"])}
+        del handover["kvferry"]["tail_tokens"]
+    else:
+        handover = {"remote_decoder": {"remote_host": LOCALHOST, "remote_port": 1}}
     options = {"tiers": True, "save_generated": True, "load_timeout_seconds": 20.0}
-    decoder = peers(0, [answer["remote_port"]], **options)
-    request = decoder.add("decode", LONGER, handover=read_handover(answer))
-    decoder.admit(request)
-    decoder.prefill(request)
-    assert "tail_tokens" not in decoder.finish(request)["kvferry"]
-    assert_settles(decoder)
-    assert not any(map(is_tail, held_keys(decoder.pool)))
+    host = peers(0, [answer["remote_port"]], **options)
+    request = host.add("decode", LONGER, handover=read_handover(handover))
+    host.admit(request)
+    host.prefill(request)
+    answer = host.finish(request)
+    assert answer is None or "tail_tokens" not in answer["kvferry"]
+    assert_settles(host)
+    assert not any(map(is_tail, held_keys(host.pool)))
 
 
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers):

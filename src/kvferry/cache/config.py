@@ -68,8 +68,9 @@ class CacheBounds:
             no longer than this after the last of them was planned or one went on, or a request
             ended: a store that stalls must not keep an engine busy. The step that computes what is
             saved may itself take longer.
-        tail_seconds: how long a request waits for the tail of its prompt from another engine, which
-            was there when it was stamped, and saves less than a chunk.
+        tail_seconds: how long a request waits until another engine has the tail of its prompt, once
+            nothing else is waited for: it was being copied when it was stamped, and saves less than
+            a chunk. Its fetch has the time of any other.
         max_used_once: the last so many chunks that one request used are remembered: some 30 MB.
     """
 

@@ -77,7 +77,8 @@ class Accounts:
             audited = min(limit, state.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
-        misses[search.miss or LookupMiss.ABSENT] += limit - stop
+        missed = LookupMiss.ABSENT if state.audit is None else LookupMiss.AUDIT
+        misses[search.miss or missed] += limit - stop
         misses[LookupMiss.PARTIAL] += num_tokens - limit
         misses = +misses  # those above zero, as for hits
         self._count(num_tokens, local, hits, misses)

@@ -110,8 +110,9 @@ class Audits:
 
     @property
     def has_trust(self) -> bool:
-        """Whether a hit may be promised of which nothing can be compared, as of a tail alone."""
-        return self._rate is None or (self._has_passed and not self.is_undecided)
+        """Whether what cannot be compared may be promised, as the tail of a handover."""
+        is_doubted = self.is_undecided or self.suspects
+        return self._rate is None or (self._has_passed and not is_doubted)
 
     def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if

@@ -138,7 +138,7 @@ class Handovers:
             if not self._saves.has(key, state):
                 break
             num_chunks += 1
-        tail = plan.tail
+        tail = plan.tail if plan.lends and handover.answers else None
         if tail and not (tail.number == num_chunks and self._saves.has(tail.key, state)):
             tail = None
         stamp = ProducerStamp(

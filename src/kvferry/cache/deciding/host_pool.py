@@ -153,9 +153,9 @@ class HostPool:
     @property
     def next_evicted(self) -> ChunkKey | None:
         """The chunk whose slot is assigned next; None if a free one is, or none can be."""
-        if self.has_free:
+        lent, num_used = self.loans.is_lent, len(self._slots) + len(self._free)
+        if num_used < self.num_slots or not all(map(lent, self._free)):
             return None
-        lent = self.loans.is_lent
         return next((key for key in self._idle if not lent(self._by_key[key].index)), None)
 
     @property

@@ -95,6 +95,8 @@ class Lookup:
         """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
         search = state.search = state.search or Search(began_at=self._clock())
         search.num_local = num_local
+        if state.handover is not None and not self._audits.has_trust:
+            state.handover.drop_tail()
         is_promised = search.promised is not None and search.promised[0] == num_local
         if is_promised and not self._audits.suspects:
             return self._answer(state, search)
@@ -113,6 +115,9 @@ class Lookup:
                 self._fetch_known(state, search, known, num_tokens)
                 return ASK_AGAIN
             search.miss = LookupMiss.ABSENT if state.handover is None else state.handover.miss
+            if state.handover is not None and known == len(state.keys.keys):
+                state.handover.drop_tail()
+                search.miss = None
         late = self._late(search)
         if not self._settle(state, search, self._choose(state, search, known), num_tokens):
             return ASK_AGAIN
@@ -148,8 +153,10 @@ class Lookup:
         plan = state.handover
         if plan is None or known >= plan.num_chunks or search.phase == "settled":
             return False
-        is_tail = known == len(state.keys.keys)
-        until = min(plan.until, search.began_at + self._tail_seconds) if is_tail else plan.until
+        until = plan.until
+        if known == len(state.keys.keys):
+            plan.tail_until = plan.tail_until or self._clock() + self._tail_seconds
+            until = min(until, plan.tail_until)
         return (
             self._clock() < until
             and self._usable(state, known + 1, num_tokens) > search.num_local
@@ -173,9 +180,6 @@ class Lookup:
         """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
         and the host is to ask again."""
         num_local, block = search.num_local, self._tables.block_size
-        num_whole = len(state.keys.keys)
-        if num_local // self._chunk == num_whole and not self._audits.has_trust:
-            known = min(known, num_whole)  # of a tail alone, nothing can be compared
         may_fetch = self._may_fetch(search)
         stop = self._usable(state, known, num_tokens)
         while stop > num_local:

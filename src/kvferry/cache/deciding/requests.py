@@ -77,8 +77,8 @@ class HandoverPlan:
         lends: as `gives`, and each chunk is brought whole into memory, for peers to read.
         is_turn: it goes on from the KV of another engine, and gives what it generates, too.
         num_chunks: leading chunks that are waited for, the tail included.
-        tail: of a prefill, what it copied for the other engine; of a decode, what it may get beside
-            the whole chunks.
+        tail: the end of the prompt behind its whole chunks, which this engine lends or may read.
+        tail_until: when the wait for it ends; 0 until nothing else is waited for.
         until: when the wait ends.
         miss: the reason given for a chunk that the store lacks.
         why: details in words, or empty.
@@ -89,9 +89,16 @@ class HandoverPlan:
     is_turn: bool = False
     num_chunks: int = 0
     tail: Tail | None = None
+    tail_until: float = 0.0
     until: float = 0.0
     miss: LookupMiss = LookupMiss.ABSENT
     why: str = ""
+
+    def drop_tail(self) -> None:
+        """Compute the end of the prompt."""
+        if self.tail is not None:
+            self.num_chunks = min(self.num_chunks, self.tail.number)
+            self.tail = None
 
 
 @dataclass(slots=True)

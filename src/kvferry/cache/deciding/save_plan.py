@@ -130,7 +130,8 @@ class SavePlan:
         lends_tail = (
             plan is not None
             and plan.lends
-            and not plan.is_turn
+            and request.handover is not None
+            and request.handover.answers
             and item.num_computed_tokens < request.num_prompt_tokens
         )
         chunk_tokens = state.keys.chunk_tokens
@@ -157,7 +158,7 @@ class SavePlan:
                 return  # offered again in the next step of this request
             state.next_save += 1
         if plan is not None and lends_tail and computed >= request.num_prompt_tokens:
-            plan.tail = self._plan_tail(item, state, saves) or plan.tail
+            plan.tail = self._plan_tail(item, state, saves)
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. One that is
