@@ -389,16 +389,18 @@ def test_no_tail_is_copied_or_stamped_that_no_answer_names(peers, case):
     assert not any(map(is_tail, held_keys(host.pool)))
 
 
-def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers):
-    prefiller = peers()
-    decoder = peers(None, [prefiller.server.address[1]], load_timeout_seconds=30.0)
+@pytest.mark.parametrize(("block_size", "hit"), [(4, HIT), (16, 32)])
+def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers, block_size, hit):
+    """Also where its first chunk alone is no block."""
+    prefiller, groups = peers(), make_groups(block_size=block_size)
+    decoder = peers(None, [prefiller.server.address[1]], groups=groups, load_timeout_seconds=30.0)
     request = decoder.add("decode", PROMPT, handover=read_handover({"do_remote_prefill": True}))
     wait_until(lambda: prefiller.server.num_connections == 1, "the peer is asked")
     for _ in range(20):
         assert decoder.scheduler.lookup(request, 0).num_tokens is None
         decoder.step([])
     prefill(prefiller)
-    assert decoder.admit(request) == HIT
+    assert decoder.admit(request) == hit
     decoder.prefill(request)
     decoder.finish(request)
     assert_settles(decoder)

@@ -159,7 +159,7 @@ class Lookup:
             until = min(until, plan.tail_until)
         return (
             self._clock() < until
-            and self._usable(state, known + 1, num_tokens) > search.num_local
+            and self._usable(state, plan.num_chunks, num_tokens) > search.num_local
             and self._store.awaits(state.chain[known])
             and self._choose(state, search, known) == known
         )
