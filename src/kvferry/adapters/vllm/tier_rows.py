@@ -228,11 +228,12 @@ class TierRows:
             self._stored += [key for key, result in pairs if result is PutResult.STORED]
         else:
             self.touch(moved)  # not every release of vLLM says what was used
-            if len(moved) < len(pairs):
-                self._observer.count("loads_failed", len(pairs) - len(moved))
-            known = self._requests.get(job.request)
-            if known is not None:
-                known.missed.update(key for key, result in pairs if result not in sound)
+            wrong = [key for key, result in pairs if result not in sound]
+            if wrong:
+                self._observer.count("loads_failed", len(wrong))
+                known = self._requests.get(job.request)
+                if known is not None:
+                    known.missed.update(wrong)
         return Finished(
             job_id,
             len(moved) == len(pairs),

@@ -73,12 +73,13 @@ class Accounts:
         hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
+        missed = search.miss or LookupMiss.ABSENT
         if state.audit is not None:
+            missed = search.miss or LookupMiss.AUDIT  # the tail goes with what is compared
             audited = min(limit, state.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
-        missed = LookupMiss.ABSENT if state.audit is None else LookupMiss.AUDIT
-        misses[search.miss or missed] += limit - stop
+        misses[missed] += limit - stop
         misses[LookupMiss.PARTIAL] += num_tokens - limit
         misses = +misses  # those above zero, as for hits
         self._count(num_tokens, local, hits, misses)

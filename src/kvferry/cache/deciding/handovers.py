@@ -100,8 +100,7 @@ class Handovers:
             return None
         with suppress(ContractError):  # it is longer than the prompt, or has no token ids
             if keys.tail(request.all_token_ids, stop) == stamp.tail_key:
-                key = ChunkKey(stamp.tail_key)
-                return Tail(key, number, stop, (*keys.keys, key))
+                return Tail((*keys.keys, ChunkKey(stamp.tail_key)), stop)
         return None
 
     def _refusal(self, source: KVSource, state: RequestState) -> tuple[LookupMiss, str]:

@@ -59,13 +59,19 @@ class Tail(NamedTuple):
     """The whole blocks of a prompt behind its last whole chunk. Only a handover moves them, from
     memory to memory: as a record whose other tokens mean nothing."""
 
-    key: ChunkKey
-    number: int
-    """Whole chunks before it."""
+    chain: tuple[ChunkKey, ...]
+    """Keys of all whole chunks of the prompt, and its own."""
     stop: int
     """Where it ends, in tokens of the prompt."""
-    chain: tuple[ChunkKey, ...]
-    """Keys of these chunks, and its own."""
+
+    @property
+    def key(self) -> ChunkKey:
+        return self.chain[-1]
+
+    @property
+    def number(self) -> int:
+        """Whole chunks before it."""
+        return len(self.chain) - 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +116,7 @@ class Search:
         pinned: slots of its hit, which it keeps from eviction, filled or still filling.
         awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
             end only, so the last one is still filling.
-        fetched: chunks whose fetch it waited for, whoever began it, with their tier.
+        fetched: chunks whose fetch it waited for, its own or another's, with their tier.
         began_at: when its first look-up came.
         fetching_since: when its fetches began; None if there were none, and while another engine
             is still to bring more.

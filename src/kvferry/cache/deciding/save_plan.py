@@ -195,7 +195,7 @@ class SavePlan:
             self._pool.touch(keys)
             if self._pool.next_evicted in keys or not self._save(key, first, blocks, saves):
                 self._context.observer.count("save_no_slot")
-        return Tail(key, number, stop, (*keys, key))
+        return Tail((*keys, key), stop)
 
     def _save(
         self, key: ChunkKey, first: int, blocks: tuple[BlockSlice, ...], saves: list[Save]
