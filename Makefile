@@ -112,8 +112,8 @@ test-sglang: $(SGLANG_STAMP)
 proof-wrong-model: $(VLLM_STAMP)
 	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m tests.real_vllm.wrong_model $(addprefix --sglang ,$(SGLANG))
 
-bench: $(if $(filter tier vllm,$(NAME)),$(VLLM_STAMP),$(STAMP))
-	$(if $(filter tier vllm,$(NAME)),$(VLLM_VENV),$(VENV))/bin/python -m benchmarks $(NAME) $(BENCH)
+bench: $(if $(filter tier vllm proxied,$(NAME)),$(VLLM_STAMP) $(CONNECTORS),$(STAMP))
+	$(if $(filter tier vllm proxied,$(NAME)),$(VLLM_VENV),$(VENV))/bin/python -m benchmarks $(NAME) $(BENCH)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix-only --quiet src benchmarks tests scripts examples

@@ -24,6 +24,7 @@ BENCHMARKS: Mapping[str, str] = {
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
+    "proxied": "two vLLM servers behind vLLM's own proxy, with kvferry and with NixlConnector",
     "serving": "prefill while another process reads what was computed, beside nobody reading",
     "step": "time inside our hooks on a decode step without hits",
     "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",
@@ -41,7 +42,7 @@ class Options:
         quick: small sizes, to see that it runs; the figures mean little.
         threads: for I/O and copies.
         seed: of all random content.
-        rounds: of the vllm, away and handover benchmarks; None for their defaults.
+        rounds: of the vllm, away, handover and proxied benchmarks; None for their defaults.
     """
 
     directory: Path

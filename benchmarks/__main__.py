@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--threads", type=int, default=2, help="for I/O and copies")
     parser.add_argument("--seed", type=int, default=0, help="of all random content")
-    parser.add_argument("--rounds", type=int, help="of vllm, away and handover")
+    parser.add_argument("--rounds", type=int, help="of vllm, away, handover, proxied")
     parser.add_argument("--json", metavar="FILE", help='"-" writes JSON alone to stdout')
     given = parser.parse_args(arguments)
     if given.name is None:

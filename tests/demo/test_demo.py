@@ -29,8 +29,8 @@ from kvferry.demo.run import (
     make_prompts,
     run_demo,
 )
-from kvferry.demo.vllm_servers import _Server
-from kvferry.errors import ConfigError
+from kvferry.demo.vllm_servers import Server
+from kvferry.errors import ConfigError, StoreError
 from kvferry.testing.models import make_tiny_model
 from tests.cli.test_top import says, served
 from tests.tokenizers import save_tiny_tokenizer
@@ -244,7 +244,7 @@ def test_the_sums_of_a_server_are_those_of_all_its_engines_and_of_peers_alone():
         'vllm:time_to_first_token_seconds_sum{engine="0",model_name="demo"} 1.25\n'
     )
     with served(says(text.encode())) as url:
-        found = _Server(url.removesuffix("/metrics")).sums()
+        found = Server(url.removesuffix("/metrics")).sums()
     assert found == {"moved_tokens": 96.0, "moved_bytes": 4096.0, "moved_s": 0.5, "ttft_s": 1.25}
 
 
@@ -279,3 +279,14 @@ def test_an_interrupt_while_a_process_starts_leaves_none(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_died_is_an_error_of_the_next_question():
+    with DemoProcess("it", Connection.recv) as died:
+
+        def ask_on() -> None:
+            while True:
+                died.send("the last one that it takes")
+
+        with pytest.raises(StoreError, match=r"it died \(exit status 0\)"):
+            ask_on()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.real_vllm.conftest import MakePrompt
+from kvferry.testing.models import make_tiny_model
+from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
+    Answer,
     Engine,
     Oracle,
     Process,
@@ -20,6 +22,7 @@ from tests.real_vllm.harness import (
     records,
     wait_for_records,
 )
+from tests.real_vllm.test_models import APART, SHAPE, WINDOWED, own_answers
 from tests.servers.namespaces import two_places
 from tests.servers.process import LOCALHOST, free_ports
 
@@ -40,6 +43,11 @@ WRITTEN_BY_CLIENTS: list[Any] = [
     {"remote_kv_source": {"remote_host": 5}},
 ]
 """Some of these stop an engine with NixlConnector."""
+
+SHAPES = {
+    "llama": {"num_hidden_layers": 4, **SHAPE},
+    "gemma3_text": {**SHAPE, "sliding_window": 150, **WINDOWED["gemma3_text"]},
+}
 
 MOVED = "of 777 tokens 768 from peer"
 
@@ -145,7 +153,7 @@ def test_across_two_networks(
     tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle
 ) -> None:
     """Each engine in a network of its own, with a cable between them, there and back."""
-    prompts, back = [make_prompt(n) for n in (300, 777)], make_prompt(400)
+    prompts, back = [make_prompt(n) for n in (350, 777)], make_prompt(400)
     own, [own_back] = oracle(prompts), oracle([back])
     (key_file := tmp_path / "peers.key").write_bytes(b"k" * 32)
     key_file.chmod(0o600)
@@ -166,17 +174,59 @@ def test_across_two_networks(
             connector = kvferry(store, serve=serve, load_timeout_seconds=30)
             engine = process.engine(models["plain"], connector, block_size=(128, 32)[number])
             engines.append(stack.enter_context(engine))
-        prefiller, decoder = engines
-        given = prefill(prefiller, prompts)
-        assert {params["remote_host"] for params in given} == {places[0].address}
-        warm = decoder.generate([ask(*pair) for pair in zip(prompts, given, strict=True)])
-        assert_same(own, warm)
-        assert warm.external == 256 + 768
-        assert warm.counted("remote_prefills_computed") == 0
-        [returned] = prefill(decoder, [back])
-        said = prefiller.generate([ask(back, returned)])
-        assert_same([own_back], said)
-        assert said.external == 384
+        given = there_and_back(engines, (prompts, own), (back, own_back), 256 + 768)
+    assert {params["remote_host"] for params in given} == {places[0].address}
     log = (tmp_path / "far.log").read_text(errors="replace")
     place = f"{places[0].address}:{ports[0]}"
     assert f"another engine at {place}, as the parameters say: {MOVED}" in log
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("gemma3_text", APART)])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_ranks_of_other_numbers(
+    ranks: tuple[int, int], arch: str, options: dict[str, Any], tmp_path: Path,
+    make_prompt: MakePrompt, pool: Pool,
+) -> None:  # fmt: skip
+    """From memory to memory, with other blocks."""
+    model = make_tiny_model(tmp_path / "model", arch, seed=3, **SHAPES[arch])
+    prompts, back = [make_prompt(n) for n in (350, 777)], make_prompt(400)
+    with pool.get("first").engine(model, **options, block_size=64) as engine:
+        own, own_back = own_answers(engine, prompts), own_answers(engine, [back])[0]
+    ports = free_ports(2)
+    with ExitStack() as stack:
+        engines = []
+        for number, count in enumerate(ranks):
+            connector = kvferry(
+                f"peer://{LOCALHOST}:{ports[1 - number]}",
+                serve=f"{LOCALHOST}:{ports[number]}",
+                load_timeout_seconds=60,
+            )
+            shape = {"block_size": (64, 32)[number], **options}
+            if count > 1:
+                shape |= {"tensor_parallel_size": count, "distributed_executor_backend": "mp"}
+            process = pool.get("ranks" if count > 1 else "first")
+            engines.append(stack.enter_context(process.engine(model, connector, **shape)))
+        # Of 350 tokens, 64 are the tail: the blocks of the prefiller behind its last whole chunk.
+        there_and_back(engines, (prompts, own), (back, own_back), 256 + 64 + 768)
+
+
+def there_and_back(
+    engines: list[Engine], there: tuple[list[list[int]], list[Answer]],
+    back: tuple[list[int], Answer], hits: int,
+) -> list[Any]:  # fmt: skip
+    """Some prompts go over from the first engine, and one of 400 tokens comes back. The parameters
+    of the first engine's answers."""
+    prefiller, decoder = engines
+    prompts, own = there
+    given = prefill(prefiller, prompts)
+    warm = decoder.generate([ask(*pair) for pair in zip(prompts, given, strict=True)])
+    assert_same(own, warm)
+    assert warm.external == hits
+    assert warm.counted("remote_prefills_computed") == 0
+    [returned] = prefill(decoder, [back[0]])
+    said = prefiller.generate([ask(back[0], returned)])
+    assert_same([back[1]], said)
+    assert said.external == 384
+    assert said.counted("remote_prefills_computed") == 0
+    return given

@@ -60,7 +60,7 @@ def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
     assert result["moved_tokens"] == 768
     assert result["proxied_ttft_s"] >= result["ttft_s"] > 0
     told = f"prefilled by another engine at {result['peer']}"
-    assert told in logs["disaggregated-kv_consumer.log"]
+    assert told in logs["disaggregated-decoder.log"]
 
 
 CHUNK_TOKENS = 32

@@ -1,4 +1,4 @@
-"""`kvferry bench`: stores beside the plain clients of their servers, as a table and as JSON."""
+"""`kvferry bench`: measures stores beside the plain clients of their servers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ IN_REPOSITORY = (
     "layout",
     "lookup",
     "peer",
+    "proxied",
     "serving",
     "step",
     "tier",
     "vllm",
 )
-"""Benchmarks that stand in the repository alone."""
+"""Benchmarks that are not installed: they run in the repository, by `make bench`."""
 
 
 def bench(
@@ -47,7 +48,7 @@ def bench(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure stores beside what their plain clients reach for the same bytes.
+    """Measure the speed of stores, beside that of their plain clients with the same bytes.
 
     Example: kvferry bench stores --store valkey://cache/kv --quick
     """

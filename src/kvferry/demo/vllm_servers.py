@@ -9,13 +9,14 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,7 +27,6 @@ _START_SECONDS = 900
 _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
 _MODEL = "demo"
-_BLOCKS = (128, 32)
 _SUMS = {
     "moved_tokens": "vllm:kvferry_hit_tokens_total",
     "moved_bytes": "vllm:kvferry_tier_read_bytes_total",
@@ -37,20 +37,56 @@ _SUMS = {
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # Of the CPU build: two servers share the processors, and 1 GiB of KV each is enough.
+    # For vLLM's CPU build: two servers share the processors, and 1 GiB of KV is enough for each.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
+class Launch(NamedTuple):
+    """How one of two servers starts.
+
+    Attributes:
+        connector: its `--kv-transfer-config`.
+        block_size: in tokens.
+        environment: variables of this server, beside those that both get.
+    """
+
+    connector: Mapping[str, Any]
+    block_size: int
+    environment: Mapping[str, str] = {}
+
+
+def peers(options: HandoverOptions) -> tuple[Launch, Launch]:
+    """Return two launches with kvferry's connector: each lists the other as its peer, and their
+    block sizes differ."""
+    ports = free_ports()
+    return (
+        Launch(_listing("kv_producer", options, *ports), 128),
+        Launch(_listing("kv_consumer", options, *reversed(ports)), 32),
+    )
+
+
+def _listing(role: str, options: HandoverOptions, here: int, there: int) -> dict[str, Any]:
+    extra = {"store": f"peer://{HOST}:{there}", **options.connector_options(here)}
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+
+
 @contextmanager
-def vllm_pair(options: HandoverOptions, proxy: Path | None) -> Iterator[Pair]:
-    """Two servers of this environment's vLLM, with other block sizes.
+def vllm_pair(
+    options: HandoverOptions, proxy: Path | None, launches: tuple[Launch, Launch] | None = None
+) -> Iterator[Pair]:
+    """Two servers of this environment's vLLM.
 
     Args:
         proxy: vLLM's toy_proxy_server.py, which is in its source and not in its wheels; None: the
             client itself asks one server and then the other.
+        launches: of the prefiller and the decoder; None: our `peers`.
 
     Raises:
         ConfigError: no vLLM here, or no such file.
@@ -61,65 +97,49 @@ def vllm_pair(options: HandoverOptions, proxy: Path | None) -> Iterator[Pair]:
     if proxy is not None and not proxy.is_file():
         raise ConfigError(f"{proxy} is not a file; give vLLM's toy_proxy_server.py")
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    peers, ports, proxy_ports = free_ports(), free_ports(), free_ports()
+    launches = launches or peers(options)
+    ports, proxy_ports = free_ports(), free_ports()
     with ExitStack() as running:
         urls = [f"http://{HOST}:{port}" for port in ports]
-        roles = "kv_producer", "kv_consumer"
         started = [
-            running.enter_context(
-                _running(options, role, _serve(options, role, port, block, here, there))
-            )
-            for role, port, block, here, there in zip(
-                roles, ports, _BLOCKS, peers, reversed(peers), strict=True
-            )
+            running.enter_context(_running(options, name, _serve(options, port, launch), launch))
+            for name, port, launch in zip(("prefiller", "decoder"), ports, launches, strict=True)
         ]
-        for url, await_server in zip(urls, started, strict=True):
-            await_server(f"{url}/health")
-        front = None
+        for url, server in zip(urls, started, strict=True):
+            server.wait_for(f"{url}/health")
+        between = None
         if proxy is not None:
             command = [sys.executable, str(proxy), "--host", HOST, "--port", str(proxy_ports[0])]
             for kind, port in zip(("prefiller", "decoder"), ports, strict=True):
                 command += [f"--{kind}-hosts", HOST, f"--{kind}-ports", str(port)]
-            front = f"http://{HOST}:{proxy_ports[0]}"
-            await_proxy = running.enter_context(_running(options, "proxy", command))
-            await_proxy(f"{front}/healthcheck")
-        prefiller, decoder = map(_Server, urls)
-        words = tuple(f"vLLM, blocks of {block}" for block in _BLOCKS)
-        between = None if front is None else _Server(front)
-        peer = f"{HOST}:{peers[0]}"
-        yield Pair(prefiller, decoder, between, (words[0], words[1]), peer, _BLOCKS[1])
+            between = Server(f"http://{HOST}:{proxy_ports[0]}")
+            front = running.enter_context(_running(options, "proxy", command))
+            front.wait_for(f"{between.url}/healthcheck")
+        prefiller, decoder = map(Server, urls, started)
+        words = tuple(f"vLLM, blocks of {launch.block_size}" for launch in launches)
+        peer = launches[0].connector.get("kv_connector_extra_config", {}).get("serve", "")
+        yield Pair(prefiller, decoder, between, (words[0], words[1]), peer, launches[1].block_size)
 
 
-def _serve(
-    options: HandoverOptions, role: str, port: int, block: int, here: int, there: int
-) -> list[str]:
-    connector = {
-        "kv_connector": "KVFerryConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {
-            "store": f"peer://{HOST}:{there}",
-            **options.connector_options(here),
-        },
-    }
+def _serve(options: HandoverOptions, port: int, launch: Launch) -> list[str]:
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(options.model_dir), "--served-model-name", _MODEL),
         *("--host", HOST, "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-        *("--block-size", str(block), "--kv-transfer-config", json.dumps(connector)),
+        *("--block-size", str(launch.block_size)),
+        *("--kv-transfer-config", json.dumps(launch.connector)),
     ]
 
 
-@contextmanager
-def _running(
-    options: HandoverOptions, name: str, command: Sequence[str]
-) -> Iterator[Callable[[str], None]]:
-    """A process of a server, which writes to a log. Gives a function that waits until it answers at
-    a URL, and raises StoreError where it ends or takes too long."""
-    path = options.work_dir / f"disaggregated-{name}.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=_ENVIRONMENT | os.environ)
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process of a server, which writes to a log."""
 
-    def wait_for(url: str) -> None:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait_for(self, url: str) -> None:
+        """Wait until it answers at `url`. Raises StoreError if it ends or takes too long."""
         until = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -128,12 +148,22 @@ def _running(
                 pass
             else:
                 return
-            if process.poll() is not None or time.monotonic() > until:
-                raise StoreError(f"a server did not start; see {path}")
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise StoreError(f"a server did not start; see {self.log}")
             time.sleep(0.2)
 
+
+@contextmanager
+def _running(
+    options: HandoverOptions, name: str, command: Sequence[str], launch: Launch | None = None
+) -> Iterator[Running]:
+    path = options.work_dir / f"disaggregated-{name}.log"
+    more = {} if launch is None else launch.environment
+    with path.open("wb") as log:
+        environment = {**_ENVIRONMENT, **os.environ, **more}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
-        yield wait_for
+        yield Running(process, path)
     finally:
         process.terminate()
         try:
@@ -143,15 +173,17 @@ def _running(
             process.wait()
 
 
-class _Server:
-    """What answers completions at an address.
+class Server:
+    """A server, or a proxy, that answers completion requests at an address.
 
-    Args:
+    Attributes:
         url: without a path.
+        running: its process; None for the proxy.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, running: Running | None = None) -> None:
+        self.url = url
+        self.running = running
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
@@ -162,7 +194,7 @@ class _Server:
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "logprobs": 1,
-            # Only a whole answer has parameters for another engine.
+            # vLLM returns `kv_transfer_params` only in an answer that is not streamed.
             "stream": max_tokens > 1,
         }
         if params is not None:
@@ -193,14 +225,14 @@ class _Server:
         return {figure: sums[name] for figure, name in _SUMS.items()}
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
-        request = urllib.request.Request(self._url + path)
+        request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
             request.add_header("Content-Type", "application/json")
         try:
             found: HTTPResponse = urllib.request.urlopen(request, timeout=_ANSWER_SECONDS)
         except (OSError, HTTPException) as error:
-            raise StoreError(f"{self._url}{path}: {error}") from error
+            raise StoreError(f"{self.url}{path}: {error}") from error
         return found
 
 
