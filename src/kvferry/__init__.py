@@ -1,4 +1,4 @@
-"""KV cache that is either right or a miss.
+"""The public names of kvferry, a KV cache that is either right or a miss.
 
 All names but the errors load on first use, so `import kvferry` is quick and loads no torch.
 """
@@ -58,19 +58,19 @@ _MODULES = {
     "open_store": "kvferry.store.url",
 }
 
-# An old import path is an ImportError that names the new one; it is not followed.
+# An import of an old path raises an ImportError that names the new path.
 if MovedModules not in sys.meta_path:
     sys.meta_path.append(MovedModules)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        # The installed version; reading it costs more than the rest of this module.
+        # Read on demand, because that takes longer than the rest of this module.
         return importlib.import_module("importlib.metadata").version("kvferry")
     if name not in _MODULES:
         moved_names("kvferry")(name)  # raises
     value: object = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value  # the next use finds it there
+    globals()[name] = value  # later uses do not come here
     return value
 
 

@@ -1,13 +1,13 @@
-"""`kvferry bench stores`: stores beside what their plain clients reach for the same bytes, by turns
-in one run; and the table of a benchmark, with the machine that it ran on.
+"""`kvferry bench stores`: times stores and the plain clients of the same servers, in one run.
 
-Each value is a record as a small model has it. `read_gbps` is a read into given memory;
-`verified_gbps` checks every checksum as well, as an engine's read into a slot does. The plain
-clients are redis-py, obstore, Mooncake's own and file calls of Python; they return bytes, or fill a
-buffer once.
+`run` measures. `machine` and `table` show the result of any benchmark, also of those for developers
+in `benchmarks/` of the repository.
 
-No host, user or path names: a result can be published as it is. What developers measure stands in
-`benchmarks/` of the repository.
+Each value has the size of a small model's record. `read_gbps` is a read into given memory;
+`verified_gbps` also checks every checksum, as an engine does. The plain clients are redis-py,
+obstore, Mooncake's own client and Python's file calls; they return bytes, or fill a buffer once.
+
+A result names no host, user or path, so it can be published as it is.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from kvferry.store.url import open_store, parse_store_url
 from kvferry.types import ChunkKey, KVGroup
 
 Row = Mapping[str, str | int | float | None]
-"""The figures of one case, and the names and values that identify it."""
+"""One case of a benchmark: the names and values that identify it, and its figures."""
 
 # --- stores ---------------------------------------------------------------------------------------
 
 CHUNK_TOKENS = 128
 GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
-"""Makes records of 2 MiB."""
+"""A KV group whose records have 2 MiB."""
 
 ASK_SECONDS = 10.0
-"""Limit of an answer."""
+"""How long one answer of a store may take."""
 
 MOONCAKE_BYTES = 256 << 20
-"""Of the plain client, for values on their way."""
+"""Buffer of Mooncake's plain client for values in transit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """A client without kvferry."""
+    """The calls of a plain client: put, get into a buffer, delete, and close."""
 
     put: Callable[[str, bytes], object]
     get: Callable[[str, memoryview], object]
@@ -71,7 +71,7 @@ class Plain:
 
 
 class Records:
-    """What is written and read: random rows under keys of this run."""
+    """The records that are written and read: random rows under random keys of this run."""
 
     def __init__(self, count: int) -> None:
         self.schema = RecordSchema.for_groups(
@@ -86,7 +86,7 @@ class Records:
         self.every = RowRange(0, 0, self.schema.components[0].num_rows)
 
     def buffer(self) -> memoryview:
-        """Memory for one record; touched, so that the first read does not wait for pages."""
+        """Return memory for one record. It is filled, so the first read takes no page faults."""
         return memoryview(bytearray(self.image))
 
     def put(self, store: Store, image: memoryview, index: int) -> None:
@@ -110,13 +110,13 @@ class Records:
 def run(
     directory: Path, urls: Sequence[str] = (), *, threads: int = 2, quick: bool = False
 ) -> list[Row]:
-    """Rows: each store with one thread and with several.
+    """Measure each store with one thread and with `threads`; return one row for each.
 
     Args:
-        directory: for files.
-        urls: of the stores; without any, a directory and memory.
-        threads: the most that ask a store at once.
-        quick: few records, to see that it runs; the figures mean little.
+        directory: where file stores and plain files are written.
+        urls: URLs of the stores; if empty, a directory and memory are measured.
+        threads: how many threads use a store at once.
+        quick: whether to use few records, to see that it runs; the figures mean little.
     """
     if threads < 1:
         raise ConfigError(f"threads is {threads}; it must be 1 or more")
@@ -142,7 +142,7 @@ def _measure(url: str, directory: Path, threads: int, *, quick: bool) -> Row:
     found: dict[str, float | None] = {}
     with ExitStack() as undo:
         store = undo.enter_context(open_store(url, namespace=records.schema.namespace))
-        # First, because it names a fault of the server or of the URL in one line.
+        # This first read reports a fault of the server or the URL in one line.
         store.read(records.keys[0], (), time.monotonic() + ASK_SECONDS)
         plain = plain_client(url, directory)
         if plain is not None:
@@ -183,8 +183,8 @@ def _ratio(ours: float | None, plain: float | None) -> float | None:
 
 
 def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
-    """Microseconds per key from the probe of a prompt until the answer; None where the store knows
-    by itself."""
+    """Return the microseconds per key from the probe of a prompt until the store answers; None if
+    the store answers from memory at once."""
     strange = [ChunkKey(os.urandom(32)) for _ in keys]
     store.probe(strange)
     if store.contains(strange[-1]) is not None:
@@ -196,7 +196,7 @@ def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
 
 
 def plain_client(url: str, directory: Path) -> Plain | None:
-    """The client that a store's server is used with otherwise; None where there is none here."""
+    """Return the client that other programs use for a store's server; None for a store without."""
     parsed = parse_store_url(url)
     if parsed.scheme == "file":
         return Plain(
@@ -248,8 +248,8 @@ def _redis() -> ModuleType:
 
 
 def _mooncake(url: StoreUrl) -> Plain:
-    """Mooncake's own client in this process. It copies a value into memory that it has registered,
-    and out of its own."""
+    """Open Mooncake's own client in this process. Its put copies a value into memory that it has
+    registered; its get returns a value in memory of its own."""
     ((host, port), *_) = url.hosts
     client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     options = dict(url.options)
@@ -272,7 +272,7 @@ def _mooncake(url: StoreUrl) -> Plain:
     return Plain(
         put=put,
         get=lambda name, buffer: _copy(client.get(name), buffer),
-        delete=lambda name: client.remove(name, True),  # also while a lease of a read lasts
+        delete=lambda name: client.remove(name, True),  # also while a read's lease lasts
         close=client.close,
     )
 
@@ -297,10 +297,10 @@ _GAP = 2
 
 
 def machine(directory: Path) -> Row:
-    """Facts about this machine that decide speed.
+    """Return the facts about this machine that decide speed.
 
     Args:
-        directory: where the benchmark writes; its file system is named.
+        directory: where the benchmark writes; the facts name its file system.
     """
     return {
         "cpu": _cpu_model(),
@@ -325,10 +325,11 @@ def _cpu_model() -> str:
 
 
 def table(name: str, facts: Row, rows: Sequence[Row]) -> Text:
-    """A line per figure and a column per row; below them the machine, and every `note` of a row.
+    """Return a table with a line per figure and a column per row. The machine and the `note` of
+    every row follow below.
 
-    Columns are headed by the leading figures that tell the rows apart. Those beyond 80 characters
-    stand in further tables, which repeat the names of the figures.
+    The leading figures that tell the rows apart head the columns. Columns that do not fit into 80
+    characters go to further tables, which repeat the names of the figures.
     """
     figures = list(dict.fromkeys(figure for row in rows for figure in row if figure != "note"))
     num_heads = 1
@@ -348,7 +349,7 @@ def table(name: str, facts: Row, rows: Sequence[Row]) -> Text:
 
 
 def _lines(labels: list[str], columns: list[list[str]], num_heads: int) -> Iterator[str]:
-    """Lines of one table; a figure that none of its columns has is left out."""
+    """Yield the lines of one table. A figure that no column has is left out."""
     widths = [_width(labels, _MAX_LABEL) - _GAP, *map(_width, columns)]
     for number, cells in enumerate(zip(labels, *columns, strict=True)):
         if number == num_heads:
@@ -363,7 +364,7 @@ def _lines(labels: list[str], columns: list[list[str]], num_heads: int) -> Itera
 
 
 def _width(cells: Sequence[str], limit: int = _MAX_TEXT) -> int:
-    """Of a column, the gap before it included."""
+    """Return the width of a column, including the gap before it."""
     return _GAP + min(limit, max(map(len, cells)))
 
 

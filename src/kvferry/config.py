@@ -1,6 +1,7 @@
-"""From text to typed options: sizes, frozen dataclasses. Pure; reads no file.
+"""Turns text into typed options: sizes, and frozen dataclasses of options. Reads no file.
 
-Every refusal is a `ConfigError` of one line: where, what was given, what is allowed.
+Hosts' adapters, the embedded engine, stores and commands call `build_config` at start-up. Every
+refusal is a `ConfigError` of one line: where, what was given, what is allowed.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _FALSE = frozenset({"false", "no", "off", "0"})
 DEFAULT_CHUNK_TOKENS = 128
 
 OPTION_NAME = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*", re.ASCII)
-"""An option's name that may be shown."""
+"""Form of an option's name; other text may be a secret and is not shown (`unknown`)."""
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes meant by `text`: a whole number, or one with B, KB, MB, GB, TB (powers of 1000) or
-    KiB, MiB, GiB, TiB (powers of 1024), in any case. Fractions of a byte are dropped.
+    """Return the bytes that `text` means: a number, alone or with B, KB, MB, GB, TB (powers of
+    1000) or KiB, MiB, GiB, TiB (powers of 1024), in any case. Fractions of a byte are dropped.
 
     Raises:
         ConfigError: negative, too large for a file size, or not a size.
@@ -74,8 +75,8 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """`num_bytes` for people, in a form that `parse_size` reads: exact up to 1023 bytes and for
-    round numbers, else one decimal.
+    """Write `num_bytes` for people, in a form that `parse_size` reads. Exact up to 1023 bytes and
+    for round numbers; else rounded to one decimal.
 
     >>> format_size(4096), format_size(1_610_612_736), format_size(5000)
     ('4KiB', '1.5GiB', '4.9KiB')
@@ -90,7 +91,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""`text` as one line that no terminal acts on: what cannot be printed, as Python escapes it.
+    r"""Return `text` as one line that is safe to print: Python escapes replace control characters.
 
     >>> print(printable(chr(27) + "[31m"), printable("[31m"))
     \x1b[31m [31m
@@ -99,8 +100,8 @@ def printable(text: str) -> str:
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, hides: bool = False) -> str:
-    """One sentence for a name that is not in `known`: the nearest one that is, or all of them. With
-    `hides`, the name itself is shown only where it looks like one."""
+    """Write one sentence about a name that is not in `known`. It suggests the nearest known name,
+    or lists all. With `hides`, it shows the given name only if that looks like an option's name."""
     by_lower = {entry.lower(): entry for entry in sorted(known)}
     shown = "" if hides and OPTION_NAME.fullmatch(str(name)) is None else f" {name!r}"
     if not by_lower:
@@ -115,17 +116,17 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
     """Make the frozen dataclass `cls` from options as a URL, command line or file gives them.
 
     Text is converted to the type of the field: int, float, bool (true/false, yes/no, on/off, 1/0),
-    str, a Literal of strings or ints, several of these and None (the text "none"), or a tuple of
-    one of them from a list. A field whose metadata is `{"unit": "bytes"}` takes what `parse_size`
-    takes. Values that already have the type pass; a float where an int belongs is refused unless it
-    is whole.
+    str, a Literal of strings or ints, or a union of these and None (the text "none"). A tuple of
+    one of these types is made from a list. A field whose metadata is `{"unit": "bytes"}` takes what
+    `parse_size` takes. Values that already have the type pass. An int field refuses a float that is
+    not whole.
 
     Args:
         cls: a dataclass; its `__post_init__` may raise ConfigError for what types cannot say.
         mapping: option name to value.
-        where: what the options belong to, the start of every message.
-        hides: messages do not show what was given. For the options of a URL: one that is wrong can
-            hold a secret anywhere. Of other options, they do not show what may be a URL.
+        where: what the options belong to; every message starts with it.
+        hides: whether messages hide every given value, as for the options of a URL, which can hold
+            a secret anywhere. Without it, they hide only a name or value that may be a URL.
 
     Raises:
         ConfigError: an unknown, missing or unusable option.
@@ -140,7 +141,7 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
         is_size = fields[name].metadata.get("unit") == "bytes"
         try:
             values[name] = _convert(hints[name], value, is_size=is_size)
-        except ValueError as error:  # a ConfigError of parse_size is one too
+        except ValueError as error:  # also a ConfigError of parse_size
             is_hidden = hides or _may_be_url(value)
             fault = _refusal(hints[name], is_size=is_size) if is_hidden else f": {error}"
             raise ConfigError(f"{where}: option {name!r}{fault}") from None
@@ -158,12 +159,12 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], *, where: str, hides:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """The options that a store has under every host. Each default is right for one machine.
+    """The options of a store that every host offers. The defaults suit one machine.
 
     Attributes:
-        load_timeout_seconds: what has not arrived after this time is recomputed.
-        io_threads: threads for loads.
-        tenant: keeps its records apart from those of every other tenant.
+        load_timeout_seconds: time limit of a load; what has not arrived by then is recomputed.
+        io_threads: threads for loads; half as many more store.
+        tenant: name of a tenant, whose records no other tenant reads.
         weights_version: a name for weights that are not those of the model's directory, or that
             change in place. The operator guarantees that different weights never share a name.
     """
@@ -186,14 +187,14 @@ class StoreOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions(StoreOptions):
-    """The options of a cache that is kept in chunks of tokens, with those of `StoreOptions`.
+    """The options of a cache that keeps KV in chunks of tokens, beside those of `StoreOptions`.
 
     Attributes:
-        chunk_tokens: tokens per stored record. Part of the namespace: stores filled with another
-            value are not read.
-        audit: how often a hit is checked against what the model computes: "first" for the first
-            hit, a number from 0 to 1 for that part of later hits, too, "off" for never. Costs the
-            computation of two chunks on average; see docs/identity.md.
+        chunk_tokens: tokens per stored record. Part of the namespace, so records that were stored
+            with another value are not read.
+        audit: how often a hit is compared with what the model computes. "first": the first hit; a
+            number from 0 to 1: the first, and this part of later hits; "off": never. An audit
+            computes two chunks on average; see docs/identity.md.
     """
 
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
@@ -215,7 +216,7 @@ class ChunkOptions(StoreOptions):
 
 
 def _convert(hint: object, value: object, *, is_size: bool) -> object:
-    """`value` as the type `hint`; ValueError saying what is allowed."""
+    """Return `value` as the type `hint`. Raises ValueError that says what is allowed."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = typing.get_args(hint)
         is_none = value is None or (isinstance(value, str) and value.strip().lower() == "none")
@@ -247,12 +248,12 @@ def _convert(hint: object, value: object, *, is_size: bool) -> object:
 
 
 def _may_be_url(given: object) -> bool:
-    """Whether it may hold a password, as a store's URL under a wrong option does."""
+    """Whether `given` may hold a password, as a store's URL given for a wrong option does."""
     return isinstance(given, str) and ("@" in given or "://" in given)
 
 
 def _refusal(hint: object, *, is_size: bool) -> str:
-    """What is wrong with a value that is no `hint`, without the value."""
+    """Say what is wrong with a value that is not of type `hint`, without showing the value."""
     members = [each for each in typing.get_args(hint) if each is not type(None)]
     if typing.get_origin(hint) is Literal:
         return f" is none of {', '.join(map(str, members))}"
@@ -297,7 +298,7 @@ def _to_float(value: object) -> float:
 def _to_str(value: object) -> str:
     if isinstance(value, str):
         return value
-    # Without the value: it may hold a URL with a password.
+    # The message leaves the value out: it may be a URL with a password.
     raise ValueError(f"a value of type {type(value).__name__} is not text")
 
 

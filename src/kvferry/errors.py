@@ -1,8 +1,8 @@
 """Every error kvferry raises on purpose, in one tree under `KVError`.
 
-A cache miss is never an error: it is `None`, a smaller count or a `MissReason`. What stands here is
-misuse (configuration, contract), a machine that refuses (store, transfer) or bytes that are not
-what they claim to be. Messages say what happened, the two values that disagree, and what to do.
+A cache miss is never an error: it is `None`, a smaller count or a `MissReason`. An error stands for
+misuse (configuration, contract), a machine that refuses (store, transfer), or bytes that are not
+what they claim to be. Messages say what happened, which two values disagree, and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KeyMismatchError(KVError):
 
 
 class StoreError(KVError):
-    """A store could not do what was asked (not: the key is absent)."""
+    """A store could not do what was asked. An absent key is no error."""
 
 
 class TransferError(KVError):

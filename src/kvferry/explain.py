@@ -1,8 +1,8 @@
-"""Why tokens of a prompt would be computed, or were: from what a store or a journal knows.
+"""Why tokens of a prompt would be computed, or were: for the command `kvferry explain`.
 
-A store is only asked: whether chunks of the prompt are there, what it remembers of those that went,
-and which namespaces it describes. It is never listed, unless it cannot name its namespaces
-otherwise.
+A store is asked three things: whether it has the chunks of the prompt, what it remembers of removed
+chunks, and which namespaces it describes. It is listed only if it cannot name its namespaces
+otherwise. Other commands use the functions that describe and compare namespaces.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.NOT_CACHEABLE: "The request must not be cached, as it was asked.",
     LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
 }
-"""What each reason of a miss means, as in docs/explain.md."""
+"""What each miss reason of a journal means, as in docs/explain.md."""
 
 MAX_REMOVALS = 1 << 16
 MAX_NAMESPACES = 1000
-"""A store has a few; more are not compared."""
+"""How many namespaces of a store are compared with the one asked for; usually there are few."""
 
 DESCRIBE_SECONDS = 10.0
-"""How long descriptions of namespaces are read; the others are not shown."""
+"""Time for reading descriptions of namespaces; those not read by then are left out."""
 
 COMPARE_SECONDS = 10.0
-"""How long other namespaces are searched for the prompt."""
+"""Time for searching other namespaces for the prompt."""
 
 
 class Why(StrEnum):
-    """What became, or would become, of a chunk of a prompt; `MEANINGS` says it in words."""
+    """Why a chunk of a prompt would be a hit or a miss; `MEANINGS` has the words."""
 
     HIT = "hit"
     NEVER_STORED = "never stored"
@@ -71,7 +71,7 @@ class Why(StrEnum):
 
     @property
     def is_explained(self) -> bool:
-        """Whether other namespaces and keys have nothing to add."""
+        """Whether this reason stands, so that other namespaces and keys need not be searched."""
         return self not in (Why.NEVER_STORED, Why.NOT_THERE)
 
 
@@ -95,29 +95,29 @@ MEANINGS: Mapping[str, str] = {
 
 
 class Run(NamedTuple):
-    """Chunks in a row of which the same is to be said."""
+    """Consecutive chunks of a prompt with the same reason."""
 
     first_token: int
     num_tokens: int
     why: Why
     detail: str = ""
-    """Of a hit, its tier; of no answer, who did not give it."""
+    """Tier of a hit, error of a store without an answer, or details of the fault or removal."""
     at: float | None = None
-    """When the first of them was removed, seconds since the epoch."""
+    """When the first chunk of the run was removed, seconds since the epoch."""
     by: str = ""
     """Which process removed it."""
 
 
 Differences = dict[str, tuple[JsonValue, JsonValue]]
-"""Field to the two values; None where there is none."""
+"""The two values of each field that differs, by dotted path; None for a missing field."""
 
 
 class Space(NamedTuple):
-    """A namespace of tokens that a store describes."""
+    """A described namespace whose keys follow from tokens."""
 
     namespace: Namespace
     differs: Differences
-    """In what it differs from what was asked for: there, here."""
+    """What differs between this namespace (first value) and the one asked for (second)."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -125,11 +125,11 @@ class Space(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """A prompt in one namespace."""
+    """What one namespace has of a prompt."""
 
     space: Space
     runs: list[Run]
-    """The whole prompt."""
+    """Runs that cover the whole prompt, in order."""
 
     @property
     def hit_tokens(self) -> int:
@@ -141,7 +141,7 @@ class Explanation(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """Where else the start of a prompt is stored."""
+    """The other namespace that has most of a prompt's start, or is most alike."""
 
     space: Space
     hit_tokens: int
@@ -149,13 +149,13 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAnswer:
-    """Why a prompt hits so far and no further.
+    """Why the hit of a prompt ends where it ends.
 
     Attributes:
-        num_tokens: of the prompt.
-        found: it in each namespace that was asked for, the longest hit first.
-        elsewhere: a namespace that was not asked for and has more of the prompt, or, where `found`
-            is empty, the most similar one.
+        num_tokens: length of the prompt.
+        found: the prompt in each namespace that was asked for, the longest hit first.
+        elsewhere: a namespace that was not asked for and has more of the prompt. If `found` is
+            empty, it may also be the most similar namespace.
         without_extra: leading tokens that are stored for requests without salt and LoRA.
     """
 
@@ -170,7 +170,7 @@ class PromptAnswer:
 
     @property
     def reason(self) -> Why:
-        """Of the first token that is no hit."""
+        """Why the first token that is no hit is a miss."""
         miss = self.found[0].first_miss if self.found else None
         why = miss.why if miss else Why.PARTIAL if self.found else Why.NEVER_STORED
         if why.is_explained:
@@ -183,8 +183,8 @@ class PromptAnswer:
 
 
 def describe_all(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespace | None]:
-    """The namespaces that the store describes, as far as `DESCRIBE_SECONDS` last; None for a
-    description that is damaged, or of another namespace."""
+    """Return the described ones of these namespaces, as many as can be read in `DESCRIBE_SECONDS`.
+    None stands for a description that is damaged or belongs to another namespace."""
     found: dict[bytes, Namespace | None] = {}
     until = time.monotonic() + DESCRIBE_SECONDS
     for digest in dict.fromkeys(digests):
@@ -195,13 +195,13 @@ def describe_all(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespac
 
 
 def spaces_of_tokens(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
-    """Of these namespaces, at most `MAX_NAMESPACES`, those in which tokens lead to keys."""
+    """Return those of the first `MAX_NAMESPACES` namespaces whose keys follow from tokens."""
     known = describe_all(store, digests[:MAX_NAMESPACES]).values()
     return [each for each in known if each is not None and chunk_tokens_of(each) is not None]
 
 
 def chunk_tokens_of(namespace: Namespace) -> int | None:
-    """None where a prompt's tokens lead to no keys."""
+    """Return the tokens of a chunk; None if the namespace's keys do not follow from tokens."""
     if namespace.is_opaque:
         return None
     size = namespace.description.get("chunk_tokens")
@@ -209,8 +209,8 @@ def chunk_tokens_of(namespace: Namespace) -> int | None:
 
 
 def differences(there: JsonValue, here: JsonValue) -> Differences:
-    """The fields, by dotted path, that differ between two descriptions. Not recursive, so that a
-    deep one costs no stack."""
+    """Return the fields that differ between two descriptions, by dotted path. Not recursive, so a
+    deeply nested description costs no stack."""
     found: Differences = {}
     open_pairs: list[tuple[str, JsonValue, JsonValue]] = [("", there, here)]
     while open_pairs:
@@ -231,15 +231,15 @@ def _numbered(values: Sequence[JsonValue]) -> Iterator[tuple[str, JsonValue]]:
 
 
 def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Differences:
-    """In what the model of a namespace differs from a directory; what a directory does not decide
-    is left out."""
+    """Return how a namespace differs from a model directory, in what a directory decides: the
+    weights and the config."""
     there = {name: namespace.description.get(name) for name in ("weights", "config")}
     return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
 
 
 class TierStores(WrapperStore):
-    """Several stores, nearest first, of which a value is read from the first that has it. One that
-    fails is not asked again."""
+    """Several stores as tiers, nearest first. `read` takes a value from the first store that has
+    it, and does not ask a store again that failed."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         super().__init__(stores[0])
@@ -283,14 +283,14 @@ class TierStores(WrapperStore):
         return next(filter(None, (store.describe(namespace) for store in self._stores)), None)
 
     def removals(self, limit: int) -> list[Removal] | None:
-        """Those of all that remember, newest first."""
+        """Return the removals of all stores that remember theirs, newest first."""
         known = [each for each in (store.removals(limit) for store in self._stores) if each]
         found = sorted(chain.from_iterable(known), key=lambda each: -each.at)
         return found[:limit] if known else self._stores[0].removals(1)
 
 
 class PromptSearch:
-    """Asks a store about one prompt.
+    """The search for one prompt in a store. Blocks on the store's I/O.
 
     Args:
         extra: salt and LoRA adapter of the request.
@@ -310,15 +310,15 @@ class PromptSearch:
         self._extra = extra
         removals = store.removals(MAX_REMOVALS)
         self._unknown = Why.NOT_THERE if removals is None else Why.NEVER_STORED
-        # The newest of each key stands.
+        # The newest removal of a key overwrites the older ones.
         self._removed = {each.key: each for each in reversed(removals or ())}
         self._head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
 
     def answer(
         self, spaces: Sequence[Space], others: Callable[[], Sequence[Space]]
     ) -> PromptAnswer:
-        """Every chunk in `spaces`; if nothing is known of the first that misses, also how much of
-        the prompt is stored without salt and LoRA, and in `others`, which are found only then."""
+        """Look every chunk up in `spaces`. If the first miss stays unexplained, also look how much
+        of the prompt is stored without salt and LoRA, and in `others`, called only then."""
         found: list[Explanation] = []
         for space in spaces:
             found.append(self.explain(space))
@@ -338,7 +338,7 @@ class PromptSearch:
         return replace(answer, elsewhere=nearest, without_extra=plain)
 
     def explain(self, space: Space) -> Explanation:
-        """Every chunk of the prompt in one namespace."""
+        """Look every chunk of the prompt up in one namespace."""
         digest, size = space.namespace.digest, space.chunk_tokens
         keys = ChunkKeys(digest, size, self._extra)
         keys.extend(self._token_ids)
@@ -351,8 +351,8 @@ class PromptSearch:
         return Explanation(space, _merged(runs))
 
     def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
-        """Of these namespaces, the one that has the longest start of the prompt, if more than
-        `least` tokens of it."""
+        """Return the namespace that has the longest start of the prompt, if that is more than
+        `least` tokens."""
         best = None
         until = time.monotonic() + COMPARE_SECONDS
         for space in spaces:
@@ -364,12 +364,12 @@ class PromptSearch:
         return best
 
     def _leading(self, space: Space, extra: ExtraKeys, until: float) -> int:
-        """Leading tokens of the prompt that are stored, as far as known by `until`."""
+        """Return how many leading tokens are stored, as far as known at monotonic time `until`."""
         digest, size = space.namespace.digest, space.chunk_tokens
         keys = ChunkKeys(digest, size, extra)
         num_chunks = len(self._token_ids) // size
         for number in range(num_chunks):
-            if number == len(keys.keys):  # most namespaces lack the first: the rest is not hashed
+            if number == len(keys.keys):  # hash the rest only if the first is there
                 keys.extend(self._token_ids if number else self._token_ids[:size])
             is_late = time.monotonic() >= until
             if is_late or self._fault(digest, keys.keys[number]) is not None:
@@ -393,7 +393,7 @@ class PromptSearch:
         return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
 
     def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
-        """Why a chunk is no hit, by its head."""
+        """Return why a chunk is no hit, judged by its head; None for a hit."""
         try:
             size = self._store.of(namespace).read(key, [(0, self._head)])
         except StoreError as error:
@@ -409,8 +409,8 @@ class PromptSearch:
 
 
 def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
-    """What was asked, with what follows from it: only leading chunks are hits, and the end of a
-    prompt is none."""
+    """Correct and complete the runs of the chunks that were asked for. Only leading chunks are
+    hits, and the end of a prompt is always computed."""
     asked = sum(run.num_tokens for run in runs)
     first_miss = next((n for n, run in enumerate(runs) if run.why is not Why.HIT), len(runs))
     last_stored = max((n for n, run in enumerate(runs) if run.why is Why.HIT), default=-1)
@@ -433,7 +433,7 @@ def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Neighbours of which the same is to be said as one; of removals, the first one's time."""
+    """Merge neighbours with the same reason, detail and remover; keep the first one's time."""
     groups = groupby(runs, key=lambda run: (run.why, run.detail, run.by))
     merged = []
     for _, group in groups:

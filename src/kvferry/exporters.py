@@ -1,4 +1,4 @@
-"""Counters as Prometheus reads them.
+"""Exports `Counters` to Prometheus, for programs that embed kvferry.
 
     from prometheus_client import start_http_server
     from prometheus_client.core import REGISTRY
@@ -6,8 +6,9 @@
     REGISTRY.register(KVFerryCollector(counters))
     start_http_server(9400)
 
-A count `name` becomes `kvferry_<name>_total`, a duration the histogram `kvferry_<name>_seconds`, a
-value as it is now the gauge `kvferry_<name>`. What `kvferry.observe` lists is there from the start.
+A counter `name` becomes `kvferry_<name>_total`, a duration the histogram `kvferry_<name>_seconds`,
+and a current value the gauge `kvferry_<name>`. All names in `kvferry.observe` are declared from the
+start.
 """
 
 from __future__ import annotations
@@ -88,5 +89,5 @@ class KVFerryCollector(Collector):
 
 
 def _metric_name(name: str) -> str:
-    # A reason that names a counter may hold what Prometheus does not take.
+    # A counter's name may hold characters that Prometheus does not allow.
     return "kvferry_" + _NOT_IN_NAMES.sub("_", name)

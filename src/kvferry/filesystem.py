@@ -1,5 +1,4 @@
-"""What an operating system says of directories: on which kind of file system one is, who may change
-it, and which one is for caches."""
+"""Facts about directories: the type of file system, who may change one, and where caches belong."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _OF_DISKS = frozenset({
 
 
 def user_cache() -> Path:
-    """This user's directory for caches, the same for services and logins, unlike that of a session.
-    Raises ConfigError where no home directory is known, as in some containers."""
+    """Return this user's directory for caches, which services and logins share. Raises ConfigError
+    if no home directory is known, as in some containers."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -29,22 +28,22 @@ def user_cache() -> Path:
 
 
 def is_of_one_machine(directory: str) -> bool:
-    """Whether no other machine can change what is in `directory`. True if its kind is unknown."""
+    """Whether no other machine can change `directory`. True if its file system is unknown."""
     kind = file_system(directory)
     return kind is None or kind == "overlay" or kind in _OF_DISKS
 
 
 def shows_changes(directory: str | Path) -> bool:
-    """Whether every change of a file below `directory` gives it a new change time. Not so where
-    times come from an image (squashfs, erofs, also under an overlay), from another machine, or from
-    a program (FUSE)."""
+    """Whether every change of a file below `directory` gives it a new change time. False if times
+    come from an image (squashfs, erofs, also under an overlay), another machine or a program
+    (FUSE)."""
     kind = file_system(directory)
     is_known = kind in _OF_DISKS or (kind is None and sys.platform != "linux")
     return is_known and not os.statvfs(directory).f_flag & os.ST_RDONLY
 
 
 def why_untrusted(root: str) -> str | None:
-    """Why other users may be able to change this store; None if only this user can."""
+    """Say why others may be able to change this directory; None if only this user and root can."""
     status = os.stat(root)
     if status.st_uid not in (os.getuid(), 0):
         return f"belongs to user {status.st_uid}"
@@ -54,10 +53,10 @@ def why_untrusted(root: str) -> str | None:
 
 
 def file_system(directory: str | Path) -> str | None:
-    """Type of the file system that holds `directory`, for example "ext4"; None if unknown, as it is
-    on other systems than Linux."""
+    """Return the type of the file system that holds `directory`, for example "ext4"; None if
+    unknown, as outside Linux."""
     try:
-        # By the mount, not by device: btrfs gives its files a device number of their own.
+        # Found by mount, not by device: btrfs files have a device number of their own.
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()

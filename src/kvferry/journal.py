@@ -1,8 +1,8 @@
 """The journal (option `record`): one JSON line for each request, with its keys and its answer.
 
-A line holds no tokens and no text; the keys are cut digests of them. The scheduler's thread only
-appends to a queue in memory. A thread of its own writes once a second. The commands `explain`,
-`simulate`, `top`, `report` and `doctor` read the file.
+A line holds no tokens and no text, only the first bytes of the chunks' keys, which are digests of
+tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
+once a second. The commands `explain`, `simulate`, `top`, `report` and `doctor` read the file.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 ENGINE = "engine"
-"""Stands where a tier would, for tokens that the engine had itself."""
+"""Stands for a tier's name, for tokens that the engine had itself."""
 
 KEY_BYTES = 8
-"""Of a chunk key. Among ten million chunks, two are taken for one with a chance of 1 in 370,000."""
+"""Bytes of a chunk key that a line keeps. The chance that any two of ten million chunks collide is
+1 in 370,000."""
 
 WRITE_SECONDS = 1.0
 
 MAX_WAITING = 4096
-"""Requests in memory. While the file takes none, later requests are left out."""
+"""Most requests in the queue. If the file falls behind, further requests are left out."""
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for the last write; a medium that hangs does not hold up the engine."""
+"""Most seconds that `close` waits for the last write, so a hanging medium holds up no engine."""
 
 
 class JournalAnswer(NamedTuple):
-    """What a request got when it was admitted first: every token of its prompt once."""
+    """Where the tokens of a prompt came from when it was first admitted; each counts once."""
 
     local: int
     """Tokens that the engine had itself."""
     hits: Mapping[str, int]
-    """Tokens by tier."""
+    """Hit tokens by tier."""
     misses: Mapping[str, int]
-    """Tokens by reason."""
+    """Computed tokens by miss reason."""
     why: str
     """The numbers behind a reason; empty for most."""
 
@@ -58,12 +59,13 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. Lines of earlier releases have only the first four fields.
 
     Attributes:
-        time: when the request came, seconds since the epoch; when it ended, if it must not be
-            cached.
+        time: when the request came, or, if it must not be cached, when it ended; seconds since the
+            epoch.
         chunk_tokens: tokens of a chunk.
         num_tokens: length of the prompt.
-        keys: of its whole chunks, hexadecimal; none if it must not be cached.
-        request: the host's id of it.
+        keys: first `KEY_BYTES` of the keys of its whole chunks, hexadecimal; none if it must not be
+            cached.
+        request: the host's id of the request.
         local, hits, misses, why: see `JournalAnswer`; empty if it ended before it was admitted.
     """
 
@@ -78,23 +80,22 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""
 
     def by_source(self) -> dict[str, int]:
-        """Tokens that were not computed: by tier, and of `ENGINE`."""
+        """Return the tokens that were not computed, by tier; `ENGINE` has the engine's own."""
         own = {ENGINE: self.local} if self.local else {}
         return own | self.hits
 
 
 class Journal:
-    """Appends the requests of one engine to a file. `add` runs in the scheduler's thread.
+    """The journal of one engine. `add` runs in the scheduler's thread.
 
-    A file that can no longer be written ends the journal with one line in the log, and nothing
-    else: the engine does not notice.
+    When the file can no longer be written, the journal logs one line and ends; the engine goes on.
 
     Args:
         path: created if missing; its directory must exist.
         chunk_tokens: tokens of a chunk.
 
     Attributes:
-        num_left_out: requests that are not in the file.
+        num_left_out: requests that did not get into the file.
 
     Raises:
         ConfigError: the file cannot be opened for appending.
@@ -125,8 +126,8 @@ class Journal:
         keys: Sequence[ChunkKey],
         answer: JournalAnswer | None,
     ) -> None:
-        """Record a request of `num_tokens` with these chunks; `answer` is None if it was never
-        admitted. Never blocks, and does no I/O."""
+        """Queue the line of a request. `answer` is None if the request was never admitted. Never
+        blocks, and does no I/O."""
         if self._has_failed or len(self._waiting) >= MAX_WAITING:
             self.num_left_out += 1
         else:
@@ -134,14 +135,14 @@ class Journal:
             self._waiting.append(line)
 
     def close(self) -> None:
-        """Write what is left, for `CLOSE_SECONDS` at most. Idempotent."""
+        """Write the rest of the queue, waiting `CLOSE_SECONDS` at most. Idempotent."""
         self._ends.set()
         self._thread.close(CLOSE_SECONDS)
 
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this journal."""
         try:
-            # Unbuffered, so that lines of several engines that share the file do not mix.
+            # Unbuffered, so that the lines of several engines in one file stay whole.
             with self._path.open("ab", buffering=0) as file:
                 is_last = False
                 while not is_last:
@@ -185,11 +186,11 @@ class Journal:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Append a line, or nothing.
+    """Append a whole line, or nothing.
 
     Raises:
-        OSError: the medium took none or a part of it. The part is removed, unless another engine
-            has appended a line meanwhile.
+        OSError: the medium took none of the line or a part of it. The part is removed, unless
+            another engine has appended a line meanwhile.
     """
     num_written = file.write(line) or 0
     if num_written < len(line):
@@ -200,17 +201,17 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
-    """The last `limit` lines of a journal, or of the requests whose id starts with `request`.
+    """Return the last `limit` lines of a journal whose request id starts with `request`, if given.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of a journal.
+        ConfigError: the file cannot be read, or a line is not a journal's.
     """
     lines = journal_lines(path)
     return list(deque((line for line in lines if line.request.startswith(request or "")), limit))
 
 
 def journal_lines(path: Path) -> Iterator[JournalLine]:
-    """Every line of a journal, read one by one; raises as `read_journal`."""
+    """Read every line of a journal, one by one. Raises as `read_journal` does."""
     decoder = msgspec.json.Decoder(JournalLine)
     number = 0
     try:
@@ -221,7 +222,7 @@ def journal_lines(path: Path) -> Iterator[JournalLine]:
                 try:
                     yield decoder.decode(line)
                 except msgspec.DecodeError:
-                    if not line.endswith(b"\n"):  # under way, or cut short by a full disk
+                    if not line.endswith(b"\n"):  # being written, or cut short by a full disk
                         return
                     raise
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Where the names of 0.1's import paths are now. For one release, the old path is an ImportError
-that names the new one."""
+"""New places of what 0.1 exported. For one release, the import of an old path raises an ImportError
+that names the new one. `kvferry` and the packages in `MOVED_NAMES` install these hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn
 
 NEW_HOME: Final = "kvferry.v1"
-"""The only import path of names that vLLM's documents name."""
+"""The only import path of the names that vLLM's documents use."""
 
 MOVED_MODULES: Final = MappingProxyType(
     {
@@ -39,7 +39,7 @@ MOVED_MODULES: Final = MappingProxyType(
         "kvferry.topology": "kvferry.v1 (tensor_parallel_shard to kvferry.layout.shards)",
     }
 )
-"""Modules that are gone, by full name."""
+"""New place of each module that is gone, by its old full name."""
 
 MOVED_NAMES: Final = MappingProxyType(
     {
@@ -56,16 +56,16 @@ MOVED_NAMES: Final = MappingProxyType(
         ),
     }
 )
-"""Names that packages no longer have, by package; all are in `NEW_HOME`."""
+"""Names that moved to `NEW_HOME`, by the package that no longer has them."""
 
 
 class MovedModules:
-    """The last finder of modules, asked only for those that no other finder has. It stands for a
-    stub file of each module that is gone."""
+    """The last finder in `sys.meta_path`, asked only for modules that no other finder has. It
+    replaces a stub file for each module that is gone."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> None:
-        """Raises ImportError for one of `MOVED_MODULES`."""
+        """Raise ImportError if `name` is in `MOVED_MODULES`; else find nothing."""
         if name in MOVED_MODULES:
             raise ImportError(
                 f"{name} is gone: its names moved to {MOVED_MODULES[name]}", name=name
@@ -73,7 +73,7 @@ class MovedModules:
 
 
 def moved_names(package: str) -> Callable[[str], NoReturn]:
-    """The module `__getattr__` of `package`, one of `MOVED_NAMES`."""
+    """Return a module `__getattr__` for `package`, a key of `MOVED_NAMES`. It always raises."""
 
     def missing(name: str) -> NoReturn:
         if name in MOVED_NAMES[package]:

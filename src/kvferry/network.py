@@ -1,5 +1,5 @@
-"""What every client of a network needs: addresses within a time, what is left of a deadline, and
-words for what fails."""
+"""Helpers of network clients and servers: address look-up with a time limit, the time left until a
+deadline, words for errors, and the form of addresses. Peers and the Valkey store use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 
 
 def seconds_left(deadline: float) -> float:
-    """More than zero, which would mean a socket that does not block. Raises TimeoutError."""
+    """Return the seconds until a monotonic `deadline`, more than 0. Raises TimeoutError if late."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -20,7 +20,7 @@ def seconds_left(deadline: float) -> float:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong with a connection, in words without a name or a number of this process."""
+    """Say what went wrong with a connection, without a name or number of this process."""
     match error:
         case TimeoutError():
             return "no answer in time"
@@ -34,7 +34,7 @@ def reason_of(error: Exception) -> str:
 
 
 def addresses_of(host: str, seconds: float) -> list[str]:
-    """Numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
+    """Look up the numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
     found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
 
     def look_up() -> None:
@@ -44,7 +44,7 @@ def addresses_of(host: str, seconds: float) -> list[str]:
         except (OSError, ValueError) as error:
             found.put(error)
 
-    # A look-up takes no timeout. The thread ends when the resolver gives up.
+    # getaddrinfo takes no timeout, so it runs in a thread, which ends when the resolver gives up.
     try:
         threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
     except RuntimeError:
@@ -59,7 +59,7 @@ def addresses_of(host: str, seconds: float) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can only be this machine, by its text: 127.0.0.0/8, ::1 or localhost."""
+    """Whether the text of `host` can only mean this machine: 127.0.0.0/8, ::1 or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

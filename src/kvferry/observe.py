@@ -1,10 +1,10 @@
-"""Counts: an observer of no-op methods, and one that adds up.
+"""Counters and durations: `Observer`, whose methods do nothing, and `Counters`, which adds up.
 
-The core calls the observer and never reads it; exporters and adapters do. Methods must be
-cheap and must not raise; they are called from scheduler, worker and I/O threads alike.
+The core calls the observer from scheduler, worker and I/O threads, and never reads it; exporters
+and adapters read `Counters`. Methods must be cheap and must not raise.
 
-A name may carry the values of labels behind slashes, as `hit_tokens/file`; `FAMILIES` names the
-labels.
+A name may carry the values of its labels after slashes, as in `hit_tokens/file`; `FAMILIES` and
+`GAUGES` name the labels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 TIME_BOUNDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1.0, 2.5, 5.0))
-"""Upper bounds of a histogram's buckets, in seconds; one more bucket takes what is longer."""
+"""Upper bounds of a histogram's buckets, in seconds; one more bucket has the longer durations."""
 
 
 class Family(NamedTuple):
-    """What the counts or values of one name are."""
+    """Help text and label names of one counter or gauge."""
 
     text: str
     labels: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ FAMILIES: Mapping[str, Family] = {
     "tier_writes": Family("Writes to a tier by their result.", ("tier", "result")),
     "tier_copies": Family("Copies to a tier from another by their result.", ("tier", "result")),
 }
-"""Counters that exporters show under names of their own."""
+"""Counters that exporters show under their own names."""
 
 FROM_ZERO = ("hit_tokens/memory", *(name for name, of in FAMILIES.items() if not of.labels))
-"""Counters that exporters show before anything happens, so that the first event makes a rate."""
+"""Counters that exporters show as 0 before any event, so that the first event makes a rate."""
 
 TIMES: Mapping[str, str] = {
     "lookup": "One look-up, on the scheduler's thread.",
@@ -69,7 +69,7 @@ TIMES: Mapping[str, str] = {
     "load_copy": "Copying the chunks of a step from the host pool into KV blocks.",
     "save": "Writing one chunk to the store; its hashing came before.",
 }
-"""Durations that exporters show under names of their own."""
+"""Durations that exporters show under their own names."""
 
 GAUGES: Mapping[str, Family] = {
     "pool_slots": Family("Slots of the host pool: total, held, in_use, lent.", ("state",)),
@@ -81,15 +81,15 @@ GAUGES: Mapping[str, Family] = {
         ("tier", "role", "state", "because"),
     ),
 }
-"""Values as they are now."""
+"""Current values."""
 
 Gauges = dict[str, float]
-"""Value by name."""
+"""Current value by name."""
 
 
 def labelled(name: str) -> tuple[str, list[str]]:
-    """A name without its labels, and the value of each label that it has: empty where `name` says
-    none, as of a host that has no tiers. The value of the last label may hold slashes."""
+    """Split a name from its label values. A value that `name` lacks is empty, as with a host that
+    has no tiers. The last label's value may hold slashes."""
     family, _, values = name.partition("/")
     known = FAMILIES.get(family) or GAUGES.get(family)
     num_labels = len(known.labels) if known else 0
@@ -98,7 +98,7 @@ def labelled(name: str) -> tuple[str, list[str]]:
 
 
 class Observer:
-    """Receives counts and durations. Every method is an optional no-op."""
+    """A receiver of counts and durations. Its methods do nothing; subclasses override some."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to the counter `name` (snake_case; bytes end in `_bytes`)."""
@@ -107,17 +107,17 @@ class Observer:
         """Record one duration in seconds under `name`."""
 
     def watch(self, read: Callable[[], Gauges]) -> None:
-        """Have `read` called whenever current values are asked for, on any thread.
-        It uses memory only."""
+        """Register `read`, which returns current values. It is called on any thread, whenever they
+        are asked for, and must use memory only."""
 
 
 class Times:
-    """Durations of one name: a fixed array of counts, and their sum.
+    """A histogram of the durations of one name.
 
     Attributes:
-        counts: durations in each bucket, each counted once; the last is of those above all
-            `TIME_BOUNDS`.
-        seconds: their sum.
+        counts: number of durations in each bucket, not cumulative; the last bucket has those above
+            all `TIME_BOUNDS`.
+        seconds: sum of all durations.
     """
 
     __slots__ = ("counts", "seconds")
@@ -132,7 +132,7 @@ class Times:
 
 
 class Counters(Observer):
-    """Keeps sums in memory. Thread-safe; takes memory per name."""
+    """An observer that adds up in memory. Thread-safe. Its memory grows with the names only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -152,14 +152,14 @@ class Counters(Observer):
         self._watched.append(read)
 
     def __getitem__(self, name: str) -> int:
-        """The sum of a counter over all values of its labels, or with those in `name`."""
+        """Return the sum of a counter: with the label values in `name`, or else over all values."""
         with self._lock:
             if name in self._sums:
                 return int(self._sums[name])
             return int(sum(n for each, n in self._sums.items() if each.startswith(f"{name}/")))
 
     def snapshot(self) -> dict[str, float]:
-        """All sums so far: counters by name, durations as `<name>_count` and `<name>_seconds`."""
+        """Return all sums: counters by name, durations as `<name>_count` and `<name>_seconds`."""
         with self._lock:
             found = dict(self._sums)
             for name, times in self._times.items():
@@ -168,25 +168,26 @@ class Counters(Observer):
         return found
 
     def sums(self) -> dict[str, float]:
-        """The counters so far."""
+        """Return the counters so far."""
         with self._lock:
             return dict(self._sums)
 
     def times(self) -> dict[str, tuple[Sequence[int], float]]:
-        """The durations so far: see `Times`."""
+        """Return the durations so far: counts and seconds, as in `Times`."""
         with self._lock:
             return {name: (tuple(of.counts), of.seconds) for name, of in self._times.items()}
 
     def gauges(self) -> Gauges:
-        """Values as they are now."""
+        """Ask all registered readers for their current values."""
         found: Gauges = {}
         for read in self._watched:
             found.update(read())
         return found
 
     def pop_all(self) -> dict[str, float]:
-        """The sums since the last call: counters by name, durations as `<name>_seconds` and, for
-        each bucket that has some, `<name>_bucket/<number>`. All add up."""
+        """Return the sums since the last call: counters by name, durations as `<name>_seconds` and,
+        for each bucket that is not empty, `<name>_bucket/<number>`. Sums of several calls or ranks
+        can be added."""
         if not (self._sums or self._times):
             return {}
         with self._lock:

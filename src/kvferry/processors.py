@@ -1,4 +1,4 @@
-"""On which processors threads of ours run."""
+"""Lets I/O and server threads run on all processors that this process was given."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _THREADS = "/proc/self/task"
 
 
 def process_cpus() -> frozenset[int]:
-    """The processors on which some thread of this process may run.
+    """Return the processors on which some thread of this process may run.
 
-    Engines tie each computing thread to a processor of its own, so one thread's processors are not
-    all that the process was given; those of all threads are.
+    Engines bind each computing thread to one processor, so only the processors of all threads
+    together are what the process was given.
     """
     cpus: set[int] = set()
     if hasattr(os, "sched_getaffinity"):
         with suppress(OSError):  # a sandbox may forbid it, or have no /proc
             cpus |= os.sched_getaffinity(0)
             for thread in os.listdir(_THREADS):
-                with suppress(ProcessLookupError):  # ended meanwhile
+                with suppress(ProcessLookupError):  # the thread has ended
                     cpus |= os.sched_getaffinity(int(thread))
     return frozenset(cpus or range(os.cpu_count() or 1))
 
 
 def leave_processor() -> None:
-    """Let the calling thread run wherever some thread of this process may. It was started by one
-    that computes, and would share that one's only processor."""
+    """Let the calling thread run on all of `process_cpus`. If a computing thread started it, it
+    would otherwise share that thread's only processor."""
     if hasattr(os, "sched_setaffinity"):
         with suppress(OSError, ValueError):  # forbidden, or taken from the process meanwhile
             os.sched_setaffinity(0, process_cpus())

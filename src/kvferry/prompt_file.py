@@ -1,9 +1,9 @@
-"""The records of a prompt as one file that its owner keeps, moves and ships.
+"""The records of a prompt as one file to keep and move: `kvferry export` and `kvferry import`.
 
 The file is an uncompressed tar: a description of the prompt, then each record as a store keeps it,
-in the order of the prompt. `docs/format.md` is the normative text. Input is hostile: a reader makes
-each header of the tar again from the values that must stand in it, and compares. So it never
-follows a path or a link, and no reader of tar ever parses it.
+in the order of the prompt. `docs/format.md` is the normative text. Input is hostile, so no tar
+library parses it: the reader builds each tar header anew from the only valid values, and compares
+the bytes. So it never follows a path or a link.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FILE_FORMAT = "kvferry-prompt"
 FILE_VERSION = 1
 
 MAX_PROMPT_BYTES = 16 << 20
-"""A description beyond this is hostile: that of a prompt of a million tokens has less."""
+"""Limit of a prompt's description; a million tokens need less, so a longer one is hostile."""
 
 MAX_RECORD_BYTES = 4 << 30
-"""A record beyond this is refused: one is in memory at a time."""
+"""Limit of a record; one is in memory at a time."""
 
 _PROMPT = "the description of its prompt"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -49,14 +49,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A prompt in one namespace of tokens.
+    """A prompt in one namespace.
 
     Attributes:
         extra: cache salt and LoRA adapter of the request.
 
     Raises:
-        ConfigError: when its keys or its schema are asked for: the namespace is none of tokens, is
-            of another version, or describes records that cannot be.
+        ConfigError: by `keys` and `schema`, if the namespace's keys do not follow from tokens, or
+            it has another version or describes impossible records.
     """
 
     namespace: Namespace
@@ -65,7 +65,7 @@ class StoredPrompt:
 
     @cached_property
     def schema(self) -> RecordSchema:
-        """Of its records."""
+        """The schema of the prompt's records."""
         described = self.namespace.description
         where = f"namespace {self.namespace.digest.hex()[:16]}"
         if self.namespace.is_opaque:
@@ -90,25 +90,25 @@ class StoredPrompt:
 
     @cached_property
     def keys(self) -> list[ChunkKey]:
-        """Of its whole chunks."""
+        """The keys of the prompt's whole chunks."""
         keys = ChunkKeys(self.namespace.digest, self.schema.chunk_tokens, self.extra)
         keys.extend(self.token_ids)
         return keys.keys
 
     def tokens_in(self, num_records: int) -> int:
-        """Tokens that so many records hold."""
+        """Return how many tokens `num_records` records hold."""
         return num_records * self.schema.chunk_tokens
 
     def why_wrong(self, number: int, record: memoryview, size: int) -> MissReason | None:
-        """Whether `record`, the first bytes of a value of `size` bytes, is the whole and right
-        record of chunk `number`."""
+        """Say why `record`, the first bytes of a value of `size` bytes, is not the whole and right
+        record of chunk `number`; None if it is."""
         key = self.keys[number]
         return check_head(self.schema, key, self.tokens_in(number), size, record) or check_record(
             self.schema, key, record, size
         )
 
     def room(self) -> memoryview:
-        """Memory for one record."""
+        """Return memory for one record."""
         num_bytes = self.schema.record_bytes
         if num_bytes > MAX_RECORD_BYTES:
             raise ConfigError(
@@ -117,7 +117,7 @@ class StoredPrompt:
         return memoryview(mmap.mmap(-1, num_bytes))
 
     def as_json(self) -> bytes:
-        """The description of the prompt. Raises ConfigError for a prompt that is too long."""
+        """Return the description of the prompt. Raises ConfigError if it is too long."""
         value: dict[str, JsonValue] = {
             "format": FILE_FORMAT,
             "version": FILE_VERSION,
@@ -135,7 +135,7 @@ class StoredPrompt:
 
 
 def _groups(described: JsonValue) -> tuple[KVGroup, ...]:
-    """Raises ValueError or msgspec.ValidationError for what describes no groups."""
+    """Read KV groups. Raises ValueError or msgspec.ValidationError if these are none."""
     found = tuple(
         msgspec.convert({**each, "block_size": 1}, KVGroup)
         for each in msgspec.convert(described, list[dict[str, Any]])
@@ -149,22 +149,21 @@ def _groups(described: JsonValue) -> tuple[KVGroup, ...]:
 
 
 class Exported(NamedTuple):
-    """The records of a prompt, from its start, that were copied."""
+    """What was copied: records from the start of a prompt."""
 
     num_records: int
     num_bytes: int
-    """Of the records."""
+    """Size of these records together."""
     fault: MissReason | None
-    """Of the next record, which is not right; None: it is not there, or there is none."""
+    """Why the next record is wrong; None if it is absent, or the prompt has no more."""
 
 
 def export_prompt(
     store: Store, prompt: StoredPrompt, path: Path | None, progress: Progress = lambda _: None
 ) -> Exported:
-    """Copy the records of a prompt, as far as they follow each other from its start, into a file.
-    Each is verified. The file appears whole, under its name, or not at all; without a record
-    nothing is written, and a file that is there stays. Only its owner may read it. With no path,
-    nothing is written.
+    """Verify the records of a prompt and copy them into a file, up to the first that is missing or
+    wrong. The file appears whole or not at all, and only its owner may read it. If there is no
+    record, a file that exists at `path` stays. If `path` is None, nothing is written.
 
     Raises:
         ConfigError: the file cannot be written, or see `StoredPrompt`.
@@ -196,7 +195,7 @@ def export_prompt(
 def _copy(
     store: Store, prompt: StoredPrompt, file: IO[bytes] | None, progress: Progress
 ) -> Exported:
-    """The right records of a prompt, up to the first that is missing or wrong."""
+    """Copy the records of a prompt, up to the first that is missing or wrong."""
     values, room = store.of(prompt.namespace.digest), prompt.room()
     num_records, fault = 0, None
     for key in prompt.keys:
@@ -223,7 +222,7 @@ def _prompt_member(text: bytes) -> bytes:
 
 
 def _member(name: str, num_bytes: int) -> bytes:
-    """The header of a regular file in a tar. There is one for each name and size."""
+    """Return the tar header of a regular file. It depends on name and size alone."""
     member = tarfile.TarInfo(name)
     member.size, member.mode = num_bytes, 0o600
     return member.tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
@@ -242,14 +241,14 @@ class Imported(NamedTuple):
 
     num_stored: int
     num_existing: int
-    """Records that it had already."""
+    """Records that the store had already."""
 
 
 class PromptFile:
-    """A file of records, opened to be read. A context manager.
+    """A prompt file that is open for reading. A context manager.
 
     Raises:
-        ConfigError: it cannot be opened, or does not begin as such a file.
+        ConfigError: it cannot be opened, or does not begin like a prompt file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -274,7 +273,7 @@ class PromptFile:
         self._file.close()
 
     def check(self, progress: Progress = lambda _: None) -> int:
-        """The number of its records, all of which are right and of this prompt.
+        """Verify all records of the file; return how many there are.
 
         Raises:
             ConfigError: the file is anything but what `export_prompt` writes.
@@ -286,8 +285,8 @@ class PromptFile:
         return num_records
 
     def copy_to(self, store: Store, progress: Progress = lambda _: None) -> Imported:
-        """Store its records, each verified again, in the order of the prompt. What is stored stays
-        if a later one cannot be.
+        """Verify each record again and store it, in the order of the prompt. If a later record
+        fails, the earlier ones stay stored.
 
         Raises:
             ConfigError: as for `check`.
@@ -352,7 +351,7 @@ class PromptFile:
         return prompt
 
     def _records(self) -> Iterator[tuple[ChunkKey, memoryview]]:
-        """Each record, in memory that the next one overwrites."""
+        """Yield each verified record. The next one overwrites its memory."""
         self._file.seek(self._first_record)
         room = self.prompt.room()
         number = 0

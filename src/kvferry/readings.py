@@ -1,4 +1,4 @@
-"""What a running cache does, as its metrics or its journal show it: for `kvferry top`."""
+"""Reads what a running cache does from its metrics or its journal, for `kvferry top`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ K = TypeVar("K")
 MAX_METRICS_BYTES = 32 << 20
 
 JOURNAL_REQUESTS = 1000
-"""How many of the last requests of a journal are summed up."""
+"""Number of a journal's last requests that are summed up."""
 
 Buckets = dict[float, float]
-"""Durations that are not longer, by bound in seconds."""
+"""Number of durations up to each bound, by bound in seconds: a cumulative histogram."""
 
 
 class TierReading(NamedTuple):
-    """A tier, as one role sees it."""
+    """State of a tier, as the scheduler or worker role sees it."""
 
     name: str
     role: str
@@ -41,16 +41,17 @@ class TierReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """All sums are since the start of the engine, or over the requests of a journal.
+    """Sums since the start of the engine, since an earlier reading, or over a journal's requests.
 
     Attributes:
-        at: seconds since the epoch.
-        hits: tokens by tier.
-        misses: tokens by reason.
-        counts: other counters, over all labels, and values as they are now by `name/tier`.
-        tiers: of all roles.
+        at: when it was read, seconds since the epoch; of a journal, when its last request came.
+        hits: hit tokens by tier.
+        misses: computed tokens by reason.
+        counts: other counters, summed over all labels; current values by `name/tier` or
+            `name/state`.
+        tiers: states of the tiers, for each role.
         times: durations by name.
-        span: seconds over which the requests of a journal came; None: from the start on.
+        span: seconds that the sums cover; None: since the start.
     """
 
     at: float
@@ -63,12 +64,12 @@ class Reading:
 
     @property
     def num_tokens(self) -> float:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(self.hits.values()) + sum(self.misses.values())
 
     def since(self, before: Reading) -> Reading:
-        """What happened after an earlier reading; values as they are now stay. After a restart of
-        the engine, all of it."""
+        """Return what happened after an earlier reading; current values stay as they are. After a
+        restart of the engine, return this reading."""
         if self.num_tokens < before.num_tokens:
             return self
         times = {
@@ -93,7 +94,7 @@ def _less(now: Mapping[K, float], before: Mapping[K, float]) -> dict[K, float]:
 
 
 def quantile(buckets: Buckets, part: float) -> float | None:
-    """The bound below which at least `part` of the durations lie; None if there are none."""
+    """Return the lowest bound that covers at least `part` of the durations; None without any."""
     total = buckets.get(float("inf"), 0.0)
     if total <= 0:
         return None
@@ -104,10 +105,10 @@ def quantile(buckets: Buckets, part: float) -> float | None:
 
 
 def read_endpoint(url: str, timeout: float) -> Reading:
-    """What the metrics at an address say, of vLLM or of the embedded engine's exporter.
+    """Read the metrics at a URL, of vLLM or of the embedded engine's exporter.
 
     Raises:
-        ConfigError: no answer within `timeout` seconds, or none with metrics of kvferry.
+        ConfigError: no answer within `timeout` seconds, or an answer without kvferry's metrics.
     """
     text = _fetch(url, timeout)
     try:
@@ -160,7 +161,7 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
         elif name.endswith("_seconds_bucket"):
             times[name.removesuffix("_seconds_bucket")][float(labels["le"])] += value
         elif name == "tier_since_seconds":
-            if value:  # else it is no longer in that state
+            if value:  # 0: the tier is no longer in that state
                 place = tier, labels.get("role", ""), labels.get("state", "")
                 tiers.append(TierReading(*place, value, labels.get("because", "")))
         elif name == "pool_slots":
@@ -183,10 +184,10 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
 
 
 def read_requests(path: Path) -> Reading:
-    """The last requests of a journal.
+    """Sum up the last requests of a journal.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: the file cannot be read, or is no journal.
     """
     lines = read_journal(path, None, JOURNAL_REQUESTS)
     hits: Counter[str] = Counter()

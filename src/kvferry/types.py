@@ -1,4 +1,4 @@
-"""Values that every layer speaks about: ids, requests as seen from outside, one scheduled step."""
+"""Types that every layer shares: keys, requests and steps as a host shows them, KV geometry."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Annotated, NewType, Protocol, runtime_checkable
 import msgspec
 
 FORMAT_VERSION = 1
-"""Version of the record format: part of every record and of every namespace."""
+"""Version of the record format; part of every record and every namespace."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""32 bytes: content identity of one chunk, chained over its whole prefix and its namespace."""
+"""32 bytes that identify a chunk's content, chained over its whole prefix and its namespace."""
 
 TAIL_MARK = b"tail"
-"""The first bytes of the key of a tail, the end of a prompt that is no whole chunk. Its record goes
-from memory to memory only."""
+"""The first bytes of the key of a tail: the end of a prompt that is less than a chunk. Its record
+goes from one engine's memory to another's, and is never stored."""
 
 
 def is_tail(key: bytes) -> bool:
-    """Whether a record stays in memory. So does one whole chunk in four billion, by its key."""
+    """Whether a record stays in memory. By chance, so does one whole chunk in four billion."""
     return key.startswith(TAIL_MARK)
 
 
 BlockTable = tuple[Sequence[int], ...]
-"""Block ids of one request, one sequence per block table of the host, in token order. Id 0 is the
-null block: it stands where a table keeps nothing, and is never read or written."""
+"""Block ids of one request: a sequence for each block table of the host, in token order. Id 0, the
+null block, stands where a table keeps nothing. It is never read or written."""
 
 NULL_BLOCK = 0
 
@@ -42,13 +42,13 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraKeys:
-    """What decides the KV bytes of a request besides its token ids and the model.
+    """What determines the KV bytes of a request, besides its token ids and the model.
 
     Attributes:
         cache_salt: isolates tenants; equal prompts under different salts share nothing.
         lora: identity of the adapter's *content*, not its name or path.
         items: multimodal inputs, in order of `offset`.
-        embeds_digest: digest of prompt embeddings where they replace token ids.
+        embeds_digest: digest of the prompt embeddings, if they replace token ids.
         cacheable: False for a request that must never be read or written (for example prompt
             embeddings without a digest).
     """
@@ -65,17 +65,17 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerStamp:
-    """What the kvferry that computed a prompt said of its chunks. It comes by way of a client,
-    which may have changed it.
+    """The producer's statement about the chunks of a prompt that it computed. A client carries it
+    to the next engine, and may have changed it.
 
     Attributes:
-        version: of the stamp; 0: it is none of ours. The other fields are read only if the version
-            is our own.
-        namespace: first hexadecimal digits of the namespace that roots its keys.
-        num_chunks: leading chunks of the prompt that it stored.
-        last_key: of the last of them; empty without any.
-        tail_tokens: tokens behind them that peers can read from its memory, too; 0 for none.
-        tail_key: of these.
+        version: version of the stamp; 0: not a stamp of kvferry. The other fields are read only if
+            this is our own version.
+        namespace: first hexadecimal digits of the namespace that roots the producer's keys.
+        num_chunks: leading chunks of the prompt that the producer stored.
+        last_key: key of the last of these chunks; empty if there is none.
+        tail_tokens: tokens after these chunks that peers can read from the producer's memory.
+        tail_key: key of the tail, these tokens; empty if there is none.
     """
 
     version: int
@@ -92,11 +92,11 @@ class KVSource:
 
     Attributes:
         waits: whether to wait for chunks that it has not stored yet; False: take what is there.
-        host, port: its address; None where none was given.
-        num_tokens: how many it computed; None: not said.
-        has_blocks: it names block ids, so another kind of engine wrote it: those of kvferry are
-            empty lists.
-        stamp: None where no kvferry left one.
+        host, port: address of the engine; None if none was given.
+        num_tokens: how many tokens it computed; None if not said.
+        has_blocks: whether block ids are named. Then another kind of engine wrote this, because
+            kvferry leaves the lists of block ids empty.
+        stamp: the stamp of a kvferry producer; None if there is none.
     """
 
     waits: bool
@@ -112,10 +112,10 @@ class Handover:
     """What a request asks for where one engine prefills and another decodes.
 
     Attributes:
-        gives: another engine will go on from the KV of this request, so all of its chunks are
+        gives: whether another engine goes on from this request's KV, so that all of its chunks are
             stored.
-        answers: the response to the client is to say where that KV is.
-        source: whose KV this one goes on from; None: of no other request.
+        answers: whether the response to the client says where that KV is.
+        source: the engine whose KV this request goes on from; None: there is none.
     """
 
     gives: bool = False
@@ -134,12 +134,12 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What one request asks of the cache.
 
     Attributes:
-        store: False: nothing is stored of it.
-        load: False: nothing is loaded for it.
-        max_load_tokens: tokens that are loaded for it at most; None: all that are there.
-        pin: seconds from its end for which the chunks of its prompt are kept from eviction, at most
-            `MAX_PIN_SECONDS`; 0: not kept.
-        explain: its answer says what was hit, and why the rest was computed.
+        store: whether its KV is stored.
+        load: whether KV is loaded for it.
+        max_load_tokens: most tokens that are loaded for it; None: no limit.
+        pin: seconds after its end for which the chunks of its prompt are kept from eviction, at
+            most `MAX_PIN_SECONDS`; 0: not kept.
+        explain: whether its answer says what was hit, and why the rest was computed.
     """
 
     store: bool = True
@@ -170,7 +170,7 @@ class RequestView(Protocol):
     def extra_keys(self) -> ExtraKeys: ...
     @property
     def handover(self) -> Handover | None:
-        """None for most requests: no other engine takes part."""
+        """None for most requests, in which no other engine takes part."""
 
     @property
     def options(self) -> RequestOptions: ...
@@ -192,7 +192,7 @@ class ScheduledRequest(Protocol):
 
 
 class StepView(Protocol):
-    """One scheduler step. New, continuing and resumed requests look alike: full block tables."""
+    """One scheduler step. New, continuing and resumed requests all show their full block tables."""
 
     @property
     def scheduled(self) -> Sequence[ScheduledRequest]: ...
@@ -200,15 +200,15 @@ class StepView(Protocol):
     def preempted_request_ids(self) -> Collection[str]: ...
     @property
     def finished_request_ids(self) -> Collection[str]:
-        """Finished since the last step, including ids this connector never handled."""
+        """Finished since the last step, including ids that this connector never handled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
     """Geometry of one KV group of the *whole* model, whatever a rank holds of it.
 
-    A group belongs to the model, not to a host: all layers with the same heads, content, dtype and
-    window, in layer order. `TablePart` says how a host spreads them over block tables.
+    A group has all layers with the same heads, content, dtype and window, in layer order. It
+    belongs to the model, not to a host. `TablePart` says how a host spreads it over block tables.
 
     Attributes:
         num_layers: layers in this group, over all pipeline ranks.
@@ -217,7 +217,7 @@ class KVGroup:
             the latent of MLA.
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
         block_size: tokens per block of the engine, unless a `TablePart` states another size.
-        window: sliding window in tokens, the attending one included; None for full attention.
+        window: sliding window in tokens, including the attending one; None for full attention.
     """
 
     num_layers: int
@@ -256,14 +256,14 @@ class TablePart:
     Attributes:
         table: index in a `BlockTable`, which has one sequence per table.
         group: index of the group.
-        layers: which layers, counted within what this rank holds of the group; none where only
+        layers: indices of the layers among those that this rank holds of the group; empty if only
             other ranks have layers of the group in this table.
-        layer_names: their names in the host, in the same order; None for every layer that the host
-            registers.
+        layer_names: names of the layers in the host, in the same order; None for every layer that
+            the host registers.
         block_size: tokens per block of the table.
-        window: tokens that the table keeps, the next one to compute included: where all tokens of a
-            block lie before them, it has the null block. None: it keeps all, and all of it must be
-            right, since the host may offer any block to other requests.
+        window: tokens that the table keeps, including the next one to compute. A block that lies
+            wholly before them is the null block. None: the table keeps every block, and all must be
+            right, since the host may offer any of them to other requests.
     """
 
     table: int

@@ -270,3 +270,18 @@ def test_the_help_loads_neither_torch_nor_numpy():
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert _python("-c", script).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--sort", "valkey://u:s3cr3t@host/kv"],
+        ["--sort=valkey://u:s3cr3t@host/kv"],
+        ["file:///nowhere", "valkey://u:s3cr3t@host/kv"],
+    ],
+)
+def test_a_password_in_a_wrong_place_is_not_shown(run, arguments):
+    ran = run("ls", *arguments)
+    assert ran.code == 2
+    assert "s3cr3t" not in ran.err
+    assert "valkey://" in ran.error_line

@@ -161,7 +161,9 @@ def test_a_store_in_use(run, arguments, store_in_use):
         ran = run(*arguments(command, store_in_use))
         # Its values are no records, and its keys have no namespace.
         expected = {"verify": 1, "show": 2, "clear": 2, "explain": 2, "export": 2, "pin": 2}
-        assert ran.code == expected.get(command, 0), (command, ran)
+        # The writer may have removed what `verify` put into quarantine before `doctor` sees it.
+        allowed = (0, 1) if command == "doctor" else (expected.get(command, 0),)
+        assert ran.code in allowed, (command, ran)
         assert is_plain(ran.out + ran.err)
         assert "Traceback" not in ran.err
 

@@ -69,7 +69,7 @@ def test_a_server_that_remembers_nothing_says_so(valkey_server, run, tmp_path):
     [
         (["--html", "/nowhere/at/all.html"], "No such directory"),
         (["--html", "{tmp}"], "Is a directory"),
-        (["--html", "{tmp}/journal", "--journal", "{tmp}/journal"], "is what is read"),
+        (["--html", "{tmp}/journal", "--journal", "{tmp}/journal"], "is the input file"),
         (["--html", "{tmp}/p", "--journal", "{tmp}/journal"], "line 1"),
         (["--html", "{tmp}/p", "--journal", "{tmp}/none"], "cannot read journal"),
         (["--html", "{tmp}/p", "--json", "{tmp}/p"], "named twice"),

@@ -86,8 +86,8 @@ BYTES = ["--bytes-per-token", "1KiB"]
         (["--policy", "arc"], "unknown policy 'arc'"),
         (["--bytes-per-token", "128"], "no unit"),
         (["--bytes-per-token", "0B"], "must be at least 1B"),
-        (["--prefill-rate", "0"], "--prefill-rate '0.0': must be a number above 0"),
-        (["--prefill-rate", "1e-320"], "must be a number above 0, from 1e-6"),
+        (["--prefill-rate", "0"], "--prefill-rate '0.0': must be a number from"),
+        (["--prefill-rate", "1e-320"], "must be a number from 1e-6"),
         (["--tier-rates", "3"], "needs --bytes-per-token and --prefill-rate"),
         (["--tier-rates", "3,4", *BYTES, "--prefill-rate", "9"], "2 rates for 1 tiers"),
         (["--tier-rates", "fast", *BYTES, "--prefill-rate", "9"], "'fast': must be a number"),
@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_one_line(run, trace, arguments, says):
 def test_the_trace_itself_is_not_overwritten(run, trace, option):
     before = trace.read_bytes()
     ran = run("simulate", trace, option, trace.parent / "." / trace.name)
-    assert (ran.code, "is what is read, or named twice" in ran.error_line) == (2, True)
+    assert (ran.code, "is the input file, or is named twice" in ran.error_line) == (2, True)
     assert trace.read_bytes() == before
 
 

@@ -84,9 +84,7 @@ def test_a_store_that_takes_nothing_is_said(run, model_dir, url, prompts):
     command = ["warm", model_dir, "--prompts", prompts, "--store", f"{url}?read_only=true"]
     value = json.loads(run(*command, "--chunk-tokens", 16, "--json", "-").out)
     assert value["prompts"] == 0
-    assert {each["why"] for each in value["failed"]} == {
-        "it was computed, and the store did not take it"
-    }
+    assert {each["why"] for each in value["failed"]} == {"computed, but the store did not keep it"}
 
 
 # -- servers --------------------------------------------------------------------------------------

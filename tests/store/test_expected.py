@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.expected import MAX_PROMPTS, ExpectedKeys
@@ -91,6 +93,29 @@ def test_a_server_that_does_not_answer_once_is_asked_again():
     wait_until(lambda: all(map(keys.contains, KEYS)), "they have come")
     expected.close()
     keys.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_look_that_fails_unexpectedly_ends_no_later_ones():
+    medium, clock, failed = Medium(), FakeClock(), threading.Event()
+
+    def look(prompts):
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("nobody expected this")
+        medium.look(prompts)
+
+    expected = ExpectedKeys(lambda key: key in medium.known, look, clock)
+    expected.add(KEYS, clock() + 60)
+    assert failed.wait(20)
+    medium.there.update(KEYS)
+
+    def has_come() -> bool:
+        expected.add(OTHER, clock() + 60)  # as the next request would
+        return medium.known >= set(KEYS)
+
+    wait_until(has_come, "they are looked for again")
+    expected.close()
 
 
 def test_a_flood_of_prompts_has_a_bound():

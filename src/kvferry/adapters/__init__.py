@@ -1,1 +1,1 @@
-"""Hosts of kvferry, each in a package of its own: they translate, and decide nothing."""
+"""Adapters, one package per host: they translate between the host's types and kvferry's."""

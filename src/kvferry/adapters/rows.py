@@ -1,5 +1,8 @@
-"""What every host needs whose own cache keeps its rows in a store of ours: options, the identity of
-the model, the store."""
+"""Options, model identity and store for a host that keeps rows of its own cache with kvferry.
+
+A row (for SGLang, a page) is a piece of the host's memory, stored as it is under the host's own
+hash. vLLM's tier and SGLang's storage back end call this when the host constructs them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class RowsOptions(StoreOptions):
     """The options of storage behind a host's own cache, with those of `StoreOptions`.
 
     Attributes:
-        store: URL of the store, or those of several tiers of it, nearest first.
+        store: URL of the store, or URLs of several tiers, nearest first.
         start_timeout_seconds: how long an engine's start waits for the store to open.
         identity: "name" lets the model's name stand for weights that are not on disk.
     """
@@ -45,9 +48,9 @@ class RowsModel:
     """The model whose rows are kept, identified once.
 
     Args:
-        host_config: the host's configuration, with the names of a vLLM.
-        load_config: the host's reader of a model's configuration as it is written.
-        logger: where the host's log is.
+        host_config: the host's configuration, under vLLM's attribute names.
+        load_config: the host's function that reads a model's configuration as it is written.
+        logger: a logger of the host.
 
     Raises:
         ConfigError: KV that cannot be identified.
@@ -82,7 +85,7 @@ class RowsModel:
     def namespace(
         self, host: Mapping[str, JsonValue], *, row_bytes: int, chunk_tokens: int
     ) -> Namespace:
-        """The namespace of its rows; see `opaque_namespace`."""
+        """Return the namespace of the model's rows; see `opaque_namespace`."""
         return opaque_namespace(
             self._identity,
             host,
@@ -94,8 +97,8 @@ class RowsModel:
 
 
 def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
-    """What stands for LoRA adapters in the namespace of a host whose hashes name them without their
-    content: something of this process alone, unless the operator names the weights."""
+    """Return what stands for LoRA adapters in the namespace of a host whose hashes do not cover
+    their content: None if the operator names the weights, else a random name of this process."""
     if options.weights_version is not None:
         return None
     logger.warning(
@@ -109,7 +112,7 @@ def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
 def open_rows(
     options: RowsOptions, namespace: Namespace, observer: Observer
 ) -> tuple[Store, RecordSchema]:
-    """The store of a namespace of rows, which may open later, and the schema of its records.
+    """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Raises:
         ConfigError: the store cannot be used.

@@ -1,8 +1,9 @@
-"""Compares a chunk of KV that was computed again with the record of it.
+"""Compares a chunk of KV that was computed again with its record: an audit.
 
 Checksums show that a record is what its writer wrote. They do not show that its writer ran the
 model that reads it now: two models may share a key by a hole in their identity, and a model may
-change in memory. What the model itself computes on top of the loaded prefix shows that.
+change in memory. An audit shows that: the model computes the chunk again on top of the loaded
+prefix. The worker role compares on a thread of its own; a host's adapter may compare, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import Tolerances
 
 _SAMPLE_TOKENS = 128
-"""Tolerances of bias hold for so many tokens. They are widened for fewer, over which rounding
+"""Number of tokens for which tolerances of bias hold. For fewer they are widened, since rounding
 averages out less."""
 
 
 def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
-    """What a rank holds of a chunk, by group `[layers, heads, tokens, content]`: over the memory of
-    a slot."""
+    """View a slot as one tensor `[layers, heads, tokens, content]` per group: the part of a chunk
+    that a rank holds."""
     found = []
     for group in sorted(rows.all_groups):
         dtype, memory = getattr(torch, rows.dtype_of(group)), rows.group_rows(slot, group)
@@ -33,22 +34,22 @@ def tensors_of(rows: RankRows, slot: memoryview) -> list[torch.Tensor]:
 
 
 class Difference(NamedTuple):
-    """What differs most, measured by what is tolerated."""
+    """The layer, head and half of the content that differ most, relative to the tolerance."""
 
     excess: float
-    """The larger of error and bias, each as a multiple of its tolerance. More than 1: not the same
-    model. Infinite if a token that is compared has NaN on one side only."""
+    """The larger of error and bias, each as a multiple of its tolerance. Above 1 the record is not
+    this model's. Infinite if a compared token has NaN on one side only."""
     error: float
     bias: float
     group: int
     layer: int
-    """Within the group."""
+    """`layer` and `head` are counted within what this rank holds of the group."""
     head: int
     is_value: bool
-    """The second half of a token's content: values, or the end of a latent."""
+    """Whether this is the second half of a token's content: values, or the end of a latent."""
 
     def describe(self, rows: RankRows) -> str:
-        """For people: the layer of the group and the head as the whole model counts."""
+        """Describe it for people: layer of the group and head, as the whole model counts them."""
         layer, head = rows.origin_of(self.group)
         half = "values" if self.is_value else "keys"
         return (
@@ -60,7 +61,7 @@ class Difference(NamedTuple):
 def compare(
     rows: RankRows, computed: memoryview, stored: memoryview, tolerances: Tolerances
 ) -> Difference:
-    """What differs most between two slots, of a chunk that was computed again and of its record."""
+    """Return what differs most between two slots: a chunk computed again, and its record."""
     return largest_difference(tensors_of(rows, computed), tensors_of(rows, stored), tolerances)
 
 
@@ -69,12 +70,12 @@ def largest_difference(
     stored: Sequence[torch.Tensor],
     tolerances: Tolerances,
 ) -> Difference:
-    """The layer, head and half that differ most.
+    """Return the layer, head and half that differ most.
 
     Args:
-        computed: by group `[layers, heads, tokens, content]`.
-        stored: of the same shapes.
-        tolerances: of the dtypes of these.
+        computed: one tensor `[layers, heads, tokens, content]` per group.
+        stored: tensors of the same shapes.
+        tolerances: tolerances by dtype.
     """
     worst = Difference(-1.0, 0.0, 0.0, 0, 0, 0, False)
     for group, (ours, theirs) in enumerate(zip(computed, stored, strict=True)):
@@ -104,8 +105,8 @@ def largest_difference(
 def _error_and_bias(
     computed: torch.Tensor, stored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative error and bias of each layer and head, `[layers, heads]`, over the nine tenths of
-    the tokens that differ least: a few may have gone to other experts. NaN equals NaN."""
+    """Return relative error and bias of each layer and head: `[layers, heads]` each, over the nine
+    tenths of the tokens that differ least. NaN equals NaN."""
     are_equal = (computed == stored) | (computed.isnan() & stored.isnan())
     difference = (computed - stored).masked_fill(are_equal, 0.0)
     by_token = difference.square().sum(-1).nan_to_num(torch.inf)

@@ -6,9 +6,10 @@
                                                             copied ╎
     I/O thread                                                     └─ write
 
-Loads go the other way: slot to the device, scatter, and the engine's stream waits. The engine's
-thread only submits. Every token's place is checked before anything is submitted. On a CPU
-every call copies at once, straight between slot and block.
+This is a save. A load goes the other way: slot to the device, scatter, and the engine's stream
+waits. The worker role calls this on the engine's thread, which only submits. Every token's place is
+checked before anything is submitted. On a CPU every call copies at once, straight between slot and
+block, and the worker role spreads the chunks of loads over I/O threads.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from kvferry.record.schema import LEAF_BYTES
 logger = logging.getLogger(__name__)
 
 REACHED = Mark()
-"""Nothing to wait for."""
+"""For work that need not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSetup:
-    """How a device is used.
+    """How a device is used; tests replace parts of it.
 
     Attributes:
         stream: makes the side stream.
         copies: makes the copy kernels; None for the fastest that are installed.
         pin: locks the pages of slots.
-        num_bytes: device memory for one step's saves. In a step that saves more, the engine's
-            stream waits for copies to slots.
+        num_bytes: device memory for one step's saves. If a step saves more, the engine's stream
+            waits for copies to slots.
     """
 
     stream: Callable[[torch.device], SideStream] = SideStream
@@ -56,7 +57,7 @@ class DeviceSetup:
 
 
 class ChunkCopy(NamedTuple):
-    """A chunk between its slot and its blocks."""
+    """One chunk to copy, from its slot into blocks or back."""
 
     slot: memoryview
     runs: Runs
@@ -67,13 +68,13 @@ class Gathered(NamedTuple):
     """A chunk on its way from its blocks to its slot."""
 
     mark: Mark
-    """Reached when it is there."""
+    """Reached when the slot holds the chunk."""
     digests: GroupDigests
-    """Complete then."""
+    """Leaf digests of the groups that the device hashes; valid once `mark` is reached."""
 
 
 class BlockCopies:
-    """Runs in: worker. Thread-safe after `register`.
+    """Copies between one rank's slots and blocks. Runs in: worker. Thread-safe after `register`.
 
     Args:
         spec: the engine, and what this rank holds of it.
@@ -82,7 +83,7 @@ class BlockCopies:
 
     Attributes:
         paged: the engine's tables and tensors.
-        stream: of the copies; without a device until `register`.
+        stream: stream of the copies; without a device until `register`.
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
@@ -93,8 +94,7 @@ class BlockCopies:
         self._pins = ExitStack()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
-        """Bind the engine's tensors, and the first time pin the memory of all slots for their
-        device.
+        """Bind the engine's tensors. The first time, pin the memory of all slots for their device.
 
         Raises:
             LayoutError: see `PagedTables.register`.
@@ -111,11 +111,11 @@ class BlockCopies:
             logger.warning("copies to and from the device will be slow: %s", error)
 
     def unregister(self, timeout: float) -> None:
-        """Let copies under way end and drop the engine's tensors, until the next `register`.
+        """Let copies under way end, and drop the engine's tensors until the next `register`.
         Idempotent.
 
         Raises:
-            TransferError: they did not end within `timeout` seconds; nothing was dropped.
+            TransferError: the copies did not end within `timeout` seconds; nothing was dropped.
         """
         if not self.stream.end().wait(timeout):
             raise TransferError(
@@ -124,12 +124,12 @@ class BlockCopies:
         self.paged.unregister()
 
     def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
-        """Copy tokens of a chunk from its slot into the blocks, which are not written before
-        `after`. The slot is read until `stream.end()` is reached.
+        """Copy tokens of a chunk from its slot into the blocks. No block is written before `after`
+        is reached. The slot is read until `stream.end()` is reached.
 
         Raises:
-            TransferError: no device memory; part of the blocks may be written until `stream.end()`
-                is reached.
+            TransferError: no device memory; some blocks may be written until `stream.end()` is
+                reached.
         """
         if self.stream.overlaps:
             self._run(partial(self._scatter_on_device, chunk), after)
@@ -139,8 +139,8 @@ class BlockCopies:
             self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def gather(self, chunks: Iterator[ChunkCopy]) -> Iterator[Gathered]:
-        """Copy whole chunks out of the blocks, which the engine's stream may overwrite once all are
-        yielded.
+        """Copy whole chunks out of the blocks into their slots. Once all are yielded, the engine's
+        stream may overwrite the blocks.
 
         Raises:
             TransferError: no device memory; the slots of chunks that were not yielded may be
@@ -159,7 +159,7 @@ class BlockCopies:
             yield from self._gather_wave(wave, produced)
 
     def _gather_wave(self, wave: Sequence[ChunkCopy], produced: Mark) -> Iterator[Gathered]:
-        """All gathers first: the engine's stream waits for no more than these."""
+        """Gather all chunks of a wave first: the engine's stream waits for these gathers alone."""
         gathered: list[dict[int, torch.Tensor]] = []
 
         def gather() -> None:
@@ -171,7 +171,7 @@ class BlockCopies:
             copy = partial(self._to_slot, gathered, index, chunk.slot, digests)
             yield Gathered(self._run(copy, REACHED), digests)
 
-    # These only submit to the current stream.
+    # The following methods only submit work to the current stream.
 
     def _scatter_on_device(self, chunk: ChunkCopy) -> None:
         for group in self.paged.groups_in(chunk.runs):
@@ -181,7 +181,7 @@ class BlockCopies:
             self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
 
     def _gather_on_device(self, chunk: ChunkCopy) -> dict[int, torch.Tensor]:
-        """The rows of a chunk in new memory of the device, by group."""
+        """Gather the rows of a chunk into new device memory. Return them by group."""
         gathered = {}
         for group in self.paged.groups_in(chunk.runs):
             rows = gathered[group] = self.paged.new_rows(group)
@@ -195,7 +195,7 @@ class BlockCopies:
         slot: memoryview,
         digests: dict[int, Callable[[], bytes]],
     ) -> None:
-        # Dropped here: memory goes back to this stream, whose next work comes after the copy.
+        # Dropped here: this stream may reuse the memory, but only for work after the copy.
         by_group, gathered[index] = gathered[index], {}
         for group, rows in by_group.items():
             later = self.paged.digests_later(group, rows, LEAF_BYTES)
@@ -211,8 +211,8 @@ class BlockCopies:
             raise TransferError("the device has no memory left for a chunk on its way") from error
 
     def close(self, timeout: float) -> bool:
-        """Let copies under way end, then unpin the slots. False if they did not in time; the slots
-        then stay pinned. Idempotent."""
+        """Let copies under way end, then unpin the slots. Return False if the copies did not end in
+        time; the slots then stay pinned. Idempotent."""
         if not self.stream.end().wait(timeout):
             return False
         self._pins.close()

@@ -1,7 +1,8 @@
-"""The engine's tensors bound to its block tables: where tokens lie, and gather and scatter.
+"""The engine's KV tensors, bound to its block tables: where tokens lie, and gather and scatter.
 
-A group's layers may stand in several tables, and a table may hold layers of several groups, so rows
-of a group go to their blocks part by part (`TablePart`).
+`BlockCopies` (`blocks.copies`) uses this in the worker. A group's layers may be spread over several
+block tables, and a table may hold layers of several groups. So the rows of a group are copied part
+by part (`TablePart`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from kvferry.layout.plan import BlockRun
 from kvferry.types import NULL_BLOCK, GroupShard
 
 Runs = Mapping[int, Sequence[BlockRun]]
-"""Where tokens lie, by table; tables that hold none of them are absent."""
+"""The runs of blocks that hold some tokens, by table; tables that hold none of them are absent."""
 
 Rows = memoryview | torch.Tensor
-"""All rows of a group that this rank holds: bytes of the host, or a tensor of `new_rows`."""
+"""All rows of a group that this rank holds: host memory, or a device tensor from `new_rows`."""
 
 
 class _BoundPart(NamedTuple):
@@ -41,7 +42,7 @@ def layer_spans(layers: Sequence[int]) -> Iterator[tuple[slice, int]]:
     """Split layers into runs of consecutive ones, whose rows are contiguous.
 
     Yields:
-        The layers of a run as a slice, and the index in `layers` of its first one.
+        The layers of a run as a slice, and the index in `layers` of the run's first layer.
     """
     first = 0
     while first < len(layers):
@@ -56,11 +57,11 @@ class PagedTables:
     """The paged KV of one rank. Runs in: worker. Thread-safe after `register`.
 
     Args:
-        spec: the engine and what this rank holds of it.
+        spec: the engine, and what this rank holds of it.
         rows: the shapes of this rank's rows.
 
     Attributes:
-        device: of the engine's tensors.
+        device: device of the engine's tensors.
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows) -> None:
@@ -74,11 +75,11 @@ class PagedTables:
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], copies: MakeCopies | None = None
     ) -> None:
-        """Bind the engine's tensors, given by layer name; `copies` is that of `PagedKV`.
+        """Bind the engine's tensors, given by layer name. `copies` is passed to `PagedKV`.
 
         Raises:
-            LayoutError: a layer is missing, a tensor does not match the spec, or they are not on
-                one device.
+            LayoutError: a layer is missing, a tensor does not match the spec, or the tensors are on
+                several devices.
         """
         of_group: list[list[_BoundPart]] = [[] for _ in self._spec.groups]
         of_table: dict[int, list[PagedKV]] = {}
@@ -119,17 +120,17 @@ class PagedTables:
         first_token: int,
         held: frozenset[int],
     ) -> Runs:
-        """Where those tokens of a chunk go that a load wants.
+        """Return the runs of blocks into which a load copies tokens of one chunk.
 
         Args:
-            blocks: of the load, one slice per table.
+            blocks: blocks of the load, one slice per table.
             hit: tokens `[start, stop)` that the load fills.
-            first_token: of the chunk.
+            first_token: first token of the chunk.
             held: groups that the chunk's slot holds.
 
         Raises:
-            LayoutError: a block id outside the cache, a null block, a table too short, a table
-                that needs a group which the slot lacks, or no tensors.
+            LayoutError: a block id is outside the cache, a block is the null block, a table is too
+                short or needs a group that the slot lacks, or no tensors are registered.
         """
         stop = min(hit[1], first_token + self._rows.schema.chunk_tokens)
         runs = self._runs(blocks, lambda table: max(first_token, table.fill_start(*hit)), stop)
@@ -142,11 +143,10 @@ class PagedTables:
         return runs
 
     def chunk_runs(self, blocks: Sequence[BlockSlice], first_token: int) -> Runs:
-        """Where all tokens of a chunk lie.
+        """Return the runs of blocks that hold all tokens of one chunk.
 
         Raises:
-            LayoutError: a block id outside the cache, a null block, a table too short, or no
-                tensors.
+            LayoutError: as `load_runs`, except for the groups.
         """
         stop = first_token + self._rows.schema.chunk_tokens
         return self._runs(blocks, lambda _table: first_token, stop)
@@ -154,7 +154,7 @@ class PagedTables:
     def _runs(
         self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
     ) -> Runs:
-        """Where the tokens from `first_of(table)` to `stop` lie in each table."""
+        """Return the runs of tokens `[first_of(table), stop)` in each table."""
         if not self._of_group:
             raise LayoutError("the engine has taken its KV memory away, as it does to sleep")
         result = {}
@@ -172,7 +172,7 @@ class PagedTables:
     def block_ids(
         self, blocks: Sequence[BlockSlice], hit: tuple[int, int], first_token: int
     ) -> set[int]:
-        """Ids of the blocks, of all tables, that a load of `hit` fills with tokens of one chunk."""
+        """Return the ids of all blocks that a load of `hit` fills with tokens of one chunk."""
         start = max(hit[0], first_token)
         stop = min(hit[1], first_token + self._rows.schema.chunk_tokens)
         found: set[int] = set()
@@ -185,7 +185,7 @@ class PagedTables:
         return found - {NULL_BLOCK}
 
     def groups_in(self, runs: Runs) -> frozenset[int]:
-        """The groups of which some layer stands in these tables."""
+        """Return the groups that have a layer in the tables of `runs`."""
         return frozenset(
             group
             for group, parts in enumerate(self._of_group)
@@ -193,18 +193,18 @@ class PagedTables:
         )
 
     def new_rows(self, group: int) -> torch.Tensor:
-        """Memory on the device of the KV for all rows of a group, in the current stream."""
+        """Allocate device memory for all rows of a group, in the current stream."""
         kind = INT_OF[self._of_group[group][0].paged.item_bytes]
         return torch.empty(self._rows.group_shape(group), dtype=kind, device=self.device)
 
     def digests_later(
         self, group: int, rows: torch.Tensor, leaf_bytes: int
     ) -> Callable[[], bytes] | None:
-        """See `PagedKV.digests_later`; `rows` are of `new_rows`."""
+        """See `PagedKV.digests_later`; `rows` come from `new_rows`."""
         return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy those tokens of a group's rows that `runs` place into the blocks. The rows begin at
+        """Copy the tokens of `runs` from a group's rows into the blocks. The rows begin at
         `first_token`."""
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
             paged.scatter(part, layer, table_runs, first_token)

@@ -1,11 +1,12 @@
 """Which bytes of a record one rank holds, and where they lie in a slot of host memory.
 
-A slot of a rank that holds everything is the image of the record file:
+If a rank holds all layers and heads, its slot is a byte-for-byte image of the record file:
 
     | head | rows of group 0 | rows of group 1 | ...
 
-For a rank that holds some layers and heads, the slot has the same head and only its rows, packed in
-the order of the record.
+If it holds only some, its slot has the whole record head and its own rows, packed in the order of
+the record. A row is one kv head of one layer. The worker role uses this for its own rank, the
+scheduler role to join the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.types import KVGroup, RankShard
 
 GroupDigests = Mapping[int, Callable[[], bytes]]
-"""By group, a function that returns the leaf digests of all its rows."""
+"""By group, a function that returns the digests of the leaves of all its rows. A leaf is a piece of
+a row that has its own checksum."""
 
 
 class RankRows:
@@ -25,10 +27,10 @@ class RankRows:
     Args:
         groups: KV groups of the whole model.
         shard: what this rank holds of them.
-        schema: of the records.
+        schema: sizes and offsets of the records.
 
     Attributes:
-        schema: of the records that are read and written from now on.
+        schema: schema of the records that are read and written now.
         slot_bytes: bytes of a slot that are used.
     """
 
@@ -54,7 +56,7 @@ class RankRows:
         return self._shard.rank
 
     def switch_namespace(self, namespace: bytes) -> None:
-        """Read and write records of another namespace from now on; sizes stay as they are."""
+        """Use the schema of another namespace from now on; sizes stay as they are."""
         self.schema = self.schema.with_namespace(namespace)
 
     @property
@@ -68,7 +70,7 @@ class RankRows:
     def rows_of(
         self, slot: memoryview, groups: Container[int]
     ) -> list[tuple[RowRange, memoryview]]:
-        """The rows of some groups that this rank holds, and where they lie in a slot."""
+        """Return this rank's ranges of rows in some groups, each with its part of a slot."""
         return [
             (rows, slot[start:stop])
             for rows, start, stop in self._spans
@@ -76,25 +78,25 @@ class RankRows:
         ]
 
     def image_of(self, slot: memoryview) -> memoryview:
-        """The head and rows of a slot, without the padding at its end."""
+        """Return the head and rows of a slot, without the padding at its end."""
         return slot[: self.slot_bytes]
 
     def group_rows(self, slot: memoryview, group: int) -> memoryview:
-        """All rows of a group in a slot; their shape is `group_shape`."""
+        """Return all rows of a group in a slot; their shape is `group_shape`."""
         start, stop = self._group_spans[group]
         return slot[start:stop]
 
     def dtype_of(self, group: int) -> str:
-        """As `KVGroup` names it."""
+        """Return the dtype of a group, as `KVGroup` names it."""
         return self._groups[group].dtype
 
     def origin_of(self, group: int) -> tuple[int, int]:
-        """The first layer of the group and the first head that this rank holds."""
+        """Return the first layer of the group and the first head that this rank holds."""
         held = self._shard.groups[group]
         return held.layers[0], held.heads[0]
 
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
-        """`[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""
+        """The `[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""
         held = self._shard.groups[group]
         layers, heads = (stop - start for start, stop in (held.layers, held.heads))
         _, _, num_tokens, content_size = self.schema.components[group].shape
@@ -105,13 +107,13 @@ class RankRows:
         return self._shard.groups[group].writes
 
     def spans(self) -> list[tuple[RowRange, int, int]]:
-        """The ranges that this rank writes, and where the bytes of each start and stop in a slot:
-        all but those that another rank replicates and writes."""
+        """Return the ranges that this rank writes, and where each starts and stops in a slot. These
+        are all but those that another rank replicates and writes."""
         return [each for each in self._spans if self.writes_group(each[0].component)]
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
-        """Leaf digests of the ranges of `spans` of the chunk in a slot, in their order. Rows are
-        hashed here unless a device has hashed them: `known`."""
+        """Return the leaf digests of a slot's chunk, for the ranges of `spans` in their order. The
+        device has hashed the groups in `known`; the others are hashed here."""
         parts = []
         spans = zip(self.schema.components, self._group_spans, strict=True)
         for group, (component, (start, stop)) in enumerate(spans):

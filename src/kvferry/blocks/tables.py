@@ -1,16 +1,17 @@
 """Which blocks, groups and chunks a hit or a save needs, in each block table of the host.
 
-The next token to compute after a hit `[.., stop)` attends, in a group with window w, to
-`[stop - w + 1, stop)` and itself. In a table with that window, every block that ends before these
-tokens is the null block:
+After a hit `[.., stop)`, the next token to compute attends, in a group with window w, to
+`[stop - w + 1, stop)` and to itself. In a table with that window, every block that ends before
+these tokens is the null block:
 
     tokens   0 .............. start ............................... stop
     table    [ null ........................ ][ block ][ block ]...|
                                               ^ fill_start: rounded down to a whole block
 
 A load fills every block that is not the null block completely, including tokens before the window,
-because the host may offer the block to another request. So everything that a table holds is right
-and can be saved. Pure arithmetic over an `EngineSpec`, the same in both roles.
+because the host may offer the block to another request. So all KV that a table holds is right and
+can be saved. Pure arithmetic over an `EngineSpec`: the scheduler role makes slices for its plans,
+and the worker role (`blocks.paged`) places tokens by the same rules.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from kvferry.types import NULL_BLOCK, BlockTable
 
 
 class BlockSlice(msgspec.Struct, frozen=True, array_like=True):
-    """The part of one block table that a load or save needs. It must have no null block, which is
-    checked when the copy is placed."""
+    """The part of one block table that a load or save needs. It must have no null block; the worker
+    checks that before it copies."""
 
     skipped: int
-    """Blocks of the request before `ids[0]`."""
+    """Number of the request's blocks before `ids[0]`."""
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One block table that takes part."""
+    """One block table of the host that a `TablePart` names."""
 
     index: int
     block_size: int
     window: int | None
 
     def fill_start(self, start: int, stop: int) -> int:
-        """First token that this table needs of a hit of `[start, stop)`; `stop` if it needs none.
+        """Return the first token that this table needs of a hit of `[start, stop)`; `stop` if none.
         `stop` is a whole number of blocks."""
         if self.window is None:
             return start
@@ -57,7 +58,7 @@ class Tables:
         parts = spec.table_parts
         by_index = {part.table: Table(part.table, part.block_size, part.window) for part in parts}
         self.tables = tuple(by_index[index] for index in sorted(by_index))
-        # A host that does not describe its tables has one per group; any other number is refused.
+        # A host that does not describe its tables has one per group; another number is refused.
         self._num_tables = None if spec.tables is not None else len(spec.groups)
         self._of_group = tuple(
             tuple(by_index[index] for index in {p.table for p in parts if p.group == group})
@@ -69,13 +70,14 @@ class Tables:
         self.has_windows = any(table.window is not None for table in self.tables)
 
     def first_needed(self, start: int, stop: int) -> int:
-        """First token that a hit of `[start, stop)` needs of anything."""
+        """Return the first token that a hit of `[start, stop)` needs in any table."""
         if not self.has_windows:
             return start
         return min(table.fill_start(start, stop) for table in self.tables)
 
     def groups_of(self, chunk_stop: int, start: int, stop: int) -> frozenset[int]:
-        """The groups that a hit of `[start, stop)` needs of a chunk that ends at `chunk_stop`."""
+        """Return the groups that a hit of `[start, stop)` needs of the chunk that ends at
+        `chunk_stop`."""
         if not self.has_windows:
             return self.all_groups
         return frozenset(
@@ -85,10 +87,10 @@ class Tables:
         )
 
     def load_slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
-        """The blocks that a load of `[start, stop)` fills, one slice per table of the host.
+        """Return the blocks that a load of `[start, stop)` fills, one slice per table of the host.
 
         Raises:
-            ContractError: the host has other tables than it said.
+            ContractError: the host announced another number of block tables.
         """
         slices = self._unused(block_ids)
         for table in self.tables:
@@ -99,10 +101,10 @@ class Tables:
     def chunk_slices(
         self, block_ids: BlockTable, start: int, stop: int
     ) -> tuple[BlockSlice, ...] | None:
-        """The blocks that hold all of `[start, stop)`; None if some table has dropped one.
+        """Return the blocks that hold all of `[start, stop)`; None if some table has dropped one.
 
         Raises:
-            ContractError: the host has other tables than it said.
+            ContractError: as `load_slices`.
         """
         slices = self._unused(block_ids)
         for table in self.tables:
@@ -115,12 +117,12 @@ class Tables:
     def tail_slices(
         self, block_ids: BlockTable, start: int, stop: int, chunk_tokens: int
     ) -> tuple[BlockSlice, ...] | None:
-        """The blocks that hold `[start, stop)`, padded with the last of them to those of a whole
-        chunk from `start` on. `stop` is a whole number of blocks. None if some table has dropped
-        one.
+        """Return the blocks of a tail `[start, stop)`: the whole blocks of a prompt behind its last
+        whole chunk. The last block is repeated as often as a whole chunk from `start` on needs.
+        None if some table has dropped one.
 
         Raises:
-            ContractError: the host has other tables than it said.
+            ContractError: as `load_slices`.
         """
         slices = self.chunk_slices(block_ids, start, stop)
         if slices is None:
@@ -128,7 +130,7 @@ class Tables:
         padded = list(slices)
         for table in self.tables:
             skipped, ids = padded[table.index].skipped, padded[table.index].ids
-            # Not what is missing: a table that is too short stays so, and is refused.
+            # Counted from `stop`: a table that is too short stays so, and is refused.
             more = -(-(start + chunk_tokens) // table.block_size) - stop // table.block_size
             padded[table.index] = BlockSlice(skipped, ids + ids[-1:] * more)
         return tuple(padded)

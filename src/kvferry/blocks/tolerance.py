@@ -1,6 +1,7 @@
 """By how much a chunk that was computed again may differ from its record.
 
-Needs no torch: the scheduler role asks which dtypes can be compared.
+Audits (`blocks.audit`) use this. It needs no torch, because the scheduler role, too, asks which
+dtypes can be compared.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 OTHER_KV = "other_kv"
-"""Why a record that differs from what the model computes is taken out of the store."""
+"""The reason given when a record is taken out of the store because the model computes other KV."""
 
 
 class Tolerance(NamedTuple):
-    """The most that honest computation may differ by, in one layer and head. Rounding differs with
+    """The largest difference in one layer and head that rounding can explain. Rounding differs with
     the size of chunks and blocks, with the kernel, and with the number of ranks."""
 
     error: float
-    """Norm of the difference, relative to the norm of what was computed, over the nine tenths of
-    the tokens that differ least: a few tokens may have gone to other experts."""
+    """Norm of the difference, relative to the norm of the computed KV, over the nine tenths of the
+    tokens that differ least, since a few tokens may have gone to other experts."""
     bias: float
-    """By what part all of these numbers are larger or smaller. Rounding goes both ways, so this
-    notices changes that are smaller than rounding."""
+    """Fraction by which all of these numbers together are larger or smaller. Rounding goes both
+    ways, so the bias shows changes that are smaller than rounding."""
 
 
 Tolerances = Mapping[str, Tolerance]
-"""By the name of each dtype that can be compared."""
+"""Tolerances by the name of each dtype that can be compared."""
 
 TOLERANCE: Tolerances = {
     "float64": Tolerance(5e-4, 5e-5),
@@ -33,7 +34,7 @@ TOLERANCE: Tolerances = {
     "float16": Tolerance(0.01, 0.001),
     "bfloat16": Tolerance(0.06, 0.006),
 }
-"""How these were found: docs/identity.md."""
+"""docs/identity.md says how these were found."""
 
 TOLERANCE_WITH_EXPERTS: Tolerances = {
     "float64": Tolerance(5e-3, 5e-4),
@@ -41,11 +42,11 @@ TOLERANCE_WITH_EXPERTS: Tolerances = {
     "float16": Tolerance(0.1, 0.03),
     "bfloat16": Tolerance(0.4, 0.1),
 }
-"""Rounding sends some tokens to other experts, in deep layers most of them."""
+"""For models with experts: rounding sends some tokens to others, in deep layers most tokens."""
 
 
 def tolerances_for(config: Mapping[str, object]) -> Tolerances:
-    """The tolerances of a model, from its Hugging Face config."""
+    """Return the tolerances of a model, given its Hugging Face config."""
     for name, value in config.items():
         if isinstance(value, Mapping) and tolerances_for(value) is TOLERANCE_WITH_EXPERTS:
             return TOLERANCE_WITH_EXPERTS

@@ -1,4 +1,4 @@
-"""The one door to the cache: opens what one process needs, and makes its roles."""
+"""The one entry to the cache: a host's connector makes a `PrefixCache` per process, at start."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class PrefixCache:
         options: fields of `SharedStorageConfig`; unknown names are refused.
         observer: receives its counts.
         store: replaces the store that the options name, and is closed here, too.
-        where: what the options belong to, the start of messages about them.
+        where: names the place of the options, at the start of messages about them.
         has_scheduler: whether the scheduler role will be asked for.
 
     Raises:
-        ConfigError: an option, or a store that cannot be used or hold one chunk of this model.
+        ConfigError: a wrong option, too little memory for one chunk of this model (two with
+            audits), or a store that cannot be used.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PrefixCache:
         observer.watch(lambda: _tier_gauges(self.store, role))
 
     def _count_slots(self) -> int:
-        """Slots of the host pool, in whole records, so that every rank has the same number."""
+        """Number of slots of the host pool: whole records, so that it is the same on every rank."""
         record_bytes = slot_size(self.schema.record_bytes)
         num_slots = self.config.memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit needs two
@@ -97,7 +98,7 @@ class PrefixCache:
         return num_slots
 
     def _open_store(self, *, index: bool) -> Store:
-        """The store; it may still be opening.
+        """Open the store; it may go on opening in the background.
 
         Raises:
             ConfigError: it cannot be used.
@@ -117,13 +118,13 @@ class PrefixCache:
         )
 
     def _listen(self) -> Listen | None:
-        """Where peers are served. Raises ConfigError."""
+        """Where peers are served; None if they are not. Raises ConfigError."""
         serve, index = self.config.serve, self.spec.data_parallel_index
         return None if serve is None else Listen.parse(serve).for_engine(index)
 
     @property
     def block_multiple(self) -> int:
-        """Every hit is a multiple of so many tokens."""
+        """The number of tokens of every hit is a multiple of this."""
         return self.context.tables.block_size
 
     def wait_ready(self, timeout: float) -> bool:
@@ -146,11 +147,12 @@ class PrefixCache:
         )
 
     def _next_epoch(self) -> bytes:
-        """A new namespace: new weights without a version, which no stored record is of."""
+        """A namespace that no stored record has, for new weights that came without a version."""
         return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
-        """Warn of chunks longer than a window, which are stored only if one step computes them."""
+        """Warn if chunks are longer than a window: they are stored only if one step computes them
+        whole."""
         windows = (part.window for part in self.spec.table_parts if part.window is not None)
         smallest = min(windows, default=self.config.chunk_tokens)
         if self.spec.saves and smallest < self.config.chunk_tokens:
@@ -173,11 +175,11 @@ class PrefixCache:
         Args:
             prefetch_recent: whether the records that were used last are fetched at start.
             draw: makes a random number in [0, 1), which decides whether a hit is audited, and
-                whether near its start or its end.
+                whether near its start or near its end.
             log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
-            ConfigError: a journal that cannot be written, or peers that cannot be served.
+            ConfigError: the journal cannot be written, or peers cannot be served.
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
@@ -216,9 +218,9 @@ class PrefixCache:
 
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
-    """These URLs without the peer that is this engine, as one configuration of several engines
-    names them all; with it where nothing else is named. Raises ConfigError for a URL that is
-    none."""
+    """Leave this engine out of the peers that the URLs name: a configuration that several engines
+    share names all of them. If they name nothing else, they stay as they are. Raises ConfigError
+    for an invalid URL."""
     urls = [store] if isinstance(store, str) else list(store)
     kept = []
     for url in urls:

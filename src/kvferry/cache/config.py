@@ -1,4 +1,4 @@
-"""Options of the shared-storage connector, and the context of its parts."""
+"""Options of the shared-storage connector, and the context that `build` gives to its parts."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorageConfig(ChunkOptions):
-    """The options of an operator, with those of `ChunkOptions`. Each but `store` has a default.
+    """The options of an operator, with those of `ChunkOptions`. All but `store` have defaults.
 
     Attributes:
         store: URL of the store, for example `file:///var/cache/kvferry?max_bytes=200GiB`, or those
             of several tiers, nearest first.
-        save_generated: also store chunks that end in confirmed generated tokens. The answer to a
-            request whose prompt another engine computed then says so, for the engine of the next
+        save_generated: also store chunks that end in confirmed generated tokens. If another engine
+            computed the prompt of a request, the answer then names them for the engine of the next
             turn.
-        save_repeated: only store chunks that a second request uses, to spare the store what is
-            never asked for.
-        memory_bytes: host memory for KV, of all ranks of an engine together: the first tier of
-            every store, through which all reads and writes pass. Where ranks hold the same kv
-            heads, each has its own copy.
+        save_repeated: only store chunks that a second request uses, to spare the store chunks that
+            are never asked for.
+        memory_bytes: host memory for KV, all ranks of an engine together. All reads and writes of
+            every store pass through it, so it acts as the first tier. Ranks that hold the same kv
+            heads have a copy each.
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
         record: file to which a line for each request is appended, with its keys and its answer.
-        serve: where other engines read what host memory holds, as `host:port` or
+        serve: address where other engines read what host memory holds, as `host:port` or
             `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
-            docs/disaggregation.md, "Peers". Ports but 0 grow by `EngineSpec.data_parallel_index`.
+            docs/disaggregation.md, "Peers". A port other than 0 grows by
+            `EngineSpec.data_parallel_index`.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
@@ -53,25 +54,25 @@ class SharedStorageConfig(ChunkOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBounds:
-    """Waits and sizes of what moves chunks, and of what chooses those to save.
+    """Limits of waits and sizes for the parts that move chunks and that choose which to save.
 
     Attributes:
         device_seconds: how long an I/O thread waits for a copy that is queued behind the engine's
             steps.
-        unregister_seconds: how long copies under way are waited for, before the engine's tensors
-            may go.
-        device_close_seconds: how long `close` waits for them, before the slots may go.
+        unregister_seconds: how long to wait for copies under way before the engine's tensors may be
+            freed.
+        device_close_seconds: how long `close` waits for copies before the slots may be freed.
         writes_close_seconds: how long `close` waits for writes under way before it abandons them.
         reads_close_seconds: how long `close` waits for cancelled reads and for comparisons, which
             no request needs; one that hangs is abandoned.
-        saves_seconds: an idle host is kept stepping until the saves under way are reported, but for
-            no longer than this after the last of them was planned or one went on, or a request
-            ended: a store that stalls must not keep an engine busy. The step that computes what is
-            saved may itself take longer.
-        tail_seconds: how long a request waits until another engine has the tail of its prompt, once
-            nothing else is waited for: it was being copied when it was stamped, and saves less than
-            a chunk. Its fetch has the time of any other.
-        max_used_once: the last so many chunks that one request used are remembered: some 30 MB.
+        saves_seconds: how long an idle host is kept stepping for the reports of saves under way. It
+            is counted from the last time that a save was planned or made progress, or a request
+            ended: a store that stalls must not keep an engine busy.
+        tail_seconds: how long a request waits, last of all, until another engine has the tail of
+            its prompt (the blocks behind the last whole chunk). It is short: a tail saves less than
+            a chunk, and its copy had begun when it was stamped. Its fetch has the time of any
+            other.
+        max_used_once: how many chunks that only one request used are remembered: some 30 MB.
     """
 
     device_seconds: float = 60.0
@@ -89,11 +90,11 @@ class RoleContext:
     """The values that all parts of a role share.
 
     Attributes:
-        store: where records are; the builder of the connector closes it.
+        store: where records are; whoever built the roles closes it.
         observer: receives counts.
         tables: block tables of the host.
         clock: monotonic seconds.
-        draw: makes a random number from 0 to 1, without 1.
+        draw: makes a random number in [0, 1).
         log: gets a line for each request that another engine prefills or decodes.
         bounds: waits and sizes; tests change them.
     """

@@ -1,9 +1,10 @@
 """The memory of one rank's slots, and how other processes of the machine reach it.
 
-Where one process has both roles, its slots are private memory, which Linux backs by large pages.
-Else they are an anonymous file in memory that the rank makes and reports by process and descriptor.
-It has no name in any file system and no limit of `/dev/shm`, goes with the last process that uses
-it, and is sealed: no process can make it smaller under a reader.
+The worker role of each rank makes a `SlotMemory`; the scheduler role opens it (`open_slots`). If
+one process has both roles, the slots are private memory, which Linux backs by large pages. Else
+they are an anonymous file in memory, which the rank reports by process and descriptor. The file has
+no name in any file system and no limit of `/dev/shm`, and goes with the last process that uses it.
+Its size is sealed: no process can make it smaller under a reader.
 """
 
 from __future__ import annotations
@@ -28,21 +29,20 @@ READY_BYTES = 64 << 20
 """How much of private memory is backed by pages when an engine starts."""
 
 NOT_SHARED = -1
-"""Instead of a descriptor: only the process that made the memory reaches it."""
+"""Stands for a descriptor if only the process that made the memory reaches it."""
 
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
 
 
 def slot_size(num_bytes: int) -> int:
-    """Bytes from one slot to the next: what a slot must hold, rounded up to the alignment of
-    O_DIRECT."""
+    """Bytes from one slot to the next: `num_bytes`, rounded up to the alignment of O_DIRECT."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def free_bytes() -> int:
-    """Memory that this process can still get, of the machine and of its control group, as far as
-    these are known."""
+    """Bytes that this process can still get from the machine and within its control group, as far
+    as these are known."""
     free = [sys.maxsize]
     with contextlib.suppress(OSError, KeyError, ValueError):
         free.append(_table(Path("/proc/meminfo"))["MemAvailable:"] << 10)
@@ -50,13 +50,13 @@ def free_bytes() -> int:
     with contextlib.suppress(OSError, KeyError, ValueError):
         kinds = _table(group / "memory.stat")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # The pages of files count as used, and go when memory is short.
+        # Pages of files count as used, but are dropped when memory is short.
         free.append(limit - used + kinds["file"] - kinds["shmem"])
     return min(free)
 
 
 def _table(file: Path) -> dict[str, int]:
-    """The numbers of a file of the system, by the word before each."""
+    """The numbers of a file of the system, by the word that begins their line."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
@@ -66,16 +66,16 @@ class SlotMemory:
 
     Args:
         slot_bytes: bytes that one slot must hold.
-        is_shared: whether other processes read the slots. Then all memory is taken now, as a page
-            that is missing later would kill the process; else each part when it is first touched.
+        is_shared: whether other processes read the slots. If so, all memory is taken now, since a
+            page that is missing later would kill the process; else each page at its first use.
         free: returns the bytes that this process can still get.
 
     Attributes:
         view: all slots.
-        name, fd: what `open_slots` needs besides this process's id.
+        name, fd: what `open_slots` needs besides the id of this process and the size.
 
     Raises:
-        ConfigError: this machine does not let a process have so much.
+        ConfigError: this machine does not let a process have so much memory.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class SlotMemory:
         return self.view[start : start + self.slot_bytes]
 
     def make_ready(self) -> None:
-        """Back the first slots with memory now, so that the first hits do not wait for the pages.
-        Does nothing where the system cannot do it beforehand."""
+        """Back the first `READY_BYTES` with pages now, so that the first hits do not wait for them.
+        Does nothing if the system cannot do this."""
         if sys.platform == "linux":
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
             length = min(READY_BYTES, len(self.view))
-            # Not by the method of `mmap`, which holds the interpreter's lock.
+            # `mmap.madvise` would hold the interpreter's lock.
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 _MADE_HERE: weakref.WeakValueDictionary[str, SlotMemory] = weakref.WeakValueDictionary()
-"""The memory of this process's workers by name: no other process reaches private memory."""
+"""The memory that workers of this process made, by name. Private memory is only found here."""
 
 
 def open_slots(name: str, process: int, fd: int, num_bytes: int) -> memoryview:
-    """All slots of a rank, writable, as its process reported them.
+    """Open the memory of all slots of a rank, writable, as the rank reported it.
 
     Raises:
         TransferError: they cannot be reached from this process.
@@ -167,7 +167,8 @@ def _private(num_bytes: int) -> mmap.mmap:
 
 
 def _anonymous_file(name: str, num_bytes: int) -> int:
-    """Descriptor of a file in memory that has all its pages and keeps its size. Raises OSError."""
+    """Make a file in memory that has all its pages and keeps its size; return its descriptor.
+    Raises OSError."""
     if sys.platform != "linux":
         raise OSError("several ranks need Linux")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,4 +1,8 @@
-"""The messages between the roles of the shared-storage connector: plans down, reports up."""
+"""The messages between the roles of the shared-storage connector: plans down, reports up.
+
+In a step the scheduler role builds a `SharedStoragePlan`, which the host brings to the worker role
+of every rank. Each worker answers with a `RankReport`. A slot is host memory for one chunk.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Copy tokens `[start, stop)` of a request from slots into blocks.
 
-    `chunks` are those of the hit; `blocks` are to be filled, one slice per block table.
+    `chunks` are the chunks of the hit; `blocks` are the blocks to fill, one slice per block table.
     """
 
     request_id: str
@@ -39,8 +43,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one whole chunk from blocks into its slot and hash it; a rank that holds all of a record
-    writes it to the store, too. `blocks` has one slice per block table.
+    """Copy one whole chunk from blocks into its slot and hash it. A rank that holds whole records
+    also writes them to the store, except for tails. `blocks` has one slice per block table.
 
     With `compare_with` it is an audit: nothing is stored.
     """
@@ -48,15 +52,15 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     chunk: SlotChunk
     blocks: tuple[BlockSlice, ...]
     compare_with: SlotChunk | None = None
-    """Compare the copy with this record of the chunk, in another slot, instead of writing it."""
+    """The chunk's record in another slot: the copy is compared with it and not written."""
     checks: Load | None = None
-    """The load that is audited. Its blocks are reported as failed, in the same step, unless the
-    comparison passes. None: nothing was loaded, or the host cannot compute it again."""
+    """The load that is audited. Unless the comparison passes, its blocks are reported as failed in
+    the same step. None: nothing was loaded, or the host cannot compute it again."""
 
 
 class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
-    """Scheduler role to every worker role. Within a step a worker begins the fetches, does the
-    loads before the forward, and the saves after it."""
+    """The plan of a step, from the scheduler role to every worker role. A worker first begins the
+    fetches. It does the loads before the forward and the saves after it."""
 
     pool: int = 0
     """A random number that names the pool of the slots."""
@@ -66,16 +70,16 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     unchecked: tuple[Load, ...] = ()
-    """Loads of earlier steps whose audit will not come: their blocks are reported as failed."""
+    """Loads of earlier steps whose audit will never run: their blocks are reported as failed."""
     failures_known: tuple[int, ...] = ()
-    """For each rank, the number of failed steps of loading that the scheduler role knows of; empty
-    if none. A rank that had more failures refuses the saves of the plan: they may have been
-    computed on blocks that were never filled."""
+    """By rank, the number of steps with a failed load that the scheduler role knows of; empty if
+    none. A rank that had more puts off the saves of the plan: the chunks may have been computed on
+    blocks that were never filled."""
     timed: int = 0
-    """Number of a step that measures the speed of prefill; 0 for others. Reported back, because
-    with overlapping steps the next output may belong to another step."""
+    """Number of a step that measures the speed of prefill; 0 for others. Workers report it back,
+    because with overlapping steps the next output may belong to another step."""
     namespace: bytes | None = None
-    """Digest that records carry from now on; None: the same as before."""
+    """Namespace digest that records carry from now on; None: the same as before."""
 
 
 EMPTY_PLAN = SharedStoragePlan()
@@ -96,15 +100,15 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     missed: str | None = None
-    """None: the slot holds what the plan said, verified. Else why it does not: a
-    `kvferry.record.check.MissReason` for a fetch, `PUT_OFF` or `REFUSED` for a save, one of these
-    or `NOT_COMPARED` for an audit."""
+    """None: the slot holds what the plan said, verified. Else why it does not: for a fetch a
+    `kvferry.record.check.MissReason`, for a save `PUT_OFF` or `REFUSED`, for an audit one of these
+    two or `NOT_COMPARED`."""
     seconds: float = 0.0
-    """Of a fetch: from the plan to the end of the read."""
+    """For a fetch: the time from the plan to the end of the read."""
     excess: float = 0.0
-    """Of a comparison: `kvferry.blocks.audit.Difference.excess`."""
+    """For a comparison: `kvferry.blocks.audit.Difference.excess`; at most 1 if it passed."""
     difference: str = ""
-    """Of a comparison: where the largest difference is, for people."""
+    """For a comparison: where the largest difference is, as text for people."""
 
     @property
     def agrees(self) -> bool:
@@ -113,13 +117,13 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
-    """A rank hashed its rows of a saved chunk. If it holds all of the record, it has written the
-    head, too."""
+    """A rank hashed its rows of a saved chunk. If it holds all of the record, it has also written
+    the head into the slot."""
 
     slot: int
     leaf_digests: bytes | None = b""
-    """Where several ranks hold a record: the digests of the rows that this one contributes, in the
-    record's order; None if it could not make them."""
+    """If several ranks hold a record: the digests of the rows that this rank contributes, in the
+    record's order. None if the rank failed to hash its rows."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -145,8 +149,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pool: int = 0
-    """The host pool of the slots. A host with two connectors may bring one of them the reports of
-    the other."""
+    """Names the host pool of the slots. A report for another pool is ignored: a host with two
+    connectors may bring one of them the reports of the other."""
     filled: tuple[Filled, ...] = ()
     sealed: tuple[Sealed, ...] = ()
     saved: tuple[Saved, ...] = ()

@@ -1,2 +1,2 @@
-"""The command line. A function imports what takes long to load, so that no other command waits for
-it, nor the help."""
+"""The command line: each command is a function that `main` registers. Slow imports are inside the
+functions that need them, so that neither the help nor another command waits for them."""

@@ -1,5 +1,5 @@
-"""`kvferry` as a program, also `python -m kvferry.cli`: Ctrl-C is one line from the first moment to
-the last."""
+"""The program `kvferry`, also `python -m kvferry.cli`. Ctrl-C prints one line instead of a
+traceback, from the first moment to the last."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     try:
-        # Not at the top: what it imports takes most of a second, in which Ctrl-C comes as well.
+        # Not at the top: this import takes a while, and Ctrl-C may come meanwhile.
         from kvferry.cli.main import main as run
 
         code = run()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = 130
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said: threads end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # now Ctrl-C ends all without a traceback
     return code
 
 

@@ -1,4 +1,4 @@
-"""Which records of a store a command means: by namespace, model, tenant, prompt and age."""
+"""Finds the records that `clear`, `pin` and `export` mean: by namespace, tenant, prompt or age."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ if TYPE_CHECKING:
     from kvferry.types import ExtraKeys
 
 NamespaceOption = Annotated[
-    str | None, typer.Option(metavar="DIGEST", help="Of this namespace, or its first digits.")
+    str | None,
+    typer.Option(
+        metavar="DIGEST", help="Only records of this namespace (its digest, or first digits)."
+    ),
 ]
 ModelOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Of all namespaces of this model.")
+    Path | None, typer.Option(metavar="DIR", help="Only records of this model.")
 ]
-TenantOption = Annotated[str | None, typer.Option(help="Of this tenant.")]
+TenantOption = Annotated[str | None, typer.Option(help="Only records of this tenant.")]
 PromptOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Of this prompt; needs --model.")
+    Path | None, typer.Option(metavar="FILE", help="Only records of this prompt; needs --model.")
 ]
 TokensOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Of these token ids, instead of a prompt.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Only records of these token ids, instead of --prompt-file."),
 ]
 RawOption = Annotated[bool, typer.Option("--raw", help="Use the prompt without the chat template.")]
 SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
@@ -43,11 +47,12 @@ DryRunOption = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the options of a command say; all that are given must hold.
+    """The options that choose records; a record must match all that are not None.
 
     Attributes:
-        digits: the namespace.
-        token_ids: the whole chunks of this prompt.
+        digits: first digits of the namespace's digest.
+        token_ids: tokens of a prompt, whose whole chunks are meant.
+        extra: salt and LoRA adapter of that prompt.
         age: seconds since the last use, at least.
     """
 
@@ -76,7 +81,7 @@ def read_choice(
     lora: str | None,
     older_than: str | None = None,
 ) -> Choice:
-    """Raises ConfigError for options that cannot be read, or do not go together."""
+    """Read the options. Raises ConfigError if they cannot be read, or do not go together."""
     from kvferry.types import ExtraKeys
 
     has_prompt = prompt_file is not None or tokens is not None
@@ -97,11 +102,11 @@ def read_choice(
 
 
 def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
-    """The records that are meant, as `Store.scan` finds them; those of a prompt without last use.
+    """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use.
 
     Raises:
-        ConfigError: there is no such namespace, nothing is stored on a server under this URL, or
-            the store does not know when its records were used; see `prompt_spaces`, too.
+        ConfigError: no such namespace exists, nothing is stored on a server under this URL, or the
+            store does not know when its records were used; see `prompt_spaces`, too.
         StoreError: the store cannot list its records.
     """
     if choice.token_ids is not None:
@@ -124,10 +129,10 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
 
 
 def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
-    """The namespaces that are meant in which the tokens of a prompt lead to keys; at least one.
+    """Return the chosen namespaces whose keys follow from the tokens of a prompt; at least one.
 
     Raises:
-        ConfigError: there is none, or the description of one is missing or damaged.
+        ConfigError: there is none, or one has a missing or damaged description.
     """
     from kvferry.explain import chunk_tokens_of
 
@@ -152,7 +157,7 @@ def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
 
 
 def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
-    """The namespaces that are meant, with their descriptions as far as these are readable."""
+    """Return the chosen namespaces by digest; None for one without a readable description."""
     from kvferry.explain import differences_of_model
     from kvferry.keys import Namespace
 

@@ -1,4 +1,4 @@
-"""`kvferry clear` and `kvferry pin`: take chosen records out, or keep them from eviction."""
+"""`kvferry clear` and `kvferry pin`: delete chosen records, or keep them from eviction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def clear(
     salt: SaltOption = None,
     lora: LoraOption = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Not used for this long, e.g. 36h.")
+        str | None,
+        typer.Option(metavar="AGE", help="Only records not used for this long, e.g. 36h."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All records of the store.")
@@ -54,7 +55,7 @@ def clear(
     """Delete the records that match all given options; asks first.
 
     Pinned records are deleted, too. For a prompt, its own chunks are deleted: longer prompts that
-    begin with it miss from then on, and what is left of them is evicted in time. Engines compute
+    begin with it miss from then on, and their other chunks are evicted in time. Engines compute
     again what they no longer find.
 
     Example: kvferry clear file:///var/cache/kvferry --tenant team-a --dry-run
@@ -140,8 +141,8 @@ def _count(store: Store, choice: Choice) -> tuple[int, int]:
 
 
 def _time(text: str) -> float:
-    """Seconds since the epoch. A time without an offset is local. Raises ConfigError if it is no
-    time."""
+    """Parse a time into seconds since the epoch; 'now' is 0. A time without an offset is local.
+    Raises ConfigError if it is no time, or is past."""
     if text == "now":
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""`kvferry demo`: reuse, shown on a real model and document; `demo-disaggregated`: handovers."""
+"""`kvferry demo` shows reuse on a real model; `demo-disaggregated` hands KV to another engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def demo(
     ] = Path(".demo"),
     json: JsonOption = None,
 ) -> None:
-    """Show reuse on a real model: computed, read by a new process, then one record corrupted.
+    """Show reuse on a real model: compute, read in a new process, read with one record corrupted.
 
     Prints one table and saves a plot. Exit code 1 if anything was wrong.
 
@@ -113,7 +113,7 @@ def _run(options: DemoOptions, console: Console, json: str | None) -> None:
 
         def advance(phase: str) -> None:
             bar.update(task, description=phase, advance=1)
-            if not console.is_terminal:  # no bar then, and a log should move as well
+            if not console.is_terminal:  # then no bar is shown, and lines show progress
                 done = bar.tasks[0]
                 console.print(f"demo: {phase}, {done.completed:.0f} of {done.total:.0f} answers")
 

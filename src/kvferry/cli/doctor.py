@@ -44,7 +44,10 @@ def doctor(
     vllm: Annotated[bool, typer.Option("--vllm", help="Look at the installed vLLM.")] = False,
     vllm_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON|FILE", help="What --kv-transfer-config gets; its stores, too."),
+        typer.Option(
+            metavar="JSON|FILE",
+            help="The value of --kv-transfer-config; its stores are checked, too.",
+        ),
     ] = None,
     prefill_tokens_per_second: Annotated[
         float | None,
@@ -57,8 +60,8 @@ def doctor(
 ) -> None:
     """Find what is wrong with a set-up: machine, stores, vLLM and its configuration.
 
-    Stores get four records of 2 MiB for a moment, which are removed again. Nothing else is changed,
-    and nothing is evicted. Exit code 1 if something is wrong.
+    Writes four records of 2 MiB to each store and removes them again. Nothing else is changed, and
+    nothing is evicted. Exit code 1 if something is wrong.
 
     Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
     """
@@ -92,8 +95,8 @@ def doctor(
 
 
 def _opened(url: StoreUrl) -> Store:
-    """An existing store; writable unless its URL says otherwise. Without its quota: a check evicts
-    nothing."""
+    """Open an existing store, writable unless its URL says otherwise. Its quota is left out, so the
+    check evicts nothing."""
     options = {name: value for name, value in url.options.items() if name != "max_bytes"}
     is_read_only = getattr(read_options(url), "read_only", False)
     return stores.open_existing(
@@ -104,14 +107,14 @@ def _opened(url: StoreUrl) -> Store:
 def _check_vllm(findings: list[Finding]) -> list[str]:
     from kvferry.doctor.vllm import check_installed
 
-    with redirect_stdout(sys.stderr):  # where vLLM logs, from its import on
+    with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
         found, hooks = check_installed()
     findings += found
     return hooks
 
 
 def _model(directory: Path, prefill: float | None) -> Model:
-    """Raises ConfigError for what is no model directory."""
+    """Read what the checks need to know of a model. Raises ConfigError if there is none."""
     from kvferry.cli.size import groups_of
     from kvferry.doctor.stores import CHUNK_TOKENS, Model
     from kvferry.record.schema import RecordSchema

@@ -1,4 +1,4 @@
-"""`kvferry explain`: why tokens of a prompt would be computed, or were in recorded requests."""
+"""`kvferry explain`: why a prompt would miss in a store, or why recorded requests missed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvferry.types import ExtraKeys
 
 _MAX_TEXT = 200
-"""Characters of an untrusted value."""
+"""Most characters that are shown of an untrusted value."""
 
 _MAX_DIFFERENCES = 12
 _MAX_RUNS = 200
@@ -47,7 +47,7 @@ def explain(
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Model: asks all its namespaces.")
+        Path | None, typer.Option(metavar="DIR", help="Model directory: asks all its namespaces.")
     ] = None,
     namespace: Annotated[
         str | None, typer.Option(metavar="DIGEST", help="Namespace to ask, or its first digits.")
@@ -69,7 +69,7 @@ def explain(
         Path | None, typer.Option(metavar="FILE", help="Explain recorded requests instead.")
     ] = None,
     request: Annotated[
-        str | None, typer.Option(metavar="ID", help="Requests whose id starts so.")
+        str | None, typer.Option(metavar="ID", help="Only requests whose id starts with this.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Requests to show.")] = 10,
     json: JsonOption = None,
@@ -107,7 +107,7 @@ def explain(
 def _question(
     tiers: list[str], model: Path | None, digits: str | None, extra: ExtraKeys
 ) -> Callable[[Sequence[int]], PromptAnswer]:
-    """What answers for the token ids of a prompt."""
+    """Return a function that answers for the token ids of a prompt."""
     if digits is not None:
         return lambda token_ids: _ask_tiers(
             tiers, lambda store: _ask_namespace(store, digits, token_ids, extra)
@@ -119,7 +119,7 @@ def _question(
 
 
 def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
-    """The answer about one store, or about several as tiers."""
+    """Ask one store, or several as tiers."""
     from kvferry.explain import TierStores
 
     if len(urls) == 1:
@@ -171,7 +171,7 @@ def _ask_namespace(
     def others() -> list[Space]:
         try:
             known = spaces_of_tokens(store, store.described() if digests is None else digests)
-        except StoreError:  # it cannot list them; what is known of this one stands
+        except StoreError:  # it cannot list them; this namespace is explained alone
             return []
         return [
             Space(each, differences(each.description, target.description))
@@ -212,7 +212,7 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
 
 
 def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[str]:
-    """Where to look further."""
+    """Return hints where to look further."""
     from kvferry.explain import Why
 
     notes = []
@@ -231,7 +231,8 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[st
     elif by_model and answer.reason is Why.PARTIAL:
         notes.append(
             "An engine that misses it reads another namespace, as with another dtype, chunk size "
-            "or tenant: ask for the one in its log by --namespace. Or it decided so: see --journal."
+            "or tenant: ask for the one in its log by --namespace. Or the engine chose to compute: "
+            "see --journal."
         )
     return notes
 
@@ -259,7 +260,7 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
 
 
 def _runs_as(namespace: Namespace) -> str:
-    """The model, and what commonly parts the namespaces of one."""
+    """Name the model, and its dtype and tenant, by which its namespaces commonly differ."""
     config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
     dtype = config.get("dtype") if isinstance(config, Mapping) else None
     said = [namespace.title]

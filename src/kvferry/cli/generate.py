@@ -32,10 +32,10 @@ def generate(
         str | None, typer.Option(metavar="URL", help="Keep and reuse KV in this store.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from this share of the probability.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Use the prompt without the chat template.")
     ] = False,
@@ -43,7 +43,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append the prompt's keys for `simulate`.")
+        Path | None, typer.Option(metavar="FILE", help="Append the prompt's keys to this journal.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -81,7 +81,7 @@ def generate(
 
 
 class _Streamed(NamedTuple):
-    """Named as in the JSON."""
+    """An answer; its fields are named as in the JSON."""
 
     generated_tokens: int
     ttft_s: float

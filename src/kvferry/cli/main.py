@@ -1,6 +1,6 @@
-"""The `kvferry` command: collects the sub-commands, and turns every failure into one line.
+"""The `kvferry` command: collects the sub-commands and turns each expected failure into one line.
 
-docs/operations.md lists the exit codes.
+`kvferry.cli.__main__` runs `main`. docs/operations.md lists the exit codes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -31,14 +31,14 @@ from kvferry.config import printable
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
 
-EXIT_MISUSE = 2
+EXIT_MISUSE = 2  # it could not run as asked: arguments, files or servers
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
-"""What a shell reports when SIGPIPE ended a command."""
+"""Nothing reads our output any more; a shell reports the same for a command ended by SIGPIPE."""
 
 
-# ClickException. Newer releases of typer bundle a click of their own, so the class is found as a
-# base of typer's public exception. Both have the attributes that are used here.
+# ClickException, the base of click's errors. Newer releases of typer bundle their own click, so the
+# class is taken from the bases of a public exception of typer. Either has what is used here.
 _CLICK_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 
@@ -56,17 +56,17 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """KV cache that is either right or a miss: look at, check and use a store."""
+    """Look at, check and use a store of KV cache; a record is either right or counts as a miss."""
 
 
 def build_app() -> typer.Typer:
-    """The command line as a typer application; every call makes a new one."""
+    """Make a new typer application with all commands."""
     app = typer.Typer(
         name="kvferry",
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",  # its paragraphs are not wrapped twice
+        rich_markup_mode="markdown",  # others keep the line breaks of docstrings
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
@@ -79,10 +79,10 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and lets no expected failure out as a traceback.
+    """Run the command line and return the exit code; expected failures become one line on stderr.
 
     Args:
-        arguments: without the program's name; `sys.argv` if None.
+        arguments: what follows the program's name; taken from `sys.argv` if None.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -92,30 +92,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
-        # Here click and rich raise SystemExit for a broken pipe only.
+        # Outside of standalone mode, click and rich raise SystemExit only for a broken pipe.
         return _reader_left()
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _CLICK_ERROR as error:
         message = _without_urls(error.format_message(), arguments)
-        # An empty message: no arguments at all, and the help was printed.
+        # The message is empty if there were no arguments: then the help was printed.
         return _fail(message, error.exit_code) if message else error.exit_code
     except (KVError, OSError) as error:
         return _fail(str(error), EXIT_MISUSE)
-    if code == EXIT_INTERRUPTED:
+    if code == EXIT_INTERRUPTED:  # what typer makes of Ctrl-C in a command
         return _fail("interrupted", EXIT_INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
 class _Formatter(logging.Formatter):
-    """Log lines that no terminal acts on."""
+    """Log lines whose control characters are escaped, so that no terminal obeys them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
 
+    def formatException(self, ei: Any) -> str:  # noqa: ANN401 - as `logging` has it
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
 
 def _reader_left() -> int:
-    """Discard what Python would still write at its end, which would fail with a traceback."""
+    """Send stdout to nowhere: else Python flushes it at exit, and fails with a traceback."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -123,10 +126,13 @@ def _reader_left() -> int:
 
 
 def _without_urls(message: str, arguments: Sequence[str] | None) -> str:
-    """What is said of arguments that no command takes, which may be URLs with a password."""
-    for argument in sys.argv[1:] if arguments is None else arguments:
+    """Return the message of a click error with URLs masked: they may hold a password."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # Of `--option=URL`, click names the value alone.
+    values = [argument.partition("=")[2] for argument in given if argument.startswith("--")]
+    for argument in [*given, *values]:
         if "@" in argument or "://" in argument:
-            if not argument.isprintable():  # in which form it is shown, click decides
+            if not argument.isprintable():  # click may show it escaped in another way
                 return "an argument holds a character that cannot be printed"
             for form in (repr(argument)[1:-1], argument):
                 message = message.replace(form, shown_url(argument))

@@ -1,4 +1,4 @@
-"""What commands print: a table for people, JSON for programs."""
+"""Prints what commands found, as a table or as JSON; reads sizes and files among their options."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ if TYPE_CHECKING:
 
 
 def _check_target(context: typer.Context, target: str | None) -> str | None:
-    """Refuse, before the work, a target that could not be written after it."""
+    """Refuse a target of --json that cannot be written, before the command does its work."""
     if target is None or target == "-":
         return target
     path = Path(target)
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
-    # The demonstration makes directories, and its result may go into one of them.
-    if context.info_name != "demo" or path.parent.exists():
+    # The results of `demo` and `demo-disaggregated` may go into directories that they make.
+    if not (context.info_name or "").startswith("demo") or path.parent.exists():
         require_writable(path)
     return target
 
 
 def require_writable(path: Path) -> None:
-    """Refuse, before the work, a file that could not be written after it.
+    """Refuse a file that cannot be written, before the command does its work.
 
     Raises:
-        ConfigError: a directory, or in a place that cannot be written.
+        ConfigError: the path is a directory, or lies in a place that cannot be written.
     """
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; name a file")
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "Permission denied" if path.parent.is_dir() else "No such directory"
         raise ConfigError(f"cannot write {path}: {why}")
 
 
 def require_targets(source: Path | None, *targets: Path | None) -> None:
-    """As `require_writable`, and refuse a file that would replace what is read, or another one."""
+    """As `require_writable`; also refuse to replace the file that is read, or write one twice."""
     taken = set() if source is None else {source.resolve()}
     for target in targets:
         if target is not None:
             if target.resolve() in taken:
-                raise ConfigError(f"{target} is what is read, or named twice; choose another file")
+                raise ConfigError(
+                    f"{target} is the input file, or is named twice; choose another file"
+                )
             taken.add(target.resolve())
             require_writable(target)
 
 
 def require_extra(what: str, extra: str, *modules: str) -> None:
-    """Refuse, before it imports them, what needs modules of an optional extra.
+    """Check that the modules of an optional extra are installed, before `what` imports them.
 
     Raises:
-        ConfigError: one of them is not installed.
+        ConfigError: a module is missing.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -89,16 +91,16 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something that cannot be undone; `yes` is the answer, if it was given before.
+    """Ask before something that cannot be undone; with `yes` (option --yes), do not ask.
 
     Raises:
         ConfigError: there is no terminal to ask at.
-        typer.Exit: with 0, as the answer was no.
+        typer.Exit: the answer was no; the exit code is 0.
     """
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError("this cannot be undone, and no terminal is here to ask; give --yes")
+        raise ConfigError("this cannot be undone, and there is no terminal to ask at; give --yes")
     if not typer.confirm(printable(question), err=True):
         print("nothing was changed", file=sys.stderr)
         raise typer.Exit
@@ -108,17 +110,17 @@ JsonRow = dict[str, "JsonValue"]
 """Facts by name."""
 
 _PIPE_WIDTH = 80
-"""Columns of a table when stdout is no terminal."""
+"""Width of a table in characters when stdout is no terminal."""
 
 _TABLE_ROWS = 1000
-"""Of a longer list, rows are printed as they come."""
+"""Most rows that are laid out at once; a longer list is printed in parts of this size."""
 
 _MAX_COLUMN = 40
 
 _SHOWN_NAMESPACES = 20
 
 _KEY_DIGITS = 16
-"""Of a key or namespace in a table; `kvferry show` takes them for the whole."""
+"""Digits of a key or namespace in a table; `kvferry show` finds a record by them."""
 
 _DIGEST_DIGITS = 64
 
@@ -149,11 +151,11 @@ def emit_rows(
     rows: Iterable[JsonRow],
     *renderables: RenderableType,
 ) -> None:
-    """As `emit`, for a list that may be long: one row after the other, and without a table's frame
-    where there are more than `_TABLE_ROWS`.
+    """Print a list that may be long, as `emit` does. More than `_TABLE_ROWS` rows are printed as
+    they come, in columns that may grow on the way.
 
     Args:
-        columns, rows: as of `make_table`.
+        columns, rows: as for `make_table`.
         *renderables: what follows the table.
     """
     if json_target != "-":
@@ -177,8 +179,8 @@ def _print(*renderables: RenderableType) -> None:
 
 
 def _print_lines(columns: Mapping[str, str], rows: Iterator[JsonRow]) -> None:
-    """A line per row, in columns that grow where a later row needs it: rich, which measures all
-    rows first, takes a second for two thousand."""
+    """Print a line per row, in columns that grow where a later row needs it. Not by rich, which
+    measures all rows first and is slow for thousands."""
     widths = [len(heading) for heading in columns]
     headings = [list(columns)]
     while some := list(islice(rows, _TABLE_ROWS)):
@@ -201,7 +203,7 @@ def _print_lines(columns: Mapping[str, str], rows: Iterator[JsonRow]) -> None:
 
 
 def _json_list(rows: Iterable[JsonRow]) -> Iterator[str]:
-    """The text of a list, as `json.dumps` indents it."""
+    """Yield the text of a list row by row, as `json.dumps` indents it."""
     before = "["
     for row in rows:
         yield before + "\n" + indent(json.dumps(row, indent=2), "  ")
@@ -238,7 +240,7 @@ def read_text(what: str, path: Path) -> str:
 
 
 def plain(text: str) -> Text:
-    """`text` as it is: no markup, and nothing that a terminal acts on."""
+    """Return `text` for rich: nothing in it is markup, and control characters are escaped."""
     return Text(printable(text))
 
 
@@ -248,8 +250,8 @@ def make_table(
     """A table of facts. Numbers are right-aligned; a long text wraps, so that nothing is cut off.
 
     Args:
-        columns: heading to the name of the fact.
-        rows: facts by name; one that is absent, or None, leaves its cell empty.
+        columns: name of the fact in each column, by heading.
+        rows: facts by name; a fact that is absent, or None, leaves its cell empty.
     """
     table = Table(
         title=None if title is None else plain(title),
@@ -273,8 +275,8 @@ def make_table(
 def make_namespace_table(
     title: str, spaces: Sequence[JsonRow], more: Mapping[str, str] | None = None
 ) -> Table:
-    """A table of namespaces, which are given the largest first; `more` are columns of `make_table`
-    besides those that every such table has."""
+    """Make a table of namespaces. `spaces` come largest first; `more` are further columns, as for
+    `make_table`."""
     left = len(spaces) - _SHOWN_NAMESPACES
     title += f", {left} smaller ones not shown" if left > 0 else ""
     rows = [
@@ -334,7 +336,7 @@ def format_age(since: float, now: float | None = None) -> str:
 
 
 def require_size(option: str, text: str) -> int:
-    """Bytes meant by the text of `option`; any number but zero needs a unit.
+    """Parse the text of `option` into bytes; any number but zero needs a unit.
 
     Raises:
         ConfigError: it is not a size, or has no unit.
@@ -346,7 +348,7 @@ def require_size(option: str, text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds meant by a text such as "36h". Units: s, m, h, d, w.
+    """Parse a text such as "36h" into seconds. Units: s, m, h, d, w.
 
     Raises:
         ConfigError: it is not a number with one of the units.

@@ -50,10 +50,10 @@ def export(
 ) -> None:
     """Copy the records of a prompt into one file, which `kvferry import` reads.
 
-    Each record is verified. Copied are the records from the start of the prompt up to the first
-    that is missing or damaged; exit code 1 if there is none, or a damaged one ended it. A file that
-    is there is replaced if there is a record. The file holds the prompt's token ids and its salt,
-    and only you may read it.
+    Copies and verifies the records from the start of the prompt up to the first that is missing or
+    damaged. Exit code 1 if no record was copied, or a damaged one ended it. An existing file is
+    replaced if there is a record. The file holds the prompt's token ids and its salt, and only you
+    may read it.
 
     Example: kvferry export file:///kv --model MODEL --prompt-file F out.kv
     """
@@ -133,10 +133,11 @@ def import_(
 
 
 def _prompt_in(store: Store, choice: Choice) -> StoredPrompt:
-    """The prompt in the one namespace that holds its first chunk; in any, if none does.
+    """Return the prompt as of the chosen namespace that holds its first chunk; if none holds it, as
+    of the first namespace.
 
     Raises:
-        ConfigError: several do.
+        ConfigError: several namespaces hold it.
     """
     from kvferry.prompt_file import StoredPrompt
 
@@ -156,7 +157,7 @@ def _prompt_in(store: Store, choice: Choice) -> StoredPrompt:
 
 
 def _place(url: str) -> StoreUrl:
-    """Raises ConfigError for a store that nothing can be imported into."""
+    """Parse a store URL. Raises ConfigError if nothing can be imported into that store."""
     parsed = parse_store_url(url)
     if parsed.scheme in ("memory", "peer"):
         raise ConfigError(f"{parsed.where}: ends with its process; name a directory or a server")
@@ -175,8 +176,8 @@ def _refuse_too_many(url: StoreUrl, num_bytes: int) -> None:
 
 
 def _compare(prompt: StoredPrompt, model: Path) -> list[str]:
-    """One line per setting in which the engine that stored the records differs from what the
-    directory says: only an engine with the same settings finds them. Raises ConfigError for other
+    """Return a line for each setting in which the engine that stored the records differs from the
+    model directory. Only an engine with the same settings finds them. Raises ConfigError for other
     weights."""
     from kvferry.explain import differences_of_model
 

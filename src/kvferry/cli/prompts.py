@@ -1,4 +1,4 @@
-"""What a command's options say of a model and a prompt."""
+"""Reads the options of commands that name a model, a namespace or a prompt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HEX = re.compile(r"[0-9a-f]{1,64}")
 
 
 def check_digits(namespace: str) -> str:
-    """The first digits of a digest, in small letters.
+    """Return the first digits of a namespace's digest in lower case.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: not 1 to 64 hexadecimal digits.
     """
     if _HEX.fullmatch(namespace.lower()) is None:
         raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
@@ -31,10 +31,10 @@ def check_digits(namespace: str) -> str:
 def read_tokens(
     model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
 ) -> list[int]:
-    """The token ids of the prompt that the options name.
+    """Return the token ids of the prompt that the options name.
 
     Raises:
-        ConfigError: there is none, both are given, or it cannot be read.
+        ConfigError: neither or both files are given, or the prompt cannot be read.
     """
     if (prompt_file is None) == (tokens is None):
         raise ConfigError("give --prompt-file FILE or --tokens FILE")
@@ -73,7 +73,7 @@ def _parse_tokens(path: Path, text: str) -> list[int]:
 
 
 def model_identity(model: Path) -> ModelIdentity:
-    """The identity of a directory that an engine runs as it is written."""
+    """Return the identity of a model for an engine that runs its directory unchanged."""
     from kvferry.identity import identify, weights_digest, written_config
 
     written = written_config(model)

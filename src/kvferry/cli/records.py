@@ -1,5 +1,5 @@
-"""Commands on a store: `kvferry ls`, `show` and `stat` list its records, show one in full, or count
-them; `verify` and `gc` take out what is wrong, and what is too much."""
+"""The commands `kvferry ls`, `show` and `stat` list the records of a store, show one in full, or
+count them; `verify` takes out wrong records, and `gc` deletes old ones."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Order(StrEnum):
 
 
 class _Shown(NamedTuple):
-    """A record, with what of its header is listed, or the reason why that cannot be read. Not the
-    whole header: there may be millions."""
+    """A record with the listed fields of its header, or the reason why the header is unreadable.
+    The rest of the header is not kept: there may be millions of records."""
 
     entry: Entry
     namespace: bytes
@@ -112,8 +112,8 @@ def ls(
 
 
 def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
-    """The records to show, the names of their models, and the number of all records. At most one
-    record is in memory that is not shown."""
+    """Return the records to show, the names of their models, and the number of all records. Keeps
+    in memory at most one record more than it returns."""
     limit = limit or sys.maxsize
     num_records = 0
 
@@ -132,7 +132,7 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[byt
     else:
         try:
             chosen, num_records = list(store.recent(limit)), store.stat().num_records
-        except StoreError:  # it does not know which these are
+        except StoreError:  # the store does not know which were used last
             chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
     shown = [_Shown.of(store, entry) for entry in chosen]
     return shown, model_names(store, (found.namespace for found in shown)), num_records
@@ -146,7 +146,7 @@ def _removals(store: Store, limit: int) -> list[Removal]:
 
 
 def _place(found: _Shown) -> tuple[bytes, int]:
-    """Unreadable records come first: they are the ones to look for."""
+    """Sort key: namespace and position. Unreadable records, the ones to look for, come first."""
     if found.error is not None:
         return b"", 0
     return found.namespace, found.first_token
@@ -253,11 +253,11 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
 
 
 def stat(url: UrlArgument, json: JsonOption = None) -> None:
-    """Show the records of a store by model; a directory also has a quota, and recent removals by
-    reason.
+    """Count the records of a store by model; for a directory, also show its quota, and recent
+    removals by reason.
 
     `used_bytes` counts the records of all processes that share the store, and its quarantine. The
-    quota is that of the URL given here; engines bring their own. `memory_bytes` is the default host
+    quota is that of the URL given here; each engine has its own. `memory_bytes` is the default host
     memory for KV of one engine.
 
     Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
@@ -280,7 +280,7 @@ def stat(url: UrlArgument, json: JsonOption = None) -> None:
 
 
 def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
-    """Counts, namespaces (the largest first) and removals (the latest first)."""
+    """Return counts, rows of namespaces (the largest first) and removals (the latest first)."""
     counts = namespaces(store)
     models = model_names(store, counts)
     largest_first = sorted(counts.items(), key=lambda item: -item[1][1])
@@ -302,7 +302,7 @@ def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
 
 
 def by_reason(removals: list[Removal]) -> list[JsonRow]:
-    """The latest first."""
+    """Sum up removals by reason, the most recent reason first."""
     from kvferry.report.gather import causes
 
     found = causes(each._replace(detail="") for each in removals)
@@ -324,10 +324,10 @@ def verify(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Check every checksum of every record; quarantine what is wrong, or delete it from a server.
+    """Check every checksum of every record; quarantine wrong ones, or delete them from a server.
 
-    A record that vanishes meanwhile (evicted) is not counted; one that the medium does not give
-    stays. Exit code 1 if any record was bad or could not be read.
+    A record that is evicted meanwhile is not counted; one that cannot be read stays. Exit code 1 if
+    any record was bad or could not be read.
 
     Example: kvferry verify file:///var/cache/kvferry --dry-run
     """
@@ -362,7 +362,7 @@ def verify(
 
 
 def _action(store: Store, entry: Entry, dry_run: bool) -> str:
-    """What became of a bad record; it stays where the medium or the server refuses."""
+    """Say what became of a bad record; it is left if the medium or the server refuses."""
     try:
         is_left = dry_run or store.of(entry.namespace).read(entry.key, ()) is not None
     except StoreError:
@@ -387,12 +387,11 @@ def gc(
     yes: YesOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Delete records not used for long, then the least recently used, until the rest fits; pinned
-    ones stay. Asks before it empties a store.
+    """Delete records that were not used for long, then the least recently used until the rest fits.
+    Pinned records stay. Asks before it empties a store.
 
-    A dry run is an estimate: in a directory, a real one also removes what is in quarantine, and a
-    little more than asked for, so that the next write need not evict again. A bucket says when a
-    record was written, not used.
+    A dry run is an estimate: in a directory, a real run makes room by removing what is in
+    quarantine, too. A bucket says when a record was written, not used.
 
     Example: kvferry gc file:///var/cache/kvferry --max-bytes 10GiB
     """

@@ -1,4 +1,4 @@
-"""`kvferry report`: what a store holds and what became of the rest, as one page for a browser."""
+"""`kvferry report`: one page for a browser on what a store holds, and what was removed and why."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def report(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Draw a store as one page that needs no network: namespaces, prefixes by size and last use,
-    removals over time and why, quarantine, and, from a journal, the share of hits over time.
+    """Draw a store as one page that needs no network: namespaces by size and last use, removals
+    over time and why, quarantine. A journal adds prefixes and the share of hits over time.
 
     Example: kvferry report file:///var/cache/kvferry --html report.html
     """

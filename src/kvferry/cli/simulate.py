@@ -1,4 +1,4 @@
-"""`kvferry simulate`: how much caches of given sizes would have hit on recorded requests."""
+"""`kvferry simulate`: hit rates that caches of given sizes would have had on recorded requests."""
 
 from __future__ import annotations
 
@@ -28,31 +28,37 @@ if TYPE_CHECKING:
 def simulate(
     trace: Annotated[
         Path,
-        typer.Argument(metavar="TRACE", help="A Mooncake trace, or a journal (option `record`)."),
+        typer.Argument(metavar="TRACE", help="A Mooncake trace, or an engine's journal."),
     ],
     tiers: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Caches, nearest first: blocks, or e.g. 64GiB.")
+        str,
+        typer.Option(metavar="SIZE,...", help="Cache sizes, smallest first: blocks, or 64GiB."),
     ] = "10000",
     policy: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of: lru, pool (what runs), chances, repeated.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Policies: lru, pool (the one engines use), chances, repeated."
+        ),
     ] = "pool",
     bytes_per_token: Annotated[
         str | None, typer.Option(metavar="SIZE", help="KV of one token, e.g. 128KiB.")
     ] = None,
     prefill_rate: Annotated[
-        float | None, typer.Option(metavar="TOKENS/S", help="What the engine computes a second.")
+        float | None,
+        typer.Option(metavar="TOKENS/S", help="Tokens that the engine prefills per second."),
     ] = None,
     tier_rates: Annotated[
-        str | None, typer.Option(metavar="GB/S,...", help="What each tier reads a second.")
+        str | None, typer.Option(metavar="GB/S,...", help="Read speed of each tier.")
     ] = None,
     capacities: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Of the curve; by default 1, 2, 5, ...")
+        str | None,
+        typer.Option(metavar="SIZE,...", help="Sizes of the curve; by default 1, 2, 5, 10, ..."),
     ] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="The curve as CSV.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="The curve as PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Replay recorded requests: hit rates by tier and policy, beside Belady's optimum.
+    """Replay recorded requests; show hit rates by tier and policy, beside Belady's optimum.
 
     Example: kvferry simulate trace.jsonl --tiers 10000,100000 --csv curve.csv
     """
@@ -116,7 +122,7 @@ def _show(simulator: Simulator, rows: list[Facts], curve: Curve, json: str | Non
 
 
 def _rounded(row: Mapping[str, Fact]) -> JsonRow:
-    """A row for people: four digits of a rate, whole seconds."""
+    """Format a row for people: floats with four decimals, seconds as whole numbers."""
     return {
         name: value
         if not isinstance(value, float)
@@ -135,10 +141,11 @@ def _split(option: str, text: str) -> list[str]:
 
 
 def _blocks(option: str, text: str, simulator: Simulator, rates: Rates) -> list[int]:
-    """Capacities in blocks: whole numbers are blocks, sizes with a unit are bytes.
+    """Parse capacities and return them in blocks. Numbers are blocks; sizes with a unit are bytes.
 
     Raises:
-        ConfigError: no size, no block of it fits, bytes without bytes per token, or not growing.
+        ConfigError: an entry is no size, holds no block, is not larger than the one before, or is
+            in bytes while the bytes of a token are unknown.
     """
     block_tokens = simulator.trace.block_tokens
     sizes: list[int] = []
@@ -192,6 +199,6 @@ def _rate(option: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 1e-6 <= number <= 1e15:  # beyond, the seconds are no numbers
-        raise ConfigError(f"{option} {text!r}: must be a number above 0, from 1e-6 to 1e15")
+    if not 1e-6 <= number <= 1e15:  # beyond, seconds could be inf or NaN
+        raise ConfigError(f"{option} {text!r}: must be a number from 1e-6 to 1e15")
     return number

@@ -32,7 +32,7 @@ def size(
         int, typer.Option(min=1, max=1 << 20, help="Tokens per stored record.")
     ] = 128,
     dtype: Annotated[
-        str, typer.Option(help="Of the KV; auto: as the model's config says.")
+        str, typer.Option(help="Data type of the KV; auto takes that of the model's config.")
     ] = "auto",
     prefill_tokens_per_second: Annotated[
         float | None,

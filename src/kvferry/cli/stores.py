@@ -1,9 +1,9 @@
-"""Opens an existing store for a command and reads its records: creates nothing, and changes nothing
-unless asked to. Hostile bytes become a reason instead of an error.
+"""Opens existing stores for commands and reads their records. Creates nothing, and changes nothing
+unless asked to. Hostile bytes become a miss reason instead of an error.
 
-`query_store` serves commands that only look, `open_existing` those that may change a store, and
-`doctor`, `export` and `explain` of several stores. `import` and `warm` open the store themselves
-and call `await_answer`.
+`query_store` serves commands that only look. `open_existing` serves those that may change a store,
+and `doctor`, `export` and `explain` of several stores. `import` and `warm` open the store
+themselves and call `await_answer`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ UrlArgument = Annotated[
 ]
 
 UNREADABLE = "(unreadable)"
-"""Stands where the name of a model would."""
+"""Shown instead of a model's name if its namespace has no readable description."""
 
 FIRST_ANSWER_SECONDS = 10.0
-"""How long a command waits for a server's first answer; to list it may take longer."""
+"""How long a command waits for a server's first answer; a listing may take longer."""
 
 INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
 def query_store(url: str, question: Callable[[Store], T]) -> T:
-    """Answer `question` about the store at `url`, opened read-only. A directory whose index is
-    damaged or stays locked is asked without it: after any StoreError, `question` starts again.
+    """Open the store at `url` read-only and return what `question` answers. After a StoreError, a
+    directory is asked again without its index, which may be damaged or locked.
 
     Raises:
         ConfigError: see `open_existing`.
@@ -66,7 +66,7 @@ def query_store(url: str, question: Callable[[Store], T]) -> T:
 
 def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
-    On a server, only `delete` and `discard` change anything, whatever `writable` says.
+    `writable` makes no difference for a server: only `delete` and `discard` change it.
 
     Raises:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
@@ -81,8 +81,8 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
         )
     if parsed.scheme == "file":
         parsed = _existing(parsed, writable=writable)
-    # No command calls `contains`, so none needs the keys in memory. But only the upkeep of a store
-    # that has them goes on to compare a directory with an index that is complete.
+    # No command calls `contains`, so none needs the keys in memory. A writable directory has them
+    # nevertheless: only then does its upkeep go on comparing a complete index with the files.
     store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
     await_answer(store)
     until = time.monotonic() + INDEX_SECONDS
@@ -92,15 +92,15 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
 
 
 def await_answer(store: Store) -> None:
-    """Close the store and raise StoreError if its server says nothing. Other errors are left for
-    the command to meet. A directory is not asked."""
+    """Wait for a server's first answer; without one, close the store and raise StoreError. Other
+    errors are left for the command to meet. A directory is not asked."""
     if not kind_of(parse_store_url(store.url).scheme).hosts:
         return
     started = time.monotonic()
     try:
         store.read(ChunkKey(bytes(32)), (), started + FIRST_ANSWER_SECONDS)
     except StoreError:
-        # Clients give up a little before the deadline, too.
+        # Clients may give up before the deadline, so an error after half of it is a hang, too.
         if time.monotonic() >= started + FIRST_ANSWER_SECONDS / 2:
             store.close()
             raise StoreError(f"{store.url}: no answer within {FIRST_ANSWER_SECONDS:g} s") from None
@@ -110,8 +110,8 @@ def await_answer(store: Store) -> None:
 
 
 def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
-    """The URL of a directory, with options under which opening neither creates nor (unless
-    `writable`) changes it."""
+    """Return the URL of a directory with options that keep an opening from creating or (unless
+    `writable`) changing it. Raises ConfigError if it is to be changed and says read_only."""
     given = read_options(parsed)
     if writable and getattr(given, "read_only", False):
         raise ConfigError(
@@ -122,7 +122,7 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
 
 
 def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
-    """Passes on `found`; refuses a server URL under which nothing is stored.
+    """Pass on `found`; if it is empty, refuse a server URL under which nothing is stored.
 
     Raises:
         ConfigError: nothing is stored on a server under this URL.
@@ -137,10 +137,10 @@ def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
-    """Number of records and of bytes, by namespace; raises as `entries`."""
+    """Return the numbers of records and of bytes by namespace; raises as `entries`."""
     found = store.namespaces()
-    # A server has no directory that could be missing: a wrong prefix looks like this. A store that
-    # was emptied still has the description of its namespaces.
+    # A missing directory is found at its opening; a wrong prefix on a server only looks empty. A
+    # store that was emptied still has the descriptions of its namespaces.
     if not found and kind_of(parse_store_url(store.url).scheme).hosts:
         raise ConfigError(
             f"nothing is stored under {store.url}; check the name and the prefix, unless no engine "
@@ -150,7 +150,7 @@ def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
 
 
 def find(store: Store, key_prefix: str) -> Entry:
-    """The one value whose key starts with `key_prefix` (hexadecimal).
+    """Return the one record whose key starts with `key_prefix` (hexadecimal).
 
     Raises:
         ConfigError: not hexadecimal, or none or several match.
@@ -169,7 +169,7 @@ def find(store: Store, key_prefix: str) -> Entry:
 
 
 def model_names(store: Store, digests: Iterable[bytes]) -> dict[bytes, str]:
-    """Names of the models of namespaces that the store describes; `UNREADABLE` for a description
+    """Return the model names of namespaces that the store describes; `UNREADABLE` for a description
     that is damaged, or of another namespace."""
     from kvferry.explain import describe_all
 
@@ -195,7 +195,7 @@ def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
 
 
 def check(store: Store, entry: Entry) -> MissReason | None:
-    """Compare every checksum of a record, and leave it where it is; None if it is right."""
+    """Check every checksum of a record, and leave it in place; None if it is right."""
     report = verify(store, [entry], discards=False)
     if report.bad:
         return report.bad[0][1]

@@ -29,7 +29,7 @@ _MAX_ROWS = 12
 _MAX_TEXT = 60
 
 View = Callable[[], tuple[JsonRow, list[RenderableType]]]
-"""Reads once: the result for programs, and for people."""
+"""Reads the source once; returns the result for programs, and for people."""
 
 
 def top(
@@ -38,7 +38,8 @@ def top(
         typer.Argument(metavar="[URL]", help="An engine's http://host:port/metrics, or a store."),
     ] = None,
     journal: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A journal (option `record`) instead.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Read this journal (option `record`) instead of a URL."),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print once and end, as without a terminal.")
@@ -87,24 +88,24 @@ def _view(source: str, journal: Path | None) -> View:
 
 
 def _run_live(view: View, interval: float) -> None:
-    """Until Ctrl-C. A source that does not answer at first is an error, later a line."""
+    """Refresh the screen until Ctrl-C. No answer is an error at first, and later a line."""
     console = Console(highlight=False)
     _, shown = view()
     answered_at = time.time()
     fault: list[RenderableType] = []
+    pause = interval
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(Group(*map(_as_text, [*fault, *shown])), refresh=True)
+            time.sleep(pause)
             started = time.monotonic()
-            time.sleep(interval)
             try:
                 _, shown = view()
                 answered_at, fault = time.time(), []
             except (KVError, OSError) as error:
                 fault = [f"no answer for {format_age(answered_at)}: {error}"]
-            # A large store is not listed all the time.
-            busy = time.monotonic() - started - interval
-            time.sleep(max(0.0, 5 * busy - interval))
+            # Pause five times as long as it took, so that a large store is not listed all the time.
+            pause = max(interval, 5 * (time.monotonic() - started))
 
 
 def _as_text(renderable: RenderableType) -> RenderableType:
@@ -117,7 +118,7 @@ def _as_text(renderable: RenderableType) -> RenderableType:
 def _show(now: Reading, before: Reading | None, where: str) -> tuple[JsonRow, list[RenderableType]]:
     recent = now if before is None else now.since(before)
     if not recent.num_tokens:
-        recent = now  # no request came between the two
+        recent = now  # no request came between the two readings
     total = recent.num_tokens
     hit = sum(recent.hits.values())
     what = "since the start" if recent.span is None else f"in {recent.span:.0f} s"

@@ -34,15 +34,15 @@ _MAX_ANSWER_BYTES = 16 << 20
 _MAX_SHOWN = 10
 _DRAIN_SECONDS = 60.0
 _OF_PROMPT = (400, 413, 422)
-"""Answers of a server that say something of one prompt."""
+"""HTTP statuses that refuse one prompt; any other failure of a server ends the command."""
 
 
 class Warmed(NamedTuple):
-    """What became of a prompt."""
+    """The tokens of a prompt, or of all prompts."""
 
     num_tokens: int
     stored_before: int
-    """Tokens that were read from the store."""
+    """Tokens that were stored already; of a server, those that it calls cached."""
 
 
 def warm(
@@ -65,7 +65,7 @@ def warm(
     ] = False,
     dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per record, of the embedded engine.")
+        int, typer.Option(min=1, help="Tokens per record of the embedded engine.")
     ] = 128,
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Limit for an answer of a server.")
@@ -123,8 +123,8 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 
 def _read_prompts(path: Path) -> list[Prompt]:
-    """One prompt per line: a JSON text, a list of token ids, or an object with `prompt` (either) or
-    `messages`. Raises ConfigError."""
+    """Read one prompt per line: a JSON text, a list of token ids, or an object with one of these as
+    `prompt`, or with `messages`. Raises ConfigError."""
     found = []
     for number, line in enumerate(read_text("prompts", path).splitlines(), 1):
         if not line.strip():
@@ -163,14 +163,14 @@ def _prompt_of(value: object) -> Prompt | None:
 # -- the embedded engine --------------------------------------------------------------------------
 
 Serve = Callable[[Prompt], Warmed]
-"""Has a prompt computed and stored. Raises ConfigError if it cannot be."""
+"""Has one prompt computed and stored. Raises ConfigError if that fails for this prompt."""
 
 
 @contextlib.contextmanager
 def _engine(
     model: str | None, url: str, dtype: str, chunk_tokens: int, *, raw: bool
 ) -> Iterator[Serve]:
-    """The weights are loaded when the first prompt is not stored yet."""
+    """Serve by the embedded engine, which loads its weights at the first prompt to compute."""
     if model is None:
         raise ConfigError("give the model directory")
     require_extra("the engine", "transformers", "transformers")
@@ -199,16 +199,16 @@ def _engine(
                 llm = LLM(model, store=url, connector_options=options, dtype=dtype)
                 opened.append(closing.enter_context(llm))
             opened[0].generate([token_ids], SamplingParams(max_tokens=1))
-            # Each before the next, so that an interrupt costs one prompt.
+            # Store each before the next is computed, so that an interrupt costs one prompt.
             if not (opened[0].drain(_DRAIN_SECONDS) and is_stored(token_ids)):
-                raise ConfigError("it was computed, and the store did not take it")
+                raise ConfigError("computed, but the store did not keep it")
             return Warmed(len(token_ids), 0)
 
         yield serve
 
 
 def _namespace(model: Path, dtype: str, chunk_tokens: int) -> bytes:
-    """Of what the embedded engine stores."""
+    """Return the digest of the namespace in which the embedded engine stores."""
     from kvferry.config import build_config
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.connector import engine_spec
@@ -245,7 +245,7 @@ def _server(url: str, model: str | None, timeout: float, *, raw: bool) -> Iterat
     where = f"{parts.scheme}://{parts.netloc}{base}"
 
     def ask(path: str, body: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Raises ConfigError where this prompt is refused, OSError where the next would be, too."""
+        """Raises ConfigError if this prompt is refused, OSError if the next would fail, too."""
         connection = None
         try:
             connection = kind(parts.netloc, timeout=timeout)

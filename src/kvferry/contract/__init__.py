@@ -1,5 +1,5 @@
-"""What a host engine and a connector promise each other: two roles, a plan down, an output up, the
-order of a step, and the fold of all ranks' outputs."""
+"""The contract between a host engine and a connector, which is a scheduler role and a worker role:
+their methods and messages, the order of a step, guards, and the fold of all ranks' outputs."""
 
 from kvferry.moved import moved_names
 

@@ -1,15 +1,16 @@
-"""Async loads and delayed frees: loads that span steps, and blocks that outlive their request.
+"""Rules for async loads, which span steps, and delayed frees, which keep a request's blocks after
+its end.
 
-Connectors written for vLLM use both. Roles that use neither, as those of kvferry's cache, declare
-`is_asynchronous = False`. For all others the guards and the lifecycle take the classes of this
-module; each adds the rules for request ids to the class that it extends.
+Connectors written for vLLM use both. Roles that use neither (kvferry's cache, for one) declare
+`is_asynchronous = False`. For all other roles, the guards and the lifecycle use the classes below.
+Each extends a class of `contract.rules` by the rules for request ids.
 
 A host may crash, or hold blocks for ever, where a role breaks one of these rules:
-- A request whose async load was promised is in `finished_recving` exactly once, also if it was
-  aborted meanwhile. That report frees the blocks of a request that was aborted while it loads, so
-  `request_finished` must then return `delay_free=False`.
-- A request that ended with `delay_free` is in `finished_sending` exactly once, after its end.
-- Both come within `OVERDUE_SECONDS`; the guard makes reports that do not.
+- A request with a promised async load must be in `finished_recving` exactly once, even if it was
+  aborted. For a request aborted during its load, that report frees the blocks, so its
+  `request_finished` must return `delay_free=False`.
+- A request that ended with `delay_free` must be in `finished_sending` exactly once, after its end.
+- Both reports must come within `OVERDUE_SECONDS`. After that the guard reports for the role.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from kvferry.observe import Observer
 from kvferry.types import BlockTable
 
 OVERDUE_SECONDS = 300.0
-"""The guard reports an async load or a delayed free that was not reported for so long, the load as
-failed. A role's own deadlines are far shorter, and it does not touch the engine's blocks past them
+"""An async load or delayed free that a role has not reported for so long is reported by the guard,
+the load as failed. A role must have shorter deadlines, and not touch the engine's blocks after them
 (`WorkerRole.start_load`). Without a bound, a report lost in a fault would hold blocks for ever."""
 
 REMEMBERED_REQUESTS = 65_536
-"""Ended requests remembered at a time. Most are never reported, and an id may come again any time,
-so the memory is bounded. An id that 65,536 others overtook counts as not ended."""
+"""How many ended requests are remembered. Most are never reported, so nothing else removes them.
+A `finished_sending` of a forgotten id is held back until a request with the same id ends."""
 
 
 class AsyncPromises(Promises):
-    """Adds the loads under way and the reports that workers still owe. Runs in: scheduler."""
+    """Promises with async loads under way and reports that workers owe. Runs in: scheduler."""
 
     def __init__(
         self, block_size: int | None, clock: Callable[[], float], faults: HookFaults
@@ -43,10 +44,11 @@ class AsyncPromises(Promises):
         super().__init__(block_size)
         self._clock = clock
         self._faults = faults
-        # Async loads under way, and their blocks; none for a request that was aborted meanwhile.
+        # Blocks of each async load under way; an empty set if its request was aborted.
         self._loading: dict[str, frozenset[int]] = {}
-        self._freed: set[str] = set()  # since the last plan, as `request_finished` raised
-        self._owed: dict[str, float] = {}  # since when a worker's report on the request is due
+        # Requests freed since the last plan because `request_finished` raised.
+        self._freed: set[str] = set()
+        self._owed: dict[str, float] = {}  # when the wait for a worker's report on a request began
 
     def allocate(
         self, request_id: str, block_ids: BlockTable, num_external_tokens: int
@@ -106,7 +108,7 @@ class AsyncPromises(Promises):
         )
 
     def _overdue(self) -> frozenset[str]:
-        """Ended requests whose blocks were not released in time; loads join those that are lost."""
+        """Return ended requests whose delayed free is overdue. Add overdue loads to `_lost`."""
         limit = self._clock() - OVERDUE_SECONDS
         overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
         for request_id in overdue:
@@ -121,13 +123,14 @@ class AsyncPromises(Promises):
 
 
 class AsyncOwedReports(OwedReports):
-    """Adds the ends of async loads and the delayed frees. Runs in: worker.
+    """Owed reports that include the ends of async loads and the delayed frees. Runs in: worker.
 
     Attributes:
-        lost: async loads that did not start, or whose end is overdue: reported as failed at once.
-        failed: async loads that the role ends itself: reported as failed when it does.
-        freed: requests whose blocks were freed: the role's report of them is dropped.
-        overdue: delayed frees that the role has not reported in time: reported in its place.
+        lost: async loads that did not start or are overdue. Reported as failed at once.
+        failed: lost loads that the role started nevertheless. Reported as failed when the role
+            reports their end.
+        freed: requests whose blocks are free already. The role's report of them is dropped.
+        overdue: delayed frees that the role did not report in time. Reported in its place.
     """
 
     def __init__(self, role: WorkerRole, faults: HookFaults) -> None:
@@ -151,7 +154,7 @@ class AsyncOwedReports(OwedReports):
                 self._faults.fault("planned_recving", then)
                 return frozenset()
         if plan.promised_block_ids is not None:
-            # Done or refused as a whole: either way these are reported, and no others.
+            # Such a plan is run or refused as a whole. In both cases exactly these are reported.
             return plan.lost_request_ids | plan.promised_request_ids
         recving = self.planned_recving(plan.plan)
         return None if recving is None else recving | plan.lost_request_ids
@@ -159,8 +162,9 @@ class AsyncOwedReports(OwedReports):
     def repair(self, plan: RepairedPlan) -> None:
         super().repair(plan)
         self.freed |= plan.freed_request_ids
-        self.overdue = plan.overdue_sending
-        # The role reports the end of loads that it starts nevertheless; until then it may write.
+        self.overdue |= plan.overdue_sending
+        # The role may still start some lost loads and write to their blocks until it reports their
+        # end, so they fail only then.
         started = self.planned_recving(plan.plan) or frozenset()
         self.lost |= plan.lost_request_ids - started
         self.failed |= plan.lost_request_ids & started
@@ -193,19 +197,19 @@ class AsyncReportRules(ReportRules):
 
     def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
         super().__init__(worker, observer, strict=strict)
-        self._announced = True  # False: this worker cannot know which async loads a plan starts
+        self._announced = True  # False: this worker cannot name the async loads of a plan
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._failed: set[str] = set()  # reported failed before their load ended
         self._early: set[str] = set()  # finished_sending that came before the end of the request
-        self._ended: dict[str, bool] = {}  # True: the last report was passed on
+        self._ended: dict[str, bool] = {}  # ended requests; True: the final report was passed on
 
     @property
     def holds_reports(self) -> bool:
         return bool(self._early)
 
     def begin(self, plan: Plan) -> None:
-        """Note the async loads that a plan starts. If the worker cannot know them, the only rule
-        for loads is that a request that ended is reported once at most."""
+        """Note the async loads that a plan starts. If the worker cannot name them, only one rule is
+        left for loads: a request that ended is reported at most once."""
         recving = self._worker.planned_recving(plan)
         if recving is None:
             self._announced = False
@@ -222,7 +226,7 @@ class AsyncReportRules(ReportRules):
     def _note_ended(self, finished_request_ids: Collection[str]) -> None:
         ended = self._ended
         for request_id in finished_request_ids:
-            # A host may use an id again: its new life may be reported again.
+            # A host may reuse an id; the new request may be reported again.
             ended.pop(request_id, None)
             ended[request_id] = False
         while len(ended) > REMEMBERED_REQUESTS:
@@ -237,7 +241,7 @@ class AsyncReportRules(ReportRules):
         }
 
     def _recving(self, reported: frozenset[str]) -> frozenset[str]:
-        """The ids whose planned load is now over."""
+        """Return the ids whose planned load is now over. Drop others as violations."""
         if not reported:
             return reported
         if self._announced:
@@ -256,7 +260,8 @@ class AsyncReportRules(ReportRules):
         return admitted
 
     def _sending(self, reported: frozenset[str]) -> frozenset[str]:
-        """The ids whose delayed free may happen now; those that came early wait for the end."""
+        """Return the ids whose blocks may be freed now. Hold a report that came before the end of
+        its request until that end."""
         if not reported and not self._early:
             return reported
         admitted = set()
@@ -287,7 +292,8 @@ class AsyncReportRules(ReportRules):
         return frozenset(admitted)
 
     def _failed_recving(self, reported: frozenset[str], recving: frozenset[str]) -> frozenset[str]:
-        """Failures among `recving`; one that came before the end of its load is kept until then."""
+        """Return the failed loads among `recving`. A failure reported before its load's end is a
+        violation; it is kept until that end."""
         if not reported and not self._failed:
             return reported
         for request_id in reported - recving:

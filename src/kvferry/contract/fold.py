@@ -1,9 +1,9 @@
 """Folds the reports of all ranks after a step into one report for the scheduler.
 
-A rank is its position in the list of outputs. Ranks end their part of a request in different steps;
-the scheduler gets one report, when the last of them has ended. Unlike in vLLM, the fold knows which
-rank reported (a rank that repeats itself does not count twice), a missing output loses no report of
-another rank, and the outputs of the ranks are not changed.
+A rank is known by its position in the list of outputs. Ranks finish their part of a transfer in
+different steps; the scheduler gets one report, when the last rank has finished. Unlike vLLM's
+aggregator, the fold counts a rank that repeats itself once, loses no report when the output of
+another rank is missing, and leaves the ranks' outputs unchanged.
 
 Runs in: the process that collects the outputs; one thread. Pure bookkeeping, no I/O.
 """
@@ -21,7 +21,7 @@ from kvferry.observe import Observer
 
 
 class _RankReports:
-    """The ranks that have reported each id that is not yet released."""
+    """For each id that is not yet released, the ranks that have reported it."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, int] = {}  # id -> set of ranks, one bit each
@@ -45,24 +45,24 @@ class WorkerOutputFold:
     """Folds the outputs of all ranks, step by step. One per engine.
 
     - `finished_sending`, `finished_recving`: an id appears once, in the step in which the last of
-      the expected ranks has reported it. A rank that repeats an id meanwhile counts once. A report
-      after that is the beginning of the next transfer of an id that is used again.
-    - `failed_recving`: a failure on any rank is kept until the id is released, and comes with it.
+      the expected ranks has reported it. A rank that repeats an id before that counts once. A later
+      report belongs to the next transfer under the same id.
+    - `failed_recving`: a failure on any rank is kept, and comes in the step that releases the id.
     - `invalid_block_ids`: those of this step, of any rank.
     - `stats` add up by name; `events` are joined; `meta` is folded by its own `aggregate`. If one
       of these cannot be folded, it is dropped for this step, logged and counted; the ids above are
       kept.
 
     Attributes:
-        expected_reports: ranks that report each id. A new value holds at the next `fold`, also for
-            the ids of which some ranks have reported before.
+        expected_reports: number of ranks that report each id. A new value takes effect at the next
+            `fold`, also for ids that some ranks have reported already.
     """
 
     def __init__(self, expected_reports: int, *, observer: Observer | None = None) -> None:
         """Begin with no report.
 
         Args:
-            expected_reports: ranks that report each id, at least 1.
+            expected_reports: number of ranks that report each id, at least 1.
             observer: receives `hook_failed` where stats, events or meta could not be folded.
 
         Raises:
@@ -86,7 +86,7 @@ class WorkerOutputFold:
         )
 
     def fold(self, outputs: Sequence[WorkerOutput | None]) -> WorkerOutput:
-        """One step's outputs as one; `EMPTY_OUTPUT` itself if there is nothing to report.
+        """Fold one step's outputs. Returns `EMPTY_OUTPUT` itself if there is nothing to report.
 
         Args:
             outputs: one per rank, in rank order, the same ranks in every step; None for a rank
@@ -113,7 +113,7 @@ class WorkerOutputFold:
         return EMPTY_OUTPUT if folded.is_empty() else folded
 
     def append(self, first: WorkerOutput, second: WorkerOutput) -> WorkerOutput:
-        """Two folded outputs of successive steps as one, where the host took none between them."""
+        """Join folded outputs of two successive steps, where the host did not take the first."""
         if first.is_empty() or second.is_empty():
             return second if first.is_empty() else first
         both = [first, second]
@@ -130,7 +130,7 @@ class WorkerOutputFold:
     def _payload(
         self, kind: str, outputs: Sequence[WorkerOutput], join: Callable[[Any, Any], Any]
     ) -> Any:  # noqa: ANN401 - the connector's
-        """All outputs' `kind` by `join`, which makes a new value and changes neither of two."""
+        """Join the `kind` of all outputs. `join` makes a new value and changes neither argument."""
         values = [value for output in outputs if (value := getattr(output, kind)) is not None]
         if not values:
             return None
@@ -139,7 +139,7 @@ class WorkerOutputFold:
             for value in values[1:]:
                 result = join(result, value)
         except Exception:
-            # The connector's code, in the host's process: its fault must not reach the engine.
+            # A fault of the connector's code or data must not reach the engine.
             self._faults.fault(f"fold_{kind}", f"the {kind} of this step are dropped")
             return None
         return result
@@ -154,7 +154,7 @@ def _require_same_type(first: object, second: object) -> None:
 
 
 def _add_stats(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
-    """Counters by name, or an object with `aggregate`, which may change itself: of a copy."""
+    """Add counters by name. An object with `aggregate` is copied first, as it may change itself."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
     _require_same_type(first, second)
@@ -162,7 +162,7 @@ def _add_stats(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector'
 
 
 def _join_events(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
-    """Sequences of events, or containers of vLLM's shape, that have `add_events`."""
+    """Join two sequences of events, or two containers like vLLM's, which have `add_events`."""
     if isinstance(first, Sequence) and isinstance(second, Sequence):
         return (*first, *second)
     _require_same_type(first, second)
@@ -172,7 +172,8 @@ def _join_events(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connecto
 
 
 def _join_events_of_ranks(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
-    """As `_join_events`. A container counts its workers: it passes on what all of them saw."""
+    """Join the events of two ranks. A container counts its workers, since it passes on only what
+    all of them saw."""
     joined = _join_events(first, second)
     if not isinstance(joined, Sequence):
         joined.increment_workers(1)
@@ -180,5 +181,5 @@ def _join_events_of_ranks(first: Any, second: Any) -> Any:  # noqa: ANN401 - the
 
 
 def _fold_meta(first: Any, second: Any) -> Any:  # noqa: ANN401 - the connector's
-    """Ours never changes what it folds; of others only a copy is asked."""
+    """Fold two metas. A foreign meta is copied first; a `WorkerMeta` never changes itself."""
     return (first if isinstance(first, WorkerMeta) else copy.deepcopy(first)).aggregate(second)

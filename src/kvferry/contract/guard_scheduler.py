@@ -6,12 +6,12 @@ When a hook raises an `Exception`, the guard counts it (`hook_failed`, `hook_fai
 it now and then, and gives the answer that is safe for that hook. `KeyboardInterrupt` and
 `SystemExit` pass.
 
-Tokens that were promised to the host and will not be loaded must reach it as a failed load. If a
-scheduler role faults between promise and plan, its guard sends a `RepairedPlan`, which the guard of
-every worker role unpacks: wrap both roles or neither.
+If promised tokens will not be loaded, the host must learn of a failed load. If a scheduler role
+faults between promise and plan, its guard sends a `RepairedPlan`, which the guard of every worker
+role unpacks: wrap both roles or neither.
 
-Construction and registration are not guarded: options or a layout that cannot be used are refused
-loudly at start-up, when nothing has been promised yet.
+Construction and registration are not guarded. At start-up nothing has been promised yet, so options
+or a layout that cannot be used raise an error.
 
 Made by `OneRole.attach` (vLLM's connectors) and by the embedded engine's `LLM`.
 """
@@ -49,9 +49,8 @@ class GuardedScheduler(SchedulerRole):
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after `ASK_AGAIN_SECONDS`;
     - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
-    - a request of which a load was lost before its plan, or an async one failed, is not offered a
-      hit again: a host that recomputes such a request from its start asks again, and would repeat
-      this for ever.
+    - a request that lost a load before its plan, or had an async load fail, gets no further hit:
+      a host that recomputes it from its start asks again, and would repeat this for ever.
 
     Runs in: scheduler. Costs less than a microsecond per hook if nothing is wrong.
     """
@@ -77,7 +76,7 @@ class GuardedScheduler(SchedulerRole):
         self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._block_size = block_size
         self._clock = clock
-        self._asked: dict[str, float] = {}  # first "ask again" of requests that still wait
+        self._asked: dict[str, float] = {}  # time of the first "ask again", by waiting request
         self._promises = Promises(block_size)
         self.is_asynchronous = role.is_asynchronous
         if role.is_asynchronous:
@@ -131,7 +130,7 @@ class GuardedScheduler(SchedulerRole):
             )
             return MISS
         num_tokens = len(request.all_token_ids)
-        # Sync: the engine must have a token to compute. Async: the engine itself leaves the last.
+        # Sync: the engine must have a token to compute. Async: the engine leaves the last one out.
         limit = (num_tokens if is_async else num_tokens - 1) - num_local_tokens
         legal = max(0, min(count, limit))
         if self._block_size is not None:

@@ -1,4 +1,4 @@
-"""The guard at the host boundary, for the worker role; see `guard_scheduler` for what both do."""
+"""The guard at the host boundary, for the worker role. See `guard_scheduler` for what both do."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 
 
 class GuardedWorker(WorkerRole):
-    """A worker role whose faults are failed loads and absent saves.
+    """A worker role whose faults become failed loads and absent saves.
 
+    When a hook raises:
     - `begin_step`, `start_load`: every block that the plan was to fill is reported as invalid, its
-      async loads as failed; nothing more is loaded or saved in this step.
-    - `wait_for_layer_load`: the blocks likewise, and nothing is saved, since what was computed from
-      them is wrong. Async loads are under way: the role reports their end itself.
-    - `save_layer`, `save`: nothing (more) is saved in this step; loads are not affected.
-    - `collect`: the blocks of the step's loads are reported as invalid, because their failures may
-      have been in the lost report. Ends that the role still remembers come with a later step.
+      async loads as failed. Nothing more is loaded or saved in this step.
+    - `wait_for_layer_load`: the same blocks are reported as invalid. Nothing is saved, since what
+      is computed from them is wrong. The role still reports the end of its async loads.
+    - `save_layer`, `save`: nothing more is saved in this step; loads are not affected.
+    - `collect`: the blocks of the step's loads are reported as invalid, because the lost report may
+      have named them. If the role still knows which async loads and saves ended, it reports them in
+      a later step.
 
-    Layer hooks are there if, and only if, the wrapped role has them.
+    The guard has layer hooks if, and only if, the wrapped role has them.
 
     Runs in: worker.
     """
@@ -56,7 +58,7 @@ class GuardedWorker(WorkerRole):
         self._role.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Not guarded: the engine must not take memory away that is still copied."""
+        """Not guarded: on an error the engine must keep its memory, as copies may be under way."""
         self._role.unregister_kv_caches()
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
@@ -76,7 +78,7 @@ class GuardedWorker(WorkerRole):
         self._loads_stopped = self._saves_stopped = False
         if isinstance(plan, RepairedPlan):
             self._owed.repair(plan)
-            # The engine computes on blocks that were never filled.
+            # The engine computes from blocks that were never filled.
             self._saves_stopped = bool(plan.lost_block_ids)
             if not self._is_promised(plan):
                 return
@@ -88,8 +90,8 @@ class GuardedWorker(WorkerRole):
             self._give_up_step()
 
     def _is_promised(self, plan: RepairedPlan) -> bool:
-        """Whether the plan loads only what the host was promised; also if the role cannot say what
-        it loads. If not, it is refused: the role would write to blocks of other requests."""
+        """Refuse a plan that fills blocks without a promise: they may belong to other requests.
+        True if it is not refused, also where the promised blocks are not known."""
         promised = plan.promised_block_ids
         if promised is None or self.planned_blocks(plan.plan) <= promised:
             return True

@@ -1,13 +1,14 @@
-"""The parameters of a request: those by which proxies let one engine prefill a prompt and another
-decode it, and the options of a client.
+"""Reads and writes the parameters of a request: those by which proxies let one engine prefill a
+prompt and another decode it, and the client's options.
 
 Proxies for vLLM send them as `kv_transfer_params` of a request, and copy those of the prefill's
-answer to the decode. This file is the only one that knows their fields (docs/disaggregation.md).
-They come from clients: whatever does not have the form of a field counts as absent.
+answer into the decode's request. Only this file knows their fields (docs/disaggregation.md). They
+come from clients: a value that does not have the form of its field counts as absent.
 
-Under our own field stand, side by side, the stamp of a producer, the explanation that an answer
-brought, and options (docs/request-options.md). Only wrong options are refused: they alone are
-written by hand.
+Our own field holds, side by side, a producer's stamp (what it stored of the prompt), an answer's
+explanation (what was hit, what was missed) and options (docs/request-options.md). Only wrong
+options are refused, since only these are written by hand. Parameters are read when a request
+arrives, and written into its answer when it ends.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _MAX_SHOWN = 40
 
 
 def read_handover(params: object) -> Handover | None:
-    """What the parameters of a request ask for; None if nothing that we know. Never raises, and
-    changes nothing: other connectors read the same object."""
+    """Return what the parameters of a request ask for; None if nothing that we know. Never raises.
+    Does not change the object, which other connectors read, too."""
     if not isinstance(params, Mapping):
         return None
     answers = params.get("do_remote_decode") is True
@@ -56,14 +57,14 @@ def read_handover(params: object) -> Handover | None:
 
 
 def read_options(params: object, arguments: object = None) -> RequestOptions:
-    """The options of a request. Changes nothing.
+    """Read the options of a request. Changes nothing.
 
     Args:
-        params: its `kv_transfer_params`.
-        arguments: other extra arguments of it; what stands here goes before.
+        params: `kv_transfer_params` of the request.
+        arguments: its other extra arguments. An option here overrides the same one in `params`.
 
     Raises:
-        ConfigError: an unknown option, or one of another type or size, by name.
+        ConfigError: an unknown option, or one of a wrong type or size. The message names it.
     """
     asked: dict[str, Any] = {}
     for given in (params, arguments):
@@ -85,13 +86,13 @@ def read_options(params: object, arguments: object = None) -> RequestOptions:
 def write_explanation(
     *, num_local: int, hits: Mapping[str, int], misses: Mapping[str, int], why: str
 ) -> dict[str, Any]:
-    """What an answer says of the tokens of a prompt, under our field.
+    """Return what an answer says under our field about the tokens of a prompt.
 
     Args:
-        num_local: tokens that the engine had itself.
-        hits: tokens by tier.
-        misses: tokens by reason, the one of the first computed token first.
-        why: the numbers behind a reason; empty for most.
+        num_local: tokens that the engine's own prefix cache had.
+        hits: loaded tokens by tier.
+        misses: computed tokens by reason; the reason of the first such token comes first.
+        why: details of that reason; empty for most.
     """
     num_hit = sum(hits.values())
     explained = {
@@ -116,14 +117,14 @@ def write_handover(
     tp_size: int,
     address: tuple[str, int] | None,
 ) -> dict[str, Any]:
-    """The parameters of an answer: what the next engine needs to find the KV of this one.
+    """Return the parameters of an answer: what the next engine needs to find the KV of this one.
 
     Args:
-        is_prefill: a prefill, which another engine decodes; False: a decode, whose conversation
-            another engine goes on with.
-        engine_id: of this run of the engine.
+        is_prefill: True for a prefill that another engine decodes; False for a decode whose
+            conversation another engine continues.
+        engine_id: id of this run of the engine.
         num_tokens: tokens whose KV was computed.
-        num_groups: block tables of a request.
+        num_groups: number of block tables of a request.
         address: where this engine serves peers; None if it does not.
     """
     host, port = address or (None, None)
@@ -161,7 +162,7 @@ def _source(params: Mapping[str, Any], *, answers: bool) -> KVSource | None:
         if isinstance(named, Mapping):
             host, port = _address(named)
             return KVSource(waits=named is prefiller, host=host, port=port)
-    # A turn that follows a decode elsewhere is a prefill with the stamp of that decode.
+    # A turn that continues a decode of another engine is a prefill with that decode's stamp.
     is_stamped = _is_stamped(params)
     if params.get("do_remote_prefill") is not True and not (answers and is_stamped):
         return None
@@ -177,7 +178,7 @@ def _source(params: Mapping[str, Any], *, answers: bool) -> KVSource | None:
 
 
 def _is_stamped(params: Mapping[str, Any]) -> bool:
-    """Whether our field is there and holds more than options and an explanation."""
+    """Whether our field is there, even empty or malformed, and not just options or explanation."""
     value = params.get(STAMP)
     if not isinstance(value, Mapping) or not value:
         return STAMP in params
@@ -197,14 +198,14 @@ def _number(value: object, most: int) -> int | None:
 
 
 def _has_any(block_ids: object) -> bool:
-    """Whether a block is named. Anything else than a list was not written by us either."""
+    """Whether a block is named. True, too, for anything but a list: we write lists only."""
     if block_ids is None:
         return False
     return not isinstance(block_ids, list) or any(group != [] for group in block_ids)
 
 
 def _stamp(value: object) -> ProducerStamp:
-    """The stamp; of version 0 if it is none of ours."""
+    """Read a stamp. Version 0 means that it is not one of ours."""
     version = _number(value.get("v"), _MAX_TOKENS) if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or version is None:
         return ProducerStamp(version=0)

@@ -1,11 +1,11 @@
-"""One step of a worker, in order; the only place that knows that order.
+"""Runs the parts of a worker's step in order. No other code knows that order.
 
     begin_step  start_load  [forward, with layer hooks]  save  collect  end_step
 
-A step without tokens is the same without the forward. If the forward raises, the blocks do not hold
-the KV of the tokens, so `save` is left out; `collect` and `end_step` still happen, and the error is
-raised. Faults of the worker are raised as well; a `GuardedWorker` (`contract.guard_worker`) keeps
-them from the engine.
+In a step without tokens, the worker waits a moment in place of the forward. If the forward raises,
+the blocks lack the KV, so `save` is skipped. `collect` and `end_step` still run; then the error is
+raised. Errors of a bare worker are raised, too: wrap it in a `GuardedWorker`
+(`contract.guard_worker`) to keep them from the engine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from kvferry.observe import Observer
 
 
 class StepLifecycle:
-    """Drives one worker role, step by step, and holds it to its contract.
+    """The driver of one worker role, which takes it through its steps and checks its reports.
 
-    Guarantees to the host: whatever the worker reports, each output obeys the rules of
-    `WorkerOutput` (see `kvferry.contract.rules`); an output without a report is `EMPTY_OUTPUT`
-    itself; every begun step is ended before the next one begins.
+    Guarantees to the host:
+    - Each output obeys the rules of `WorkerOutput` (see `kvferry.contract.rules`), whatever the
+      worker reports. An output without a report is `EMPTY_OUTPUT` itself.
+    - No step begins while another one is open (ContractError).
 
     Runs in: worker, on the model runner's thread.
 
     Attributes:
         layerwise: the worker's layer hooks, for the host to call around each attention layer of the
             open step; None if the worker has none.
-        output: the report of the last step, also if its forward raised; empty while a step is open.
+        output: the report of the last step, even if its forward raised; empty from `begin` until
+            `collect`.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class StepLifecycle:
         Args:
             worker: the role, guarded or bare.
             observer: receives `contract_violation` counts.
-            strict: raise ContractError on a violation instead of dropping, counting and logging it;
-                for conformance runs.
+            strict: also raise ContractError on a violation, for conformance runs. Otherwise the bad
+                report is only dropped, counted and logged.
         """
         self.layerwise = worker if isinstance(worker, SupportsLayerwise) else None
         self.output: WorkerOutput = EMPTY_OUTPUT
@@ -56,8 +58,8 @@ class StepLifecycle:
 
     @contextmanager
     def step(self, plan: Plan, finished_request_ids: Collection[str]) -> Iterator[StepLifecycle]:
-        """A step around its forward: `with lifecycle.step(plan, finished): forward()`. Yields this
-        lifecycle, whose `output` is set when the block is left.
+        """Run a step around its forward: `with lifecycle.step(plan, finished): forward()`. Yields
+        this lifecycle, whose `output` is set when the block is left.
 
         Args:
             plan: what the scheduler role built for this step.
@@ -71,8 +73,8 @@ class StepLifecycle:
             self.finish(finished_request_ids)
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """A step without tokens. It starts loads, saves, and reports like any other step, since an
-        engine that only waits for the cache has no other steps."""
+        """Run a step without tokens; wait at most `IDLE_WAIT_SECONDS` for something to report. The
+        step loads, saves and reports too: an engine that only waits for the cache has no others."""
         with self.step(plan, finished_request_ids):
             self._worker.wait(IDLE_WAIT_SECONDS)
         return self.output
@@ -80,12 +82,12 @@ class StepLifecycle:
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
     def open(self, plan: Plan) -> None:
-        """Before the forward: `begin` and `start_load`; errors as for these."""
+        """Call `begin`, then `start_load`, before the forward. Raises what they raise."""
         self.begin(plan)
         self.start_load()
 
     def begin(self, plan: Plan) -> None:
-        """Begin a step. If the worker fails, there is no step.
+        """Begin a step. If the worker raises, its `end_step` is called and no step is open.
 
         Raises:
             ContractError: the last step was not ended.
@@ -103,8 +105,8 @@ class StepLifecycle:
             self._rules.begin(plan)
 
     def start_load(self) -> None:
-        """Start the plan's loads: at once, or when the host gets to it. If the worker fails, the
-        step is ended.
+        """Start the plan's loads, right after `begin` or later in the step. If the worker raises,
+        the step is ended.
 
         Raises:
             ContractError: no step is open.
@@ -114,7 +116,7 @@ class StepLifecycle:
             self._worker.start_load()
 
     def save(self) -> None:
-        """After the forward; left out if that failed.
+        """Save after the forward. Do not call it if the forward failed.
 
         Raises:
             ContractError: no step is open.
@@ -123,7 +125,7 @@ class StepLifecycle:
         self._worker.save()
 
     def finish(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """`collect`, and `end` even if that fails; errors as for these."""
+        """Call `collect`, then `end` even if `collect` fails. Raises what they raise."""
         try:
             return self.collect(finished_request_ids)
         finally:
@@ -131,7 +133,7 @@ class StepLifecycle:
                 self.end()
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        """The report of the step, which is also kept as `output`.
+        """Return the report of the step, and keep it as `output`.
 
         Raises:
             ContractError: no step is open; or, when strict, a rule was broken.
@@ -142,7 +144,7 @@ class StepLifecycle:
         return self.output
 
     def end(self) -> None:
-        """End the step, also one without a report.
+        """End the step, even if `collect` was not called.
 
         Raises:
             ContractError: no step is open.
@@ -153,8 +155,8 @@ class StepLifecycle:
 
     @property
     def holds_reports(self) -> bool:
-        """Whether a report that came too early waits for a later step: the host must not leave
-        steps out."""
+        """Whether a report that came too early waits for a later step. While True, the host must
+        not skip steps."""
         return self._rules.holds_reports
 
     def _require_step(self, what: str) -> Plan:

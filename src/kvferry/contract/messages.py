@@ -1,7 +1,8 @@
-"""The two values that cross between scheduler and workers: a plan down, an output up.
+"""The values of the contract: answers of the scheduler role, the plan that it sends to the workers
+in each step, the output that they send back, and events.
 
-Both are frozen, hold no tensors and no live objects, and survive pickle and msgpack. Connectors
-subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
+Plan and output are frozen, hold no tensors and no live objects, and survive pickle and msgpack.
+Connectors subclass `Plan` and `WorkerMeta`; the host carries them without looking inside.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ class LookupMiss(StrEnum):
     PARTIAL = "partial"
     """The end of the prompt: less than a whole chunk or block, and the last token."""
     AUDIT = "audit"
-    """Stored, and computed nevertheless, to compare it with its record."""
+    """The chunk is stored, but computed nevertheless to compare the result with its record."""
     OTHER_MODEL = "other_model"
-    """An audit found that what is stored under this model's identity is of another."""
+    """An audit found KV of another model stored under this model's identity."""
     NOT_PRODUCED = "not_produced"
-    """Another engine was said to compute the chunk, and did not store it in time."""
+    """Another engine was said to compute the chunk, but did not store it in time."""
     OTHER_PRODUCER = "other_producer"
-    """That engine is of another kind or version, or its model, configuration or tenant is."""
+    """The producing engine differs in kind, version, model, configuration or tenant."""
     OTHER_TOKENS = "other_tokens"
-    """That engine computed other tokens: a chat template with a clock, an edited history."""
+    """The producing engine had other tokens: a chat template with a clock, an edited history."""
     NOT_CACHEABLE = "not_cacheable"
     """The request must not be cached."""
     NOT_LOADING = "not_loading"
-    """Nothing, or nothing more, is loaded: this engine only stores, its host carries no reports
+    """No load, or no further load, is allowed: this engine only stores, its host carries no reports
     from workers, the host did not ask for this request, or the request's options say so."""
 
 
@@ -56,7 +57,7 @@ class LookupResult(NamedTuple):
     is_async: bool = False
     """True: the load spans steps and its end is reported in `finished_recving`. Never with 0."""
     reason: str | None = None
-    """Why the count is not larger: a `LookupMiss`; None if it is all that whole chunks can give."""
+    """Why the count is not larger, a `LookupMiss`; None if whole chunks cannot give more."""
 
 
 class FinishResult(NamedTuple):
@@ -65,7 +66,7 @@ class FinishResult(NamedTuple):
     delay_free: bool = False
     """True: blocks stay allocated until the id arrives in `finished_sending`."""
     params: Mapping[str, Any] | None = None
-    """Handed to the client with the final output of a normally finished request."""
+    """What the client gets with the final output of a normally finished request."""
 
 
 MISS = LookupResult(0, False)
@@ -74,23 +75,24 @@ FREE_NOW = FinishResult(False, None)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Scheduler to workers, once per step, also for steps without a token."""
+    """The scheduler role's message to the workers: one per step, also for steps without a token."""
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):
-    """A plan, and the promises to the host that the role may not know of.
+    """A plan with the promises to the host that the roles may not know of. The scheduler role's
+    guard makes it after a fault, the worker role's guard unpacks it.
 
     Attributes:
         plan: what the role built, or its empty plan.
-        lost_block_ids: blocks that the host takes for loaded and that may stay unfilled.
-        promised_block_ids: every block that loads of this plan may fill; None: not checked. Set
-            after the first `build_plan` that failed: the role may still plan its loads later, when
-            their blocks have other owners.
+        lost_block_ids: blocks that the host takes for loaded but that may stay unfilled.
+        promised_block_ids: all blocks that loads of this plan may fill; None: not checked. Set from
+            the first failed `build_plan` on, since the role may still plan the loads of that step
+            later, when their blocks have other owners.
         lost_request_ids: requests that wait for an async load which may never have been planned,
             or whose end was not reported in time.
         promised_request_ids: the async loads that fill `promised_block_ids`.
-        freed_request_ids: ended requests whose blocks were freed, whatever the role answered: a
-            delayed free reported for one of them kills the host.
+        freed_request_ids: ended requests whose blocks were freed because `request_finished` raised.
+            A delayed free reported for one of them kills the host.
         overdue_sending: ended requests whose delayed free was not reported in time.
     """
 
@@ -104,7 +106,7 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
 
 
 class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Worker to its own scheduler role: reports of a connector beyond the common fields."""
+    """A worker's report to its own scheduler role, beyond the common fields of `WorkerOutput`."""
 
     def aggregate(self, other: WorkerMeta) -> WorkerMeta:
         """Fold the meta of another rank (or step) into a new value. Mutates neither."""
@@ -112,7 +114,7 @@ class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers to scheduler, once per step.
+    """The workers' report to the scheduler role, once per step.
 
     Attributes:
         finished_sending: requests whose delayed free may happen now; each id once per rank.
@@ -156,9 +158,9 @@ class ChunkStored:
     """A chunk can be read by every engine that shares the store.
 
     Attributes:
-        key: its identity.
-        parent: that of the chunk before it in the prompt; None for the first.
-        token_ids: its tokens.
+        key: identity of the chunk.
+        parent: key of the chunk before it in the prompt; None for the first.
+        token_ids: tokens of the chunk.
         extra_keys: what else decides its content.
     """
 

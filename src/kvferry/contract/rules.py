@@ -6,11 +6,11 @@ a rule of `WorkerOutput` is removed, counted as `contract_violation` and logged 
 report of a *failure* is never weakened: a malformed one becomes a larger failure, because a failed
 load that the host takes for a good one is silently wrong output.
 
-These are the rules for loads that end in their step; `contract.asynchronous` extends `Promises`,
-`ReportRules` and `OwedReports` by those for async loads and delayed frees.
+This module has the rules for loads that end in their step. `contract.asynchronous` extends
+`Promises`, `ReportRules` and `OwedReports` by the rules for async loads and delayed frees.
 
-A `GuardedScheduler` has `Promises`, a `GuardedWorker` `OwedReports`, a `StepLifecycle`
-`ReportRules`. `HookFaults` counts for them, for the fold, and for SGLang's storage.
+A `GuardedScheduler` uses `Promises`, a `GuardedWorker` `OwedReports`, a `StepLifecycle`
+`ReportRules`. `HookFaults` counts for all of them, for the fold, and for SGLang's storage.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ class HookFaults:
             )
 
     def _note(self, name: str) -> int:
-        """How often `name` happened if this time is worth a log line, else 0."""
+        """Count `name`. Return how often it happened if this time is worth a log line, else 0."""
         number = self._seen[name] = self._seen.get(name, 0) + 1
         return number if number == 10 ** (len(str(number)) - 1) else 0
 
 
 class Promises:
-    """The guard's memory between lookup and plan. Bookkeeping only: every method is O(1) or in the
-    number of loads under way. Methods without a body are for async roles. Runs in: scheduler."""
+    """What the scheduler role's guard remembers between lookup and plan. Pure bookkeeping, no I/O.
+    Methods without a body are for async roles. Runs in: scheduler."""
 
     def __init__(self, block_size: int | None) -> None:
         self._block_size = block_size
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        # By request, the blocks of promised loads: the host counts on them.
+        # Blocks of promised loads, by request: the host counts on them.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
         self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role, or overdue
         self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
-        self._suspect = False  # a plan could not be built: loads of later ones are checked
+        self._suspect = False  # a plan could not be built: loads of later plans are checked
 
     def has_failed(self, request_id: str) -> bool:
-        """Whether a load of this request was lost before its plan, or an async one failed. It gets
-        no hit again: a host that restarts such a request asks again, and with the same answer would
-        fail the same way for ever."""
+        """Whether a load of this request was lost before its plan, or an async load of it failed.
+        The request gets no further hit: a host that restarts it asks again, and the same answer
+        would fail in the same way for ever."""
         return request_id in self._hits_blocked
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
@@ -113,8 +113,8 @@ class Promises:
     ) -> frozenset[int]:
         """The blocks that hold tokens `[num_local, num_local + num_external)`.
 
-        With several tables block sizes differ, and the guard knows only their common multiple: all
-        blocks of the request are named then. Never the null block, which requests share.
+        With several tables, block sizes may differ and the guard knows only their common multiple,
+        so all blocks of the request count. The null block, which requests share, never does.
         """
         size = self._block_size
         if size is None or len(block_ids) != 1:
@@ -123,18 +123,18 @@ class Promises:
         return frozenset(block_ids[0][first:last]) - {NULL_BLOCK}
 
     def lose(self, request_id: str) -> None:
-        """Fail this request's load in the next plan, if it has one: the role may not know of it."""
+        """Fail this request's load, if any, in the next plan: the role may not know of it."""
         if request_id in self._planned:
             self._lost[request_id] = self._planned[request_id]
 
     def lose_plan(self) -> None:
-        """The role could not build the plan: none of its loads is known to be in it."""
+        """Fail all loads of a plan that the role could not build. Check those of later plans."""
         self._lost.update(self._planned)
         self._suspect = True
 
     def end(self, request_id: str) -> bool:
-        """A request ended. True if it still loads, as only an async load can: then the end of the
-        load is its last report."""
+        """Forget an ended request. True if it is still loading, as only an async load can be: then
+        the end of the load is the request's last report."""
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
@@ -169,9 +169,9 @@ class Promises:
 
 
 class ReportRules:
-    """Removes from a worker's outputs what the contract forbids. A sync role may report no request
-    id. Methods without a body are for async roles. One per worker; not shared. `strict` raises as
-    well."""
+    """A filter that removes what the contract forbids from one worker's outputs. A sync role may
+    report no request id. Methods without a body are for async roles. With `strict` it also raises.
+    """
 
     def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
         self._worker = worker
@@ -189,12 +189,12 @@ class ReportRules:
     def admit(
         self, output: object, finished_request_ids: Collection[str], plan: Plan
     ) -> WorkerOutput:
-        """The part of `output` that the host may see; `EMPTY_OUTPUT` itself if nothing is left.
+        """Return the part of `output` that the host may see; `EMPTY_OUTPUT` itself if it is empty.
 
         Args:
             output: what `collect` returned.
             finished_request_ids: what `collect` was given.
-            plan: of this step. If the report is malformed, every block that the plan fills is
+            plan: plan of this step. If the output is malformed, every block that the plan fills is
                 reported as failed.
 
         Raises:
@@ -204,7 +204,7 @@ class ReportRules:
             return EMPTY_OUTPUT
         if not isinstance(output, WorkerOutput) or not _holds_sets(output):
             self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
-            # Any load of this step may have failed: none of them is trusted.
+            # Any load of this step may have failed, so all of them count as failed.
             known = getattr(output, "invalid_block_ids", ())
             known = frozenset(known) if isinstance(known, frozenset | set) else frozenset()
             output = WorkerOutput(invalid_block_ids=known | self._worker.planned_blocks(plan))
@@ -251,7 +251,7 @@ def _holds_sets(output: WorkerOutput) -> bool:
 
 
 class OwedReports:
-    """The guard's additions to the worker's reports. Methods without a body are for async roles.
+    """What a worker role's guard adds to its reports. Methods without a body are for async roles.
 
     Attributes:
         invalid: blocks that a failed load left unfilled.
@@ -264,23 +264,23 @@ class OwedReports:
         return bool(self.invalid)
 
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        """`WorkerRole.planned_recving` of a plan, also of a repaired one; None if the role cannot
-        know."""
+        """`WorkerRole.planned_recving` of any plan, also of a `RepairedPlan`; None if the role
+        cannot know."""
         return frozenset()
 
     def repair(self, plan: RepairedPlan) -> None:
-        """Promises that the role possibly does not know of are reported as failed."""
+        """Note the promises that the role may not know of as failed."""
         self.invalid |= plan.lost_block_ids
 
     def refuse(self, plan: RepairedPlan) -> None:
-        """The role does not get this plan: everything promised for it is reported as failed."""
+        """Note everything promised for this plan as failed, as the role does not get the plan."""
         self.invalid |= plan.promised_block_ids or frozenset()
 
     def give_up(self, plan: Plan) -> None:
-        """The role failed to begin this plan or its loads: its async loads are failed."""
+        """Note this plan's async loads as failed, as the role failed to begin it or its loads."""
 
     def add_to(self, output: WorkerOutput) -> WorkerOutput:
-        """The role's report with the additions that are due, which are then no longer owed."""
+        """Return the role's report with all that is owed, which is then no longer owed."""
         invalid = output.invalid_block_ids | self.invalid
         self.invalid.clear()
         return msgspec.structs.replace(output, invalid_block_ids=invalid)

@@ -15,13 +15,14 @@ from kvferry.types import BlockTable, RequestView, StepView
 
 
 class SchedulerRole(ABC):
-    """One per engine. Call order per request: `on_new_request`, `lookup` (any number of times),
-    `update_after_alloc`, `build_plan` (every step), `request_finished` (once).
+    """The scheduler role of a connector, one per engine. Call order per request: `on_new_request`,
+    `lookup` (any number of times), `update_after_alloc`, `build_plan` (every step),
+    `request_finished` (once).
 
     Attributes:
-        is_asynchronous: False declares that the role has neither async loads nor delayed frees:
-            the rules of `kvferry.contract.asynchronous` are left out, and the guard refuses both.
-            Both halves declare the same.
+        is_asynchronous: False declares that the role has neither async loads nor delayed frees. The
+            guard then refuses both and skips the rules of `kvferry.contract.asynchronous`. The
+            worker role declares the same.
     """
 
     is_asynchronous: bool = True
@@ -32,7 +33,7 @@ class SchedulerRole(ABC):
 
     @abstractmethod
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        """How many tokens beyond `num_local_tokens` can be brought. Side-effect free for the host.
+        """How many tokens beyond `num_local_tokens` can be loaded. No side effect on the host.
 
         Called on every scan of the waiting queue until the request is admitted, again after
         preemption (then `request.all_token_ids` includes generated tokens) and again after a failed
@@ -44,8 +45,8 @@ class SchedulerRole(ABC):
           sync load: the last token is always computed.
         - The count is a multiple of the block size.
         - `(0, True)` is illegal.
-        - `None` means a known hit is on its way; it needs a deadline of the connector's own,
-          because no host bounds the retries. Never for a request without one.
+        - `None` means that a known hit is on its way, and is answered for no other reason. It needs
+          a deadline of the connector's own, because no host bounds the retries.
         """
 
     @abstractmethod
@@ -75,16 +76,16 @@ class SchedulerRole(ABC):
     def empty_plan(self) -> Plan:
         """A plan that asks the workers for nothing. Side-effect free.
 
-        Stands in for a plan that could not be built, so it must be of the type that the worker role
-        expects. Asked once, at construction of the guard.
+        It replaces a plan that could not be built, so it must be of the type that the worker role
+        expects. Called once, at construction of the guard.
         """
         return Plan()
 
     @property
     def is_idle(self) -> bool:
         """Whether a step that begins, resumes, preempts and ends no request and adds no block would
-        get the empty plan: its driver may then leave it out of such steps until it calls another
-        hook of this role."""
+        get the empty plan. The driver may then skip this role in such steps until it calls another
+        hook of the role."""
         return False
 
     @abstractmethod
@@ -94,9 +95,9 @@ class SchedulerRole(ABC):
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         """A request ended: stopped, aborted or failed. Mutates. Exactly once per request.
 
-        Also for requests that never ran (no blocks) and for requests aborted while loading; the
-        end of such a load must still be reported by the worker, and `delay_free` must then be
-        False, since two reports for one id kill the host. Not called on preemption.
+        Also called for requests that never ran (no blocks) and for requests aborted while loading.
+        The worker must still report the end of such a load, so `delay_free` must be False: two
+        reports for one id kill the host. Not called on preemption.
         """
         return FREE_NOW
 
@@ -110,7 +111,7 @@ class SchedulerRole(ABC):
 
     def has_pending_work(self) -> bool:
         """True while the host must keep stepping for this connector although no request is
-        scheduled (a prefetch or a delayed free under way). Stuck True is a busy engine."""
+        scheduled (a prefetch or a delayed free under way). Always True: the engine never idles."""
         return False
 
     def reset(self) -> bool:

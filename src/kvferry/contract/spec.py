@@ -1,4 +1,4 @@
-"""The description of an engine from which a connector is built, and the roles that come of it."""
+"""The description of an engine, from which a connector is built, and the connector's two roles."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from kvferry.types import KVGroup, RankShard, TablePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine, as the connector that serves it must know it.
+    """What a connector must know of the engine that it serves.
 
     Attributes:
-        identity: the model, as far as it decides KV bytes besides tokens and geometry.
-        groups: KV groups of the whole model. They decide the form of a record and its readers, so
-            every host of a model must name the same ones.
+        identity: what of the model decides KV bytes, besides tokens and geometry.
+        groups: KV groups of the whole model. They decide the layout of a record and thus who can
+            read it, so every host of a model must name the same groups.
         shard: the layers and heads of this rank; for a scheduler role, those of rank 0 (it reads
             `world_size` only).
-        kv_layout: axes of the layer tensors, one of `kvferry.layout.ops.LAYOUTS`.
-        multi_process: True if scheduler and worker roles live in different processes, so that the
-            store must be one that several can open. Several ranks always may.
+        kv_layout: axes of the layer tensors, one of `kvferry.layout.spec.LAYOUTS`.
+        multi_process: True if scheduler and worker roles are in different processes, so that
+            several processes must be able to open the store. Several ranks always require that.
         data_parallel_index: position of this engine among those that a host starts with one
-            configuration, from 0; the ports of the option `serve` are so much higher.
+            configuration, from 0. It is added to the ports of the option `serve`, except to port 0.
         loads: False for an engine that only stores (a producer), unless a request asks for more.
         saves: False for an engine that only reads (a consumer), unless a request asks for more.
-        disabled: nothing is loaded or saved, whatever requests ask for.
-        host_recomputes: True if the host computes a request again from blocks that are reported as
-            failed in a later step than that of their load; before the first token is sampled, if
-            the report comes in the step that completes the prompt.
+        disabled: True if nothing is loaded or saved, whatever requests ask for.
+        host_recomputes: True if the host recomputes a request from blocks that are reported as
+            failed in a later step than that of their load. If the report comes in the step that
+            completes the prompt, it does so before it samples the first token.
         host_publishes_events: True if the host publishes the events of `SchedulerRole.take_events`.
-        tables: the host's division of the layers over block tables. A scheduler role reads table,
+        tables: how the host divides the layers over block tables. A scheduler role reads table,
             group, block size and window only, and needs a part for every table and group that some
-            rank uses. The host may have further tables. None: one table per group, in order, of the
-            group's block size and window; a single group then consists of every layer that the host
-            registers.
+            rank uses. The host may have further tables. None: one table per group, in order, with
+            the group's block size and window; a single group then consists of every layer that the
+            host registers.
 
     Raises:
-        ConfigError: tables that do not hold every layer of this rank once, or that contradict each
-            other or the groups.
+        ConfigError: `tables` do not hold every layer of this rank once, or contradict each other or
+            the groups.
     """
 
     identity: ModelIdentity
@@ -124,5 +124,5 @@ class Roles:
     close_last: Callable[[], None] = lambda: None
     """Called once after both roles are closed: releases what they share."""
     wait_ready: Callable[[float], bool] = lambda _timeout: True
-    """Blocks until look-ups can find everything stored, for at most so many seconds; True if they
-    can. For the start of an engine: earlier look-ups work, and may miss."""
+    """Called at the start of an engine. Blocks until look-ups can find everything stored, for at
+    most so many seconds; True if they can. Earlier look-ups work, but may miss."""

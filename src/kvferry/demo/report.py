@@ -1,4 +1,4 @@
-"""The result of the demonstration as JSON, a table, a verdict and a picture."""
+"""The result of `kvferry demo` as JSON, a table, a verdict and a picture."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
 
 def as_json(result: DemoResult) -> dict[str, JsonValue]:
-    """Medians over the warm runs, and the worst over all runs, the corrupted one included; each run
-    is under `runs`."""
+    """Return medians over the warm runs, the worst over all runs (also the corrupted one), and each
+    run under `runs`."""
     runs = [("warm", run) for run in result.warm] + [("corrupted", result.corrupted)]
     return {
         "model": result.model,
@@ -55,7 +55,7 @@ def _median_tokens(result: DemoResult, name: str) -> float:
 
 
 def table(result: DemoResult) -> Table:
-    """One line per question in a new process, one with a corrupted record, one for all."""
+    """Make a line per question in a new process, one for the corrupted record, one for all."""
     title = f"{result.model}, float32: computed once, read back by other processes"
     table = Table(
         title=Text(printable(title)), title_justify="left", box=None, padding=(0, 1, 0, 0)

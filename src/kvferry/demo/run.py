@@ -1,8 +1,8 @@
-"""The demonstration from start to end: three phases, each in a process of its own.
+"""Runs `kvferry demo`: three phases, each in a new process with the engine's prefix cache off.
 
-Cold: every question with a fresh store and an empty prefix cache of the engine's own. Warm: a new
-process asks the same questions of the store that the first question filled. Corrupted: another new
-process, after one byte of one record was flipped on disk.
+Cold: every question is computed, with a fresh store. Warm: a new process answers all questions with
+the store that the first question filled. Corrupted: another new process answers the first question,
+after one byte of one record was flipped on disk.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 RUN_DIR = "kvferry-demo-run"
 
 _WARM_UP_TOKENS = 12
-"""Shorter than a chunk, so never stored. Keeps the cost of a first forward out of the figures."""
+"""Less than a usual chunk, so not stored. Keeps the cost of a first forward out of the figures."""
 
 MAX_LOGIT_DIFF = 1e-3
-"""Bound in float32. Right reuse differs by some 1e-5, because parts of another size round in
-another order; a single wrong block differs by more than 1."""
+"""Most that logits may differ in float32. Correct reuse differs by some 1e-5, because prompts that
+are computed in other parts round differently; a single wrong block differs by more than 1."""
 
 Advance = Callable[[str], None]
 
@@ -69,7 +69,7 @@ _TOPICS = (
 
 
 def default_document() -> str:
-    """Chapters of the Python reference, which come with every CPython.
+    """Return chapters of the Python reference that come with CPython.
 
     Raises:
         ConfigError: this Python has no `pydoc_data`.
@@ -100,16 +100,16 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, questions: Sequence[str]
 ) -> list[list[int]]:
-    """One prompt per question: document first, question last, so that they start alike.
+    """Make one prompt per question: document first, question last, so that they start alike.
 
     Args:
-        tokenizer: of the model; its chat template is used if it has one.
+        tokenizer: the model's; its chat template is used if it has one.
         text: the document.
         num_tokens: the document is cut to this many tokens.
         questions: at least one.
 
     Raises:
-        ConfigError: the document is shorter than that.
+        ConfigError: the document is shorter than `num_tokens`.
     """
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(token_ids) < num_tokens:
@@ -138,8 +138,8 @@ class DemoOptions:
     Attributes:
         prompts: token ids, one list per question; they start alike.
         questions: the text of the questions, for the report.
-        work_dir: `RUN_DIR` in it is replaced.
-        max_tokens: answer length.
+        work_dir: directory in which `RUN_DIR` is replaced.
+        max_tokens: most tokens of an answer.
         chunk_tokens: tokens per stored record.
     """
 
@@ -164,9 +164,9 @@ class TimedAnswer:
     """The answer to one prompt.
 
     Attributes:
-        hit_tokens: tokens of the prompt read from the store instead of computed.
-        ttft_seconds: from the request to its first token.
-        logits: `[vocab]` float32, of the first answered position.
+        hit_tokens: tokens of the prompt that were read from the store instead of computed.
+        ttft_seconds: time from the request to its first token.
+        logits: `[vocab]` float32, of the first generated position.
     """
 
     prompt_tokens: int
@@ -179,7 +179,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The answers to one question: all of the prompt computed, and with the store."""
+    """The answers to one question: with the whole prompt computed, and with the store."""
 
     question: str
     cold: TimedAnswer
@@ -195,7 +195,7 @@ class Comparison:
 
     @property
     def max_abs_logit_diff(self) -> float:
-        """Of any logit. Greedy text can agree while the KV cache is wrong."""
+        """Largest difference of a logit. Greedy text can agree while the KV cache is wrong."""
         difference = np.abs(self.cold.logits - self.reused.logits)
         # NaN counts as a difference; JSON has no infinity.
         return float(np.nan_to_num(difference, nan=np.finfo(difference.dtype).max).max())
@@ -221,17 +221,17 @@ class DemoResult:
 
     @property
     def cold_ttft_seconds(self) -> float:
-        """Time to first token, all computed; the median over the questions."""
+        """Median time to first token over the questions, with all tokens computed."""
         return median(run.cold.ttft_seconds for run in self.warm)
 
     @property
     def warm_ttft_seconds(self) -> float:
-        """Time to first token in a new process, from the store; the median."""
+        """Median time to first token over the questions, in a new process with the store."""
         return median(run.reused.ttft_seconds for run in self.warm)
 
     @property
     def speedup(self) -> float:
-        """The ratio of these medians."""
+        """Ratio of the two medians."""
         return self.cold_ttft_seconds / self.warm_ttft_seconds
 
     @property
@@ -298,8 +298,8 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
 def _run_phase(
     name: str, options: DemoOptions, stores: Sequence[str], advance: Advance
 ) -> list[TimedAnswer]:
-    """Let a new process answer the first prompts, each with the store at its URL in `stores`;
-    `advance` is called after each answer."""
+    """Let a new process answer the first prompts, each with the store at its URL in `stores`. Call
+    `advance` after each answer."""
     answers: list[TimedAnswer] = []
     with DemoProcess(f"the {name} phase", _answer_all, options, stores) as child:
         for _ in stores:
@@ -309,7 +309,7 @@ def _run_phase(
 
 
 def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection) -> None:
-    """Send the answers, computed in float32, as they come; an error ends them.
+    """Send each answer, computed in float32, once it is there; an error is sent last.
 
     Runs in: the process of a phase.
     """
@@ -354,8 +354,8 @@ def _answer_from(
 
 
 def _middle_record(store: Path, options: DemoOptions) -> Path:
-    """The record in the middle of what all prompts share. Its header names it: records are
-    safetensors files, so none of our own code is needed to read it."""
+    """Find the record in the middle of what all prompts share, by the headers: records are
+    safetensors files, so none of our own code is needed to read them."""
     columns = zip(*options.prompts, strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     wanted = str(shared // options.chunk_tokens // 2 * options.chunk_tokens)

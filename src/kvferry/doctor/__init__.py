@@ -1,4 +1,4 @@
-"""Looks for what is wrong in a set-up: the machine, the stores, vLLM and its configuration.
+"""Checks of `kvferry doctor`: the machine, the stores, vLLM and its configuration.
 
-It changes nothing but for a few records of its own, which it removes again.
+They change nothing, except that they store a few records of their own and remove them again.
 """

@@ -1,4 +1,4 @@
-"""What a finding is, and what the machine says: software, memory, shared memory."""
+"""The type of a finding, and the checks of the machine: software, memory, shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PACKAGES = (
 )  # fmt: skip
 
 SHARED_BYTES = 256 << 20
-"""Of /dev/shm, for records that several ranks put together: a container gets 64 MiB by default."""
+"""Bytes of /dev/shm that several ranks need to put records together. A container gets 64 MiB by
+default."""
 
 
 class Finding(NamedTuple):
@@ -24,7 +25,7 @@ class Finding(NamedTuple):
 
     Attributes:
         where: a store, "vllm", "config" or "machine".
-        what: is wrong. May hold text of others.
+        what: what is wrong. May quote text from outside.
         todo: what to do about it.
     """
 
@@ -34,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def software() -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
+    """Return versions by package name; None for a package that is not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
@@ -48,11 +49,11 @@ def software() -> dict[str, str | None]:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """The bytes of memory that the container of this process may use; None without a limit. Reads
-    control groups of both versions.
+    """Return the bytes of memory that this process's container may use; None without a limit.
+    Reads control groups of both versions.
 
     Args:
-        root: where proc and sys are.
+        root: directory that holds proc and sys.
     """
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -63,10 +64,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
         base = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
         file = "memory.limit_in_bytes" if controllers else "memory.max"
         place = base / path.lstrip("/")
-        # A group is bound by those around it; in a container, its own may be the root.
+        # The limits of all enclosing groups count. In a container, the own group may be the root.
         while True:
             text = _read(place / file).strip()
-            # Version 1 says a number near 2^63 for no limit.
+            # Version 1 writes a number near 2^63 if there is no limit.
             if text.isdigit() and int(text) < 1 << 60:
                 limits.append(int(text))
             if place == base or base not in place.parents:
@@ -76,7 +77,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def check_memory(limit: int | None, memory_bytes: int) -> list[Finding]:
-    """Whether the host pool fits into the container."""
+    """Check that the host pool fits into the container."""
     if limit is None or memory_bytes <= limit // 2:
         return []
     return [
@@ -90,7 +91,7 @@ def check_memory(limit: int | None, memory_bytes: int) -> list[Finding]:
 
 
 def check_shared_memory(free_bytes: int | None, num_ranks: int) -> list[Finding]:
-    """Whether ranks can put records for a server together."""
+    """Check that /dev/shm has room, where ranks put records for a server together."""
     if num_ranks < 2 or free_bytes is None or free_bytes >= SHARED_BYTES:
         return []
     return [
@@ -104,7 +105,7 @@ def check_shared_memory(free_bytes: int | None, num_ranks: int) -> list[Finding]
 
 
 def shared_memory_bytes() -> int | None:
-    """Free bytes of /dev/shm; None if there is none."""
+    """Return the free bytes of /dev/shm; None if there is none."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

@@ -1,7 +1,7 @@
-"""One store: whether it answers, how fast, what fits, and which of its namespaces are shared.
+"""Checks one store: whether it answers, how fast, what fits, and which namespaces are shared.
 
-A store may hang at any call, so `check` fills a report that another thread reads when it has waited
-long enough.
+`run` is the entry. A store may hang at any call, so a thread of its own runs `check` and fills a
+report; `run` reads the report when it has waited long enough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey, KVGroup
 
 ANSWER_SECONDS = 5.0
-"""Limit of each call."""
+"""Time limit of each call that has a deadline."""
 
 CLEAN_SECONDS = 5.0
 SKEW_SECONDS = 60.0
@@ -39,25 +39,25 @@ MIN_FREE_FILES = 10_000
 CHUNK_TOKENS = 128
 
 _GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
-"""Makes records of 2 MiB."""
+"""A KV group whose records have 2 MiB."""
 
 _DELIBERATE = frozenset({"tenant", "weights_version"})
-"""Fields by which operators part namespaces of one model."""
+"""Fields with which operators separate namespaces of one model on purpose."""
 
 _PREFIX = "kvferry-doctor-"
-"""Of the names of this check's records on a server."""
+"""Start of the names of this check's records on a server."""
 
 Opener = Callable[[StoreUrl], Store]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a model directory says.
+    """Facts about a model, from its directory.
 
     Attributes:
-        record_bytes: of a chunk of 128 tokens.
-        token_bytes: of the KV of a token.
-        context_tokens: the longest prompt; None if the config does not say.
+        record_bytes: size of the record of a chunk of `CHUNK_TOKENS`.
+        token_bytes: size of the KV of one token.
+        context_tokens: longest prompt; None if the config does not say.
         prefill: tokens per second that an engine computes; None if not given.
     """
 
@@ -70,11 +70,11 @@ class Model:
 
 @dataclass(slots=True)
 class StoreReport:
-    """What is known of a store so far.
+    """What `check` has found out about a store so far.
 
     Attributes:
-        namespaces: those that have records, by digest: what a table shows of each.
-        is_over: set when no caller waits any more; what is under way is cleaned up then.
+        namespaces: a table row for each namespace that has records.
+        is_over: set when no caller waits any more; the check then removes its records.
     """
 
     url: str
@@ -96,11 +96,11 @@ def check(
     *,
     wall: Callable[[], float] = time.time,
 ) -> None:
-    """Look at one store and measure it. Raises nothing that is the store's fault.
+    """Check one store and measure it. A fault of the store becomes a finding, not an error.
 
     Args:
         opened: opens an existing store, writable unless its URL says otherwise.
-        model: whose KV is to be stored; None: what is of a model is left out.
+        model: the model whose KV is to be stored; None: leave out the checks that need one.
         wall: seconds since the epoch, to compare the store's clock with.
     """
     try:
@@ -112,7 +112,7 @@ def check(
         report.add(str(error), "correct the URL, or let an engine make the store first")
     except StoreError as error:
         report.add(f"{report.step} failed: {error}", _AWAY)
-    except OSError as error:  # of the directory, which a mount may have lost
+    except OSError as error:  # of the directory, for example after its mount was lost
         report.add(f"{report.step} failed: {error.strerror}", _AWAY)
 
 
@@ -142,7 +142,7 @@ def _check_open(
 
 
 def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
-    """Returns the bytes that records of this check may take without evicting others."""
+    """Check a directory; return how many bytes can be stored without evicting records."""
     root, options = parsed.path, read_options(parsed)
     if untrusted := why_untrusted(root):
         report.add(f"the directory {untrusted}: others can change it", "chown it, and chmod 700")
@@ -167,7 +167,7 @@ def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int
 def check_room(
     report: StoreReport, quota: int | None, used: int, free: int, free_files: int | None
 ) -> None:
-    """Whether a directory may grow as it will. `free_files` is None where there is no limit."""
+    """Check that a directory has room to grow. `free_files` is None if there is no limit."""
     report.facts |= {"free_bytes": free, "free_files": free_files}
     if quota is None:
         report.add(
@@ -192,7 +192,7 @@ def check_room(
 
 @contextmanager
 def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
-    """Where records of this check meet no others: on a server, under names of their own."""
+    """Open a place apart from others for this check's records: on a server, an own prefix."""
     if not kind_of(parsed.scheme).hosts:
         yield store
         return
@@ -209,7 +209,7 @@ def _measure(
         namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(_GROUP,)
     )
     if room < 2 * NUM_RECORDS * schema.record_bytes:
-        # Where records of this check would evict others, what is there is read.
+        # Records of this check would evict others; `measure` evicts nothing.
         speed = measure(store)
         report.facts |= _rates(speed.write, speed.read)
         return
@@ -280,7 +280,7 @@ def _add_refusal(values: Store, result: PutResult, report: StoreReport) -> None:
 
 
 def _removed(values: Store, key: ChunkKey) -> bool:
-    """Whether a record of this check is gone."""
+    """Delete a record of this check; return whether it is gone."""
     if values.delete(key):
         return True
     try:
@@ -292,7 +292,7 @@ def _removed(values: Store, key: ChunkKey) -> bool:
 def _check_clock(
     own: Store, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
 ) -> None:
-    """Compare clocks where the store says when a record was written."""
+    """Compare clocks, if the store says when a record was written."""
     if parsed.scheme == "file":
         if not report.facts.get("shared_by_machines"):
             return
@@ -345,7 +345,7 @@ def _check_namespaces(store: Store, model: Model | None, report: StoreReport) ->
 
 
 def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
-    """Find namespaces of one model that do not share."""
+    """Report namespaces of the same weights, unless a field in `_DELIBERATE` differs."""
     first: dict[str, Namespace] = {}
     for space in spaces:
         weights = str(space.description.get("weights"))
@@ -414,8 +414,8 @@ def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreRepo
 
 
 def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:
-    """`check` for `seconds` at most, in a thread that may hang. An interrupt is raised when the
-    records of the check are removed, or after `CLEAN_SECONDS`."""
+    """Run `check` for `seconds` at most, in a thread that may hang. An interrupt first waits up to
+    `CLEAN_SECONDS`, so that the check can remove its records."""
     report = StoreReport(shown_url(url))
     thread = threading.Thread(
         target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True
@@ -424,7 +424,7 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
     late = None
     try:
         thread.join(seconds)
-        if thread.is_alive():  # a copy: the thread may still write to its own
+        if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
             late.add(f"{late.step} took more than {seconds:.0f} s", _AWAY)
     finally:

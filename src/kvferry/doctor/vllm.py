@@ -1,4 +1,4 @@
-"""The vLLM that is installed, and the JSON that configures its connector."""
+"""Checks the installed vLLM, and the JSON that configures its connector."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KEYS = (
     "kv_connector_extra_config", "kv_connector_module_path", "kv_ip", "kv_load_failure_policy",
     "kv_parallel_size", "kv_port", "kv_rank", "kv_role",
 )  # fmt: skip
-"""Of vLLM's `KVTransferConfig`, 0.11 to 0.32."""
+"""Fields of vLLM's `KVTransferConfig`, 0.11 to 0.32."""
 
 MODULE = "kvferry.adapters.vllm"
 
 PLUGINS = "VLLM_PLUGINS"
-"""Variable of vLLM: the plug-ins that it loads; unset: all."""
+"""Environment variable with the plug-ins that vLLM loads; if unset, vLLM loads all."""
 
 _UNSERVED = ("pipeline_parallel_size", "decode_context_parallel_size")
 _JOURNAL_LINES = 1000
@@ -52,8 +52,8 @@ class VllmConfig:
 
 
 def check_installed(environment: Mapping[str, str] = os.environ) -> tuple[list[Finding], list[str]]:
-    """What is wrong with the vLLM that is installed, and the optional hooks that it has. Imports
-    vLLM, which takes seconds."""
+    """Return what is wrong with the installed vLLM, and which optional hooks it has. Imports vLLM,
+    which takes seconds."""
     if find_spec("vllm") is None:
         todo = "run kvferry in the environment that runs vLLM"
         return [Finding("vllm", "vLLM is not installed in this environment", todo)], []
@@ -126,7 +126,7 @@ def _parse(given: str, found: VllmConfig) -> Mapping[str, Any] | None:
 
 
 def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
-    """Options of vLLM beside the connector."""
+    """Check options of vLLM other than the connector's."""
     caching = options.get("enable_prefix_caching", not options.get("no_enable_prefix_caching"))
     if caching is False:
         found.add(
@@ -143,7 +143,7 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
 
 
 def _connectors(transfer: object, found: VllmConfig) -> Iterator[Mapping[str, Any]]:
-    """The connector, or those inside a `MultiConnector`."""
+    """Yield the connector, or kvferry's connectors inside a `MultiConnector`."""
     if not isinstance(transfer, dict):
         found.add("kv_transfer_config is no object", "write {...}")
         return
@@ -170,7 +170,7 @@ def _check_keys(transfer: Mapping[str, Any], found: VllmConfig) -> None:
 
 
 def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
-    """Whether it is ours."""
+    """Check one connector. Whether it is kvferry's."""
     _check_keys(transfer, found)
     name = transfer.get("kv_connector")
     if name != CONNECTOR:
@@ -206,7 +206,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
 
 
 def _check_journal(path: Path, chunk_tokens: int, found: VllmConfig) -> None:
-    """Whether recorded prompts have a chunk at all."""
+    """Check that at least half of the recorded prompts have a whole chunk."""
     if not path.is_file():
         return
     try:

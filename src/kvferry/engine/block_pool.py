@@ -1,4 +1,7 @@
-"""Knows which KV blocks are free, held or cached, and which requests hold them. No tensors."""
+"""The engine's KV blocks: which are free, held or cached, and which requests hold them.
+
+The engine's scheduler calls this on the engine's thread. No tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvferry.keys import ChunkKeys
 from kvferry.types import NULL_BLOCK, ChunkKey
 
 _NAMESPACE = bytes(32)
-"""Keys of blocks never leave the engine: they stand for tokens alone."""
+"""Keys of blocks never leave the engine, so they name token ids alone, and no model."""
 
 
 class BlockPool:
@@ -28,7 +31,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        # By block, its key and that of the block before it.
+        # By block: its key, and the key of the block before it.
         self._keys_of: dict[int, tuple[ChunkKey, ChunkKey | None]] = {}
         self._block_of: dict[ChunkKey, int] = {}
 
@@ -53,7 +56,7 @@ class BlockPool:
         return block_ids
 
     def find_prefix(self, keys: Iterable[ChunkKey]) -> list[int]:
-        """Cached blocks of the longest prefix hit. Holds none of them; call `acquire` for that."""
+        """Return the cached blocks of the longest prefix hit. Only `acquire` holds them."""
         block_ids: list[int] = []
         for key in keys:
             block_id = self._block_of.get(key)
@@ -70,8 +73,8 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Decrement the reference counts of blocks, given in token order. The end of a prefix is
-        evicted before its start, because the end is useless without the start."""
+        """Decrement the reference counts of blocks, given in token order. The end of a prefix will
+        be evicted before its start, because the end is useless without the start."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -80,8 +83,8 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def cache(self, block_id: int, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """Make a held, full block findable; `parent` is the key of the block before it. Of two
-        blocks with equal content the first stays."""
+        """Let `find_prefix` find a held, full block; `parent` is the key of the block before it. Of
+        two blocks with equal content the first stays."""
         if key not in self._block_of and block_id not in self._keys_of:
             self._keys_of[block_id] = key, parent
             self._block_of[key] = block_id
@@ -109,8 +112,8 @@ class BlockPool:
         self._block_of.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError if the pool contradicts itself or `tables`, the block ids of every
-        holder; for tests."""
+        """Raise AssertionError if the pool contradicts itself or `tables`, which are the block ids
+        of every holder; for tests."""
         held = {i for i in range(1, self.num_blocks) if self._ref_counts[i] > 0}
         assert min(self._ref_counts) >= 0, "a block was freed more often than held"
         assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
@@ -150,14 +153,14 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def local_hit(self, request: Request) -> list[int]:
-        """Blocks of the longest cached prefix: whole blocks, never the last token. Changes nothing
-        but the request's own keys."""
+        """Return the blocks of the longest cached prefix: whole blocks, never the last token.
+        Changes nothing but the request's own keys."""
         limit = (request.num_tokens - 1) // self.block_size
         return self.pool.find_prefix(self._keys(request)[:limit])
 
     def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
-        """Give a request without blocks the blocks of its local hit and new ones for the rest of
-        its first `num_tokens` tokens; all or nothing."""
+        """Give a request that has no blocks those of its local hit, and new ones for the rest of
+        its first `num_tokens` tokens. All or nothing; returns whether it had room."""
         # Acquire the hit first: `allocate` may evict, and must not evict it.
         self.pool.acquire(hit)
         new = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hit))
@@ -169,7 +172,7 @@ class KVCache:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the table long enough for `num_tokens` tokens; all or nothing."""
+        """Make the request's table long enough for `num_tokens` tokens. Returns as `admit`."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
@@ -180,7 +183,7 @@ class KVCache:
         return True
 
     def commit(self, request: Request) -> None:
-        """Offer the blocks that computed tokens fill to the prefix cache."""
+        """Offer the blocks that the request's computed tokens fill to the prefix cache."""
         full = request.num_computed_tokens // self.block_size
         keys = self._keys(request)[:full]
         for index in range(request.blocks.num_cached, len(keys)):
@@ -208,7 +211,7 @@ class KVCache:
         """Move the blocks from the request to the caller, and reset the request's computed
         tokens."""
         block_ids = request.block_ids
-        # A new list: views of the last step must not see what happens to the old one.
+        # A new list: the last step still shows the old one.
         request.blocks.ids = []
         request.num_computed_tokens = 0
         request.blocks.num_cached = 0
@@ -219,7 +222,7 @@ class KVCache:
         self.pool.free(self.detach(request))
 
     def _keys(self, request: Request) -> list[ChunkKey]:
-        """Of all full blocks; none without prefix caching."""
+        """Return the keys of all full blocks; none without prefix caching."""
         if not self._prefix_caching:
             return []
         blocks = request.blocks

@@ -13,8 +13,8 @@ KV_LAYOUTS = {
     "cross_layer": "BLHNC",
     **{order: order for order in MEMORY_ORDERS},
 }
-"""Orders of the KV pool's axes in memory, by name: layer, block, kv head, token, content. The first
-three names are those of vLLM; with "cross_layer" all layers of a block lie together."""
+"""Orders of the KV pool's axes in memory, by name. Axes: layer, block, kv head, token (N), content.
+The first three names are vLLM's; with "cross_layer" all layers of a block lie together."""
 
 _LEAST = {
     "block_size": 1,
@@ -34,20 +34,20 @@ class EngineConfig:
     Attributes:
         block_size: tokens in one KV block.
         num_blocks: KV blocks in the pool, the null block included; wins over `kv_cache_bytes`.
-        kv_cache_bytes: size of the KV pool. With neither, the pool holds `max_num_seqs` requests of
-            full length, but at most 1 GiB.
+        kv_cache_bytes: size of the KV pool. If both are None, the pool holds `max_num_seqs`
+            requests of full length, but at most 1 GiB.
         max_batched_tokens: tokens in one step; longer prompts are prefilled in chunks.
         max_num_seqs: requests that run or load at the same time.
         kv_layout: order of the KV pool's axes in memory, a key of `KV_LAYOUTS`. Stored KV does not
             depend on it.
-        dtype: "float32", "bfloat16", "float16", or "auto" for that of the model's config.
-        device: torch device of weights and KV; with ranks on "cuda", each has the device of its
-            number.
-        tensor_parallel_size: processes that share the model; this one is the first of them.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype in the model's config.
+        device: torch device of weights and KV; with several ranks, "cuda" gives each the device of
+            its number.
+        tensor_parallel_size: processes that share the model; this process is the first of them.
         prefix_caching: keep the KV blocks of finished requests for prompts that start alike.
         num_threads: torch's threads on a CPU, for the whole process; None leaves it as it is.
-        load_deadline_seconds: how long a request waits for its connector, once for an answer to a
-            look-up and once for the end of a load, before its prompt is computed instead.
+        load_deadline_seconds: how long a request waits for the connector's answer to a look-up, and
+            again for the end of a load. After that the engine computes the prompt instead.
     """
 
     block_size: int = 16

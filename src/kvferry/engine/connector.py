@@ -1,4 +1,5 @@
-"""The roles of the engine's cache; with roles that do nothing, for no store."""
+"""Opens the cache of the embedded engine on each rank: its two roles, which do nothing without a
+store. Also describes the engine to the cache (`engine_spec`)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheArguments:
-    """What the engine opens its cache with, on every rank; `spec` is that of rank 0."""
+    """The arguments with which every rank opens the cache; `spec` describes rank 0."""
 
     spec: EngineSpec
     options: Mapping[str, Any]
@@ -37,10 +38,10 @@ def cache_arguments(
     model: ModelConfig,
     engine: EngineConfig,
 ) -> CacheArguments | None:
-    """The arguments for a store; None without one.
+    """Return the arguments for a store; None without one.
 
     Raises:
-        ConfigError: there are options and no store.
+        ConfigError: there are options but no store.
     """
     if store is None:
         if options:
@@ -52,10 +53,10 @@ def cache_arguments(
 
 
 def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int = 0) -> Roles:
-    """Open the cache on one rank; only the first has a scheduler role that does something.
+    """Open the cache on one rank; only on rank 0 does the scheduler role do something.
 
     Raises:
-        ConfigError: an unknown option, or a store that cannot be used.
+        ConfigError: an option is unknown, or the store cannot be used.
     """
     if arguments is None:
         return Roles(NoScheduler(), NoWorker())
@@ -77,12 +78,14 @@ def engine_spec(
     weights_version: str | None = None,
     name: str | None = None,
 ) -> EngineSpec:
-    """What the connector on rank 0 must know of an engine that runs `model` with these options.
-    `deviations`, `weights_version` and `name` as for `identify`; the engine deviates in nothing.
+    """Return what rank 0 of an engine that runs `model` as `engine` says tells the cache about
+    itself.
+    `deviations`, `weights_version` and `name` are as for `identify`; `LLM` has no deviations.
 
     Raises:
-        ConfigError: a model whose weights or code have no digest.
-        TopologyError: kv heads that cannot be divided among the ranks.
+        ConfigError: the weights have no digest, or the model's class is not of Transformers and no
+            `weights_version` is given.
+        TopologyError: the kv heads cannot be divided among the ranks.
     """
     geometry, model_class = model.geometry, model.model_class()
     if weights_version is None and not is_library_class(model_class):
@@ -112,8 +115,8 @@ def engine_spec(
 
 
 def _table_part(geometry: ModelGeometry, index: int, group: KVGroup, block_size: int) -> TablePart:
-    """All groups are in one block table without a window, because the engine keeps the KV of every
-    token in every layer."""
+    """Describe the layers of one group in the engine's only block table. The table has no window,
+    because the engine keeps the KV of every token in every layer."""
     layers = [layer for layer, each in enumerate(geometry.windows) if each == group.window]
     return TablePart(
         table=0,
@@ -125,7 +128,7 @@ def _table_part(geometry: ModelGeometry, index: int, group: KVGroup, block_size:
 
 
 def kv_groups(geometry: ModelGeometry, block_size: int) -> tuple[KVGroup, ...]:
-    """The KV groups of a model: its layers by window."""
+    """Return the KV groups of a model: one for all layers of the same window."""
     return tuple(
         KVGroup(
             num_layers=geometry.windows.count(window),

@@ -1,4 +1,4 @@
-"""Requests and results as callers see them: sampling parameters, tokens, text, times."""
+"""Requests and results as callers of `LLM` see them: sampling parameters, tokens, text, times."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class SamplingParams:
 
     Attributes:
         max_tokens: tokens to generate at most; fewer where the context or the KV pool ends.
-        temperature: 0 takes the most likely token; above, logits are divided by it.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_p: sample from the smallest set of tokens whose probability reaches this.
-        seed: makes samples repeatable, whatever else runs in the batch; None draws one.
-        logprobs: report the chosen token and this many most likely ones per step; None for none.
+        seed: makes samples repeatable, whatever else runs in the batch; None draws a seed.
+        logprobs: report the chosen token and so many of the most likely ones; None for neither.
         stop_token_ids: tokens that end the text, besides the model's own end-of-text tokens.
         ignore_eos: go on past the model's own end-of-text tokens.
         return_logits: keep the logits of the first generated position (`Completion.first_logits`).
-        kv_transfer_params: what a proxy says of another engine that prefills or decodes the prompt
-            (docs/disaggregation.md); unknown fields are ignored. The answer to it is
+        kv_transfer_params: a proxy's parameters about another engine that prefills or decodes the
+            prompt (docs/disaggregation.md); unknown fields are ignored. The answer is in
             `Completion.params`.
-        kvferry: what the request asks of the cache, by the names of `RequestOptions`, for example
+        kvferry: options of this request for the cache, named as in `RequestOptions`, for example
             `{"store": False, "explain": True}`.
     """
 
@@ -51,11 +51,11 @@ class SamplingParams:
 
     @property
     def request_options(self) -> RequestOptions:
-        """Those of `kvferry`, and of the same field of `kv_transfer_params`."""
+        """The options in `kvferry`, which override those in `kv_transfer_params["kvferry"]`."""
         return read_options(self.kv_transfer_params, {STAMP: self.kvferry})
 
     def __post_init__(self) -> None:
-        _ = self.request_options  # refuses wrong ones
+        _ = self.request_options  # raises ConfigError for wrong ones
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
         if not 0.0 <= self.temperature < float("inf"):
@@ -96,13 +96,13 @@ class Sampler:
         probs = torch.softmax(logits.cpu() / params.temperature, dim=-1)
         if params.top_p < 1.0:
             probs = _keep_top_p(probs, params.top_p)
-        # The largest p/e with e from Exp(1) is a sample of p, and one draw per token of the
-        # vocabulary does not depend on what top_p left over.
+        # The largest p/e with e from Exp(1) is a sample of p. With one draw per token of the
+        # vocabulary, the draws do not depend on what top_p kept.
         noise = torch.empty_like(probs).exponential_(generator=self._reseeded(position))
         return int((probs / noise.clamp_min_(1e-30)).argmax())
 
     def logprobs(self, logits: torch.Tensor, token_id: int) -> TokenLogprobs | None:
-        """Log-probabilities around a chosen token, None if the request asked for none."""
+        """Log-probabilities of the chosen and the best tokens; None if not asked for."""
         count = self._params.logprobs
         if count is None:
             return None
@@ -112,7 +112,7 @@ class Sampler:
         return TokenLogprobs(float(logprobs[token_id]), top)
 
     def _reseeded(self, position: int) -> torch.Generator:
-        # Adjacent seeds of torch's generator are not independent streams; a hash makes them so.
+        # Adjacent seeds of torch's generator give dependent streams; hashed seeds do not.
         digest = hashlib.blake2b(f"{self._seed}/{position}".encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little", signed=True))
 
@@ -138,7 +138,7 @@ class TokenEvent(NamedTuple):
     request_id: str
     token_id: int
     text: str
-    """What the token adds; "" while a character is incomplete, or without a tokenizer."""
+    """Text that the token adds; "" while a character is incomplete, or without a tokenizer."""
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     """Set on the last event."""
@@ -150,13 +150,13 @@ class Completion:
 
     Attributes:
         token_ids: generated tokens, the one that ended the text included.
-        text: of `token_ids` without special tokens; None without a tokenizer.
+        text: text of `token_ids` without special tokens; None without a tokenizer.
         logprobs: one entry per generated token, None if not asked for.
         num_cached_tokens: prompt tokens found in the engine's own prefix cache.
-        num_external_tokens: prompt tokens beyond these that the connector brought.
-        ttft_seconds: from queueing to the first token, None if there is none.
+        num_external_tokens: further prompt tokens, whose KV the connector brought.
+        ttft_seconds: time from queueing to the first token; None if there is none.
         first_logits: `[vocab]` float32 logits of the first generated position, if asked for.
-        params: from the connector for the client, mostly None.
+        params: the connector's message to the client, mostly None.
     """
 
     request_id: str
@@ -173,24 +173,24 @@ class Completion:
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, piece by piece.
+    """Turns a growing list of tokens into text, piece by piece.
 
-    Decodes a window that starts a few tokens back: many tokenizers write a token differently at the
-    start of a text, and characters may take several tokens.
+    It decodes a window that starts a few tokens back: many tokenizers write a token differently at
+    the start of a text, and a character may take several tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._window_start = 0
-        self._emitted = 0  # tokens whose text is out
+        self._emitted = 0  # tokens whose text was returned
 
     def add(self, token_id: int, *, is_last: bool = False) -> str:
-        """The text that `token_id` completes."""
+        """Return the text that `token_id` completes; "" if a character is incomplete."""
         self._token_ids.append(token_id)
         before = self._decode(self._window_start, self._emitted)
         text = self._decode(self._window_start, len(self._token_ids))
-        # The replacement character at the end stands for the first bytes of an unfinished one.
+        # A replacement character at the end stands for the first bytes of an unfinished character.
         if not is_last and (len(text) <= len(before) or text.endswith("\ufffd")):
             return ""
         self._window_start, self._emitted = self._emitted, len(self._token_ids)
@@ -201,7 +201,7 @@ class Detokenizer:
 
 
 class Generation:
-    """One request as its caller sees it: sampling, text, times."""
+    """One request as its caller sees it: samples its tokens, keeps its text and times."""
 
     def __init__(
         self, request: Request, params: SamplingParams, tokenizer: Tokenizer | None
@@ -231,7 +231,7 @@ class Generation:
         return token_id
 
     def new_events(self) -> Iterator[TokenEvent]:
-        """Events of the tokens that were generated since the last call, up to the newest."""
+        """Yield an event for each token that was generated since the last call."""
         request = self.request
         while self._num_emitted < request.num_generated_tokens:
             index = self._num_emitted

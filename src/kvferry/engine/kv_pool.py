@@ -1,4 +1,4 @@
-"""The KV pool: its size, its memory, and what it keeps of each token."""
+"""The engine's KV pool: its size, its memory on one rank, and what it keeps of each token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.errors import ConfigError
 DEFAULT_KV_BYTES = 1 << 30
 
 _AXES = "LBHNC"
-"""Layer, block, kv head, token of the block, content."""
+"""Layer, block, kv head, token within the block, content."""
 
 
 def num_blocks_for(engine: EngineConfig, geometry: ModelGeometry) -> int:
-    """Blocks of the KV pool, the null block included.
+    """Return the number of blocks of the KV pool, the null block included.
 
     Raises:
         ConfigError: `kv_cache_bytes` is too little for any request.
@@ -48,12 +48,12 @@ def allocate_pool(
     kv_layout: str,
     device: torch.device,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Name and KV of each layer, zeroed: views of one tensor.
+    """Allocate the pool as one zeroed tensor. Return the name and the view of each layer.
 
     Args:
-        layer_names: in layer order.
-        shape: of each view: `[num_blocks, num_kv_heads, block_size, content]`.
-        kv_layout: one of `KV_LAYOUTS`.
+        layer_names: names of the layers, in order.
+        shape: shape of each view: `[num_blocks, num_kv_heads, block_size, content]`.
+        kv_layout: a key of `KV_LAYOUTS`.
 
     Raises:
         ConfigError: there is not enough memory.
@@ -72,8 +72,8 @@ def allocate_pool(
 
 
 def pairs_together(rotated: torch.Tensor) -> torch.Tensor:
-    """Rotated keys with the two numbers of each pair side by side, as vLLM and records have them,
-    from keys with the first numbers of all pairs first, as Transformers' DeepSeek-V3 has them."""
+    """Put the two numbers of each pair of rotated keys side by side, as vLLM and records have them.
+    Transformers' DeepSeek-V3 has the first numbers of all pairs first, then the second ones."""
     return torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
@@ -83,34 +83,33 @@ def pairs_apart(rotated: torch.Tensor) -> torch.Tensor:
 
 
 class KVCodec:
-    """Turns the keys and values of attention layers into rows of the pool, side by side, and back.
-    One per model."""
+    """Turns keys and values of attention layers into rows of the pool, and back. A row holds key
+    and value of one token and kv head, side by side. One codec per model."""
 
     def encode(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Rows of the tokens that a layer has just computed: `[1, num_kv_heads, num_tokens,
-        content]`. Keys and values as the layer hands them to attention: `[1, heads, num_tokens,
-        size]`."""
+        """Return the rows of the tokens that a layer has just computed: `[1, num_kv_heads,
+        num_tokens, content]`. Takes keys and values as the layer hands them to attention:
+        `[1, heads, num_tokens, size]`."""
         return torch.cat((key, value), dim=-1)
 
     def decode(
         self, layer_index: int, rows: torch.Tensor, key_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as `encode` got them, from rows as it gave them."""
+        """Return the keys and values from which `encode` made `rows`."""
         return rows[..., :key_size], rows[..., key_size:]
 
 
 class LatentCodec(KVCodec):
-    """Multi-head latent attention: one latent and one rotated key for all heads, expanded to keys
-    and values of every head when they are read.
+    """The codec of multi-head latent attention. A row holds one latent, then one rotated key
+    (`pairs_together`), for all heads; `decode` expands them to keys and values of every head.
 
     Layers pass the latent to the `update` of a Transformers cache before they expand it. The model
-    gets this object in place of that cache; `encode` hands out what `update` got.
-
-    Rows hold the latent, then the rotated key (`pairs_together`).
+    gets this object in place of that cache; `encode` returns what `update` received.
     """
 
     def __init__(self, attention_layers: dict[int, Any], *, has_pairs_apart: bool) -> None:
-        """`attention_layers`, by number, have Transformers' `expand_kv` and `kv_lora_rank`."""
+        """`attention_layers`: modules by layer number, with Transformers' `expand_kv` and
+        `kv_lora_rank`. `has_pairs_apart`: their rotated keys are as `pairs_apart` makes them."""
         self._layers = attention_layers
         self._has_pairs_apart = has_pairs_apart
         self._offered: dict[int, torch.Tensor] = {}
@@ -118,7 +117,7 @@ class LatentCodec(KVCodec):
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the layer as a cache's `update`; `[1, 1, num_tokens, size]` each."""
+        """Keep `[1, 1, num_tokens, size]` each; a layer calls this as a cache's `update`."""
         rows = pairs_together(rotated) if self._has_pairs_apart else rotated
         self._offered[layer_index] = torch.cat((latent, rows), dim=-1)
         return latent, rotated

@@ -1,4 +1,4 @@
-"""The front end: a model directory in, text out, with or without a KV store."""
+"""The embedded engine's front end: a model directory in, text out, with or without a KV store."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from kvferry.observe import Observer
 logger = logging.getLogger(__name__)
 
 IDLE_STEP_SECONDS = 0.001
-"""Pause after a step without tokens: waiting for the connector must not burn a core."""
+"""Pause after a step without tokens, so that waiting for the connector does not burn a core."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
 
 READY_SECONDS = 0.5
-"""How long opening the engine waits for the connector's index. The first prompts then find
-everything in a small store; the index of a large store goes on filling behind them."""
+"""How long opening the engine waits for the connector's index. The first prompts then find all of a
+small store; the index of a large store goes on filling while they run."""
 
 Prompt = str | Sequence[int]
 
@@ -62,8 +62,8 @@ class LLM:
     A context manager. Not thread-safe: one thread at a time.
 
     Attributes:
-        tokenizer: that of the model directory; None without one.
-        scheduler: the requests and their blocks; to look at only.
+        tokenizer: tokenizer of the model directory; None if it has none.
+        scheduler: holds the requests and their blocks; read only.
 
     Example:
         >>> with LLM("path/to/model", store="file:///var/cache/kvferry") as llm:  # doctest: +SKIP
@@ -87,15 +87,15 @@ class LLM:
         Args:
             model_dir: directory with config.json, weights and mostly a tokenizer, as Transformers
                 saves it.
-            store: URL of a store to read KV from and write it to, or those of several tiers,
-                nearest first; None for none.
+            store: URL of the store that KV is read from and written to, or the URLs of several
+                tiers, nearest first; None for no store.
             connector_options: further options of the connector that uses the store.
             roles: a connector made elsewhere, instead of `store`. The engine closes it.
             observer: receives counts.
             config: fields of `EngineConfig`.
 
         Raises:
-            ConfigError: a model, option or store that cannot be used.
+            ConfigError: the model, an option or the store cannot be used.
         """
         engine = build_config(EngineConfig, config, where="engine")
         if roles is not None:
@@ -158,13 +158,13 @@ class LLM:
 
         Args:
             prompts: texts or token ids.
-            params: for all prompts, or one per prompt; the defaults if None.
+            params: one for all prompts, or one per prompt; None for the defaults.
 
         Returns:
             One completion per prompt, in order.
 
         Raises:
-            ConfigError: a prompt or parameter that cannot be served; nothing was generated then.
+            ConfigError: a prompt or parameter cannot be served; then nothing was generated.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is one text; give a list of prompts")
@@ -182,7 +182,7 @@ class LLM:
         finally:
             for generation in generations:
                 self._drop(generation)
-        # The connector learns of the ends now, and not only when the next request comes.
+        # Tell the connector now that these requests ended, not only when the next one comes.
         if not self._generations:
             self.step()
         return [generation.completion() for generation in generations]
@@ -193,9 +193,9 @@ class LLM:
         Other requests of this engine, streams included, move on with every step of this one.
 
         Raises:
-            ConfigError: as `generate`, at the call.
-            ContractError: while iterating: the engine ended the request because the connector keeps
-                blocks that it needs.
+            ConfigError: at the call, as `generate`.
+            ContractError: while iterating; the engine ended the request because the connector keeps
+                blocks that the request needs.
         """
         params = params or SamplingParams()
         request = self._request(prompt, params)
@@ -207,15 +207,15 @@ class LLM:
             self._add(generation)
             while request.outcome is None:
                 self.step()
-                # Steps of other requests, between two events, add to these as well.
+                # Steps of other requests, between two events, may have added tokens to this one.
                 yield from generation.new_events()
         finally:
             self._drop(generation)
         if request.outcome.reason is FinishReason.ERROR:
-            raise ContractError(f"{request!r}: {request.outcome.reason.__doc__}")
+            raise ContractError(f"{request!r}: blocks lent to the connector never came back")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             ConfigError: the model directory has no tokenizer.
@@ -225,7 +225,7 @@ class LLM:
         return self.tokenizer.encode(text)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the engine's own prefix cache. What a store holds stays."""
+        """Empty the engine's own prefix cache. The store keeps its records."""
         self.scheduler.pool.reset()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -249,7 +249,7 @@ class LLM:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise ConfigError("a prompt has no tokens; give at least one")
-        # One token must fit behind the prompt.
+        # One more token must fit after the prompt.
         for what, limit, remedy in (
             ("the model's context", self._geometry.context_length, "shorten it"),
             ("the KV pool", self._pool_tokens, "set kv_cache_bytes or num_blocks higher"),
@@ -281,7 +281,7 @@ class LLM:
         then pauses.
 
         If the forward raises, the requests of the step are aborted, since the content of their
-        blocks is unknown; the scheduler still gets the connector's report, and the error is raised.
+        blocks is unknown. The scheduler gets the connector's report; then the error is raised.
         """
         self._check_open()
         step = self.scheduler.schedule()
@@ -307,11 +307,11 @@ class LLM:
     # ---- the end
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Let the connector finish its background work: saves under way become visible, blocks that
-        it still uses come back. Call while nothing is generating.
+        """Run steps until the connector has finished its background work: saves are visible, lent
+        blocks are back. Call while nothing is generating.
 
         Returns:
-            True if nothing is left; False if the time ran out before.
+            True if nothing is left; False if the time ran out first.
         """
         self._check_open()
         if self._generations:
@@ -324,7 +324,7 @@ class LLM:
         return True
 
     def close(self) -> None:
-        """End all requests, let the connector finish for at most `CLOSE_SECONDS`, close it.
+        """End all requests, let the connector work for at most `CLOSE_SECONDS` more, and close it.
         Idempotent; leaves no thread and no process."""
         if self._closed:
             return
@@ -344,7 +344,7 @@ class LLM:
             closing.callback(self._roles.close_last)
             closing.callback(self._roles.scheduler.close)
             closing.callback(self._roles.worker.close)
-            # The other ranks first: they would wait for sums of this one.
+            # Closed first: the other ranks would wait for sums with this one.
             if self._ranks is not None:
                 closing.callback(self._ranks.close)
 
@@ -377,7 +377,7 @@ def _guarded(roles: Roles, observer: Observer, block_size: int) -> Roles:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Python's integers from those of any kind (NumPy's, torch's)."""
+    """Turn token ids of any integer type (NumPy's, torch's) into Python's integers."""
     try:
         return [index(token_id) for token_id in prompt]
     except TypeError as error:
@@ -385,8 +385,8 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def _refuse_changed(model_dir: Path, hashed: object) -> None:
-    """Refuse weights that changed after they were hashed in the state `hashed`, None if they were
-    not: what runs must be what was hashed."""
+    """Refuse weights that changed after they were hashed: what runs must be what was hashed.
+    `hashed` is their state before that; None if they were not hashed."""
     if hashed is not None and weights_state(model_dir) != hashed:
         raise ConfigError(
             f"the weights in {model_dir} changed while they were loaded: start again when they are "

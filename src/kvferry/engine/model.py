@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM that reads and writes paged KV."""
+"""A Hugging Face causal LM that reads and writes paged KV: load it, check it, split it, run it."""
 
 # ruff: noqa: ANN401 - the models of Transformers share no typed surface.
 
@@ -33,7 +33,7 @@ from kvferry.layout.shards import heads_of_rank
 _HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep"}
 )
-"""Arguments of attention without effect in inference without a Transformers cache."""
+"""Arguments of attention that have no effect in inference without a Transformers cache."""
 
 _UNLOADABLE = (
     OSError,
@@ -45,10 +45,10 @@ _UNLOADABLE = (
     SafetensorError,
     pickle.UnpicklingError,
 )
-"""Errors of Transformers for weight files that are damaged or belong to another config."""
+"""Errors that Transformers raises for weight files that are damaged or fit another config."""
 
 _UNRUNNABLE = (RuntimeError, TypeError, KeyError, AttributeError, IndexError)
-"""Errors of a model whose config contradicts itself."""
+"""Errors that a model raises when its config contradicts itself."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -59,19 +59,19 @@ two threads load models at once, one model can end up without its tied weights."
 _PROBE_TOKENS = 5
 
 _SPLIT_TOLERANCE = 0.05
-"""How far logits of a split model may be from those of the whole, against the largest of them. A
-wrong split is off by as much as the logits themselves; 16-bit sums in another order by 1e-2."""
+"""How far logits of a split model may be from the whole model's, relative to the largest (or to 1).
+A wrong split is off by as much as the logits themselves, 16-bit sums in another order by 1e-2."""
 
 
 def cache_argument(model: Any) -> str:
-    """The argument of `forward` that takes a cache: `cache` since Transformers 5.24; before, and in
-    models that keep their own code, `past_key_values`."""
+    """Return the name of the argument of `forward` that takes a cache: `cache` since Transformers
+    5.24, `past_key_values` before, and in models that keep their own code."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def unknown_arguments(rest: Mapping[str, Any]) -> set[str]:
-    """Names of further arguments of attention that may change what it computes."""
+    """Return the names of those further arguments of attention that may change its result."""
     return {
         name
         for name, argument in rest.items()
@@ -80,8 +80,8 @@ def unknown_arguments(rest: Mapping[str, Any]) -> set[str]:
 
 
 class Probe:
-    """An attention context that records what a model asks of attention, so that models which the
-    engine would serve wrongly are refused at load. Attends causally among the tokens it gets."""
+    """An attention context that records a model's attention calls, so that a model that the engine
+    would serve wrongly is refused at load. Attends causally among the tokens of each call."""
 
     def __init__(self, codec: KVCodec) -> None:
         self._codec = codec
@@ -139,19 +139,19 @@ class PagedModel:
     """The loaded model, ready for flattened batches.
 
     Attributes:
-        model: Transformers' own, with our attention.
-        geometry: of the whole model.
+        model: Transformers' model, with our attention.
+        geometry: shape of the whole model's KV.
         num_kv_heads: kv heads that this rank computes.
-        codec: what of a token is kept as KV.
-        device: where weights are and KV must be.
+        codec: turns keys and values into what the KV pool keeps, and back.
+        device: device of the weights; the KV must be there, too.
         eos_token_ids: tokens that end a text.
     """
 
     def __init__(self, config: ModelConfig, device: str) -> None:
-        """Load weights and check, on a few tokens, that attention has the shape in the config.
+        """Load weights, and check with a few tokens that attention has the shape in the config.
 
         Raises:
-            ConfigError: weights missing or unreadable, or attention the engine cannot page.
+            ConfigError: weights are missing or unreadable, or the engine cannot page attention.
         """
         register_attention()
         self.geometry = config.geometry
@@ -161,7 +161,7 @@ class PagedModel:
         self.model = _load_weights(config).to(self.device).eval()
         latents = _latent_codec(self.model, config)
         self.codec = latents or KVCodec()
-        # Only latents are taken from the model where it would hand them to a cache.
+        # Layers hand latents only to a cache, so a latent codec takes the place of one.
         self._cache = {} if latents is None else {cache_argument(self.model): latents}
         self.eos_token_ids = _eos_token_ids(self.model)
         try:
@@ -172,11 +172,11 @@ class PagedModel:
             ) from error
 
     def split(self, group: RankGroup) -> None:
-        """Keep of every layer the part that this rank computes. Every later forward needs those of
-        the other ranks at the same time. The logits are checked against those of the whole model.
+        """Keep this rank's part of every layer, and check the logits against the whole model's.
+        From here on, all ranks must run each forward at the same time.
 
         Raises:
-            ConfigError: a model that the engine cannot split.
+            ConfigError: the engine cannot split this model.
             RankError: the other ranks do not answer.
         """
         geometry = self.geometry
@@ -204,7 +204,7 @@ class PagedModel:
             )
 
     def _probe(self) -> torch.Tensor:
-        """Logits of a few tokens, with attention checked on the way."""
+        """Run a few tokens, check the attention calls, and return the logits."""
         probe = Probe(self.codec)
         token_ids = torch.arange(_PROBE_TOKENS) % self.geometry.vocab_size
         rows = list(range(_PROBE_TOKENS))
@@ -224,9 +224,9 @@ class PagedModel:
 
         Args:
             token_ids: `[num_tokens]` int64, request after request.
-            positions: `[num_tokens]` int64, of each token in its own request.
-            context: where KV is written and read.
-            logit_rows: the flattened tokens whose logits are wanted.
+            positions: `[num_tokens]` int64, position of each token in its own request.
+            context: writes and reads KV, and computes attention.
+            logit_rows: indices of the flattened tokens whose logits are wanted.
 
         Returns:
             `[len(logit_rows), vocab]` float32.
@@ -299,10 +299,10 @@ def _usable_device(name: str) -> torch.device:
 
 
 def load_tokenizer(model_dir: Path) -> Any | None:
-    """The tokenizer in a model directory, None if it holds none.
+    """Load the tokenizer of a model directory; None if it holds none.
 
     Raises:
-        ConfigError: there is one, but it cannot be loaded.
+        ConfigError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -312,7 +312,7 @@ def load_tokenizer(model_dir: Path) -> Any | None:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         try:
-            # Saved by a Transformers that has another class for it: tokenizer.json is enough.
+            # Another Transformers saved it, with another class: tokenizer.json is enough.
             return PreTrainedTokenizerFast.from_pretrained(model_dir, local_files_only=True)
         except Exception:
             raise ConfigError(
@@ -321,8 +321,8 @@ def load_tokenizer(model_dir: Path) -> Any | None:
 
 
 def encode_message(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of a user's message as the model's chat template renders it, or of the message
-    itself where a model has no template.
+    """Return the token ids of a user's message: rendered by the model's chat template, or as it is
+    if the model has no template.
 
     Raises:
         ConfigError: the template cannot be rendered.
@@ -333,11 +333,11 @@ def encode_message(tokenizer: Any, message: str) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of the messages of a chat, each with `role` and `content`, and of the beginning of
-    an answer.
+    """Return the token ids of a chat's messages and of the beginning of the answer. Each message
+    has `role` and `content`.
 
     Raises:
-        ConfigError: the model has no chat template, or it cannot be rendered.
+        ConfigError: the model has no chat template, or the template cannot be rendered.
     """
     from jinja2 import TemplateError
 
@@ -362,8 +362,8 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turns off Transformers' progress bars and its reports on weights that do not fit, which
-    become errors of ours."""
+    """Turn off Transformers' progress bars and its reports on weights that do not fit; our own
+    errors report these."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()

@@ -20,22 +20,22 @@ from kvferry.identity import length_dependent_rope
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LATENT_MODELS = {"deepseek_v2": False, "deepseek_v3": True}
-"""Models with multi-head latent attention, and whether Transformers keeps the numbers of a rotated
-pair apart in their keys."""
+"""Models with multi-head latent attention, and whether their rotated keys in Transformers have the
+two numbers of a pair apart."""
 
 _KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGeometry:
-    """The shape of a whole model's KV, whatever part a rank holds.
+    """The shape of the whole model's KV, of which a rank may hold a part.
 
     Attributes:
         content_size: elements of KV per token and kv head.
         is_latent: the KV is the latent of multi-head latent attention.
-        windows: of each layer, the tokens that it attends to; None for all.
-        context_length: tokens the model was built for.
-        dtype: of weights and KV: "float32", "bfloat16" or "float16".
+        windows: number of tokens that each layer attends to; None for all.
+        context_length: number of tokens that the model was built for.
+        dtype: dtype of weights and KV: "float32", "bfloat16" or "float16".
     """
 
     num_layers: int
@@ -61,11 +61,11 @@ class ModelConfig:
     """The config of a model directory that the engine or `StoredKV` can serve.
 
     Attributes:
-        transformers_config: Transformers' own object.
-        geometry: what the KV pool must know of the model.
+        transformers_config: the config object of Transformers.
+        geometry: the shape of the model's KV.
 
     Raises:
-        ConfigError: not a model directory, or a model that is not served.
+        ConfigError: this is no model directory, or the model is not served.
     """
 
     def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
@@ -76,24 +76,24 @@ class ModelConfig:
             raise ConfigError(what + refusal)
         try:
             self.geometry = self._geometry(engine.dtype)
-        except (AttributeError, TypeError, RuntimeError) as error:  # a number per layer, or none
+        except (AttributeError, TypeError, RuntimeError) as error:  # a list by layer, or missing
             raise ConfigError(
                 f"{model_dir}/config.json does not say what KV all layers have: "
                 f"{first_line(error).partition('. ')[0]}"
             ) from error
         heads, ranks = self.geometry.num_query_heads, engine.tensor_parallel_size
         if heads % ranks:
-            # Checked before ranks exist: one of them could fail before another is connected.
+            # Checked before ranks exist: one of them could fail before others are connected.
             raise ConfigError(
                 f"{heads} attention heads cannot be split over tensor_parallel_size={ranks}; use "
                 "a size that divides them"
             )
 
     def model_class(self) -> Any:
-        """Transformers' class of causal LM for this config.
+        """Return Transformers' class of causal LM for this config.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: Transformers has none.
         """
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -106,7 +106,7 @@ class ModelConfig:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
     def _refusals(self) -> Iterator[str]:
-        """Why this model is not served, here or by `StoredKV`; ends of sentences about it."""
+        """Yield why neither engine nor `StoredKV` serves this model, as ends of a sentence."""
         config = self.transformers_config
         if getattr(config, "is_encoder_decoder", False):
             yield ", an encoder-decoder; only decoders are served"
@@ -172,14 +172,15 @@ def _read_config(model_dir: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        # Never asks on the terminal whether to run code of the directory.
+        # With False, Transformers never asks on the terminal whether to run the directory's code.
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model_dir}/config.json cannot be used: {first_line(error)}") from error
 
 
 def require_transformers(what: str) -> None:
-    """Raises ConfigError with the line to run if Transformers, which `what` needs, is not there."""
+    """Raise ConfigError if Transformers is not installed. The message says how to install it, and
+    that `what` needs it."""
     try:
         import transformers.cache_utils  # noqa: F401
     except ImportError as error:
@@ -190,7 +191,7 @@ def require_transformers(what: str) -> None:
 
 def _has_other_inputs(config: Any) -> bool:
     """Whether parts of the model read images or sound, which the token ids do not name. Some models
-    with such parts have no config of their text part."""
+    with such parts have no separate config of their text part."""
     return any(name.startswith(("vision_", "audio_")) for name in config.sub_configs)
 
 
@@ -203,8 +204,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def is_library_code(function: object) -> bool:
-    """Whether Transformers or torch wrote a function, and all that it wraps. A function that a
-    caller put in the place of one of theirs may have its name, but not its file."""
+    """Whether a function and all that it wraps come from files of Transformers or torch. A caller's
+    replacement may have the name of a function of theirs, but not its file."""
     import transformers
 
     while True:
@@ -219,7 +220,7 @@ def is_library_code(function: object) -> bool:
 
 
 def is_library_class(module_class: type) -> bool:
-    """As `is_library_code`, of a class of modules and its `forward`."""
+    """Whether a class of modules and its `forward` come from Transformers or torch."""
     root = module_class.__module__.partition(".")[0]
     return root in ("torch", "transformers") and is_library_code(
         getattr(module_class, "forward", None)
@@ -227,5 +228,5 @@ def is_library_class(module_class: type) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Errors of Transformers explain at length; ours are one line."""
+    """Return the first line of an error: Transformers' errors are long, ours are one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

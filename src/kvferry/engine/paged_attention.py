@@ -1,8 +1,8 @@
-"""Attention over paged KV, as one function of Transformers' attention interface.
+"""Attention over paged KV, written as a function for Transformers' attention interface.
 
-Transformers calls the registered function in every layer with what the layer computed for the
-tokens of this step. The keyword argument `kvferry_context` of the model's forward says which
-requests these tokens belong to and where their KV lies.
+`PagedModel` registers the function. Every layer calls it with the queries, keys and values of this
+step's tokens. The keyword argument `kvferry_context` of the model's forward knows which requests
+these tokens belong to and where their KV lies. In the engine, the model runner's thread runs this.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from kvferry.errors import ConfigError
 ATTENTION_NAME = "kvferry_paged"
 
 MAX_MASK_ELEMENTS = 1 << 24
-"""Most elements of a mask: 64 MiB in float32, and twice that of distances while it is made. Larger
-ones are computed in tiles of queries."""
+"""Largest mask, in elements: 64 MiB in float32, plus 128 MiB of distances while it is built. If the
+mask would be larger, attention runs over a few queries at a time. The weights of a layer with a
+soft cap or sinks take `num_heads` times as much."""
 
 
 class Scores(NamedTuple):
-    """How a layer turns scores into weights, and which keys it sees."""
+    """Settings of a layer's attention: how scores become weights, and which keys a query sees."""
 
     scaling: float | None = None
     """Factor; None for `head_dim ** -0.5`."""
     softcap: float | None = None
-    """A tanh keeps scores between this and its negative; None: no cap."""
+    """A tanh limits scores to `[-softcap, softcap]`; None for no limit."""
     sinks: torch.Tensor | None = None
-    """`[num_heads]` scores of a key without a value, which every query sees."""
+    """`[num_heads]`: score of an extra key that every query sees and that has no value."""
     window: int | None = None
-    """How many keys a query sees, itself included; None for all."""
+    """How many keys a query sees, its own included; None for all."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's fused attention computes it: no soft cap, no sinks."""
+        """Whether torch's fused attention can compute this: no soft cap, no sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -50,10 +51,10 @@ def causal_attention(
 
     Args:
         query: `[1, num_heads, num_queries, head_dim]`.
-        key: `[1, num_kv_heads, num_keys, head_dim]`: from the first key that any query sees to that
-            of the last query.
+        key: `[1, num_kv_heads, num_keys, head_dim]`: from the first key that any query sees to the
+            last query's own.
         value: `[1, num_kv_heads, num_keys, value_dim]`.
-        scores: of the layer.
+        scores: settings of the layer.
     """
     num_queries, num_keys, window = query.shape[2], key.shape[2], scores.window
     offset = num_keys - num_queries
@@ -63,7 +64,7 @@ def causal_attention(
         )
     if scores.is_plain and num_queries == 1:
         # The caller has cut the keys to the window, so the one query sees all of them: no mask.
-        # The query heads that share a kv head take the place of the query axis.
+        # Query heads that share a kv head become the query axis.
         grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
         output = scaled_dot_product_attention(grouped, key, value, scale=scores.scaling)
         return output.reshape(*query.shape[:3], -1)
@@ -77,7 +78,7 @@ def causal_attention(
 
 
 def _mask(offset: int, num_keys: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
-    """Additive mask `[num_queries, num_keys]`; query i stands at key `offset + i`."""
+    """Additive mask `[num_queries, num_keys]`; query i has the position of key `offset + i`."""
     position = torch.arange(offset, offset + query.shape[2], device=query.device)
     distance = position[:, None] - torch.arange(num_keys, device=query.device)[None, :]
     hidden = distance < 0
@@ -109,14 +110,14 @@ def _masked_attention(
 
 
 class AttentionCall(NamedTuple):
-    """What a layer hands to attention, for all tokens of a step."""
+    """The arguments with which a layer calls attention, for all tokens of a step."""
 
     layer_index: int
-    """The layer's own number."""
+    """The layer's number in the model (`layer_idx`)."""
     query: torch.Tensor
     """`[1, num_heads, num_tokens, head_dim]`."""
     key: torch.Tensor
-    """`[1, num_key_heads, num_tokens, head_dim]`."""
+    """`[1, num_key_heads, num_tokens, head_dim]`: kv heads, or all heads of expanded latents."""
     value: torch.Tensor
     """`[1, num_key_heads, num_tokens, value_dim]`."""
     scores: Scores
@@ -125,28 +126,27 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Answers the attention calls of one forward: `PagedAttention`, or a probe that records what a
-    model asks for."""
+    """Answers the attention calls of a forward: `PagedAttention`, or a probe that records them."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention of one layer: `[1, num_tokens, num_heads, value_dim]`."""
 
 
 class _Span(NamedTuple):
-    """Tokens `[start, stop)` of a flattened step that belong to one request."""
+    """Tokens `[start, stop)` of one request in a flattened step: all requests' tokens in a row."""
 
     start: int
     stop: int
     num_computed_tokens: int
-    """Tokens of the request before `start`, whose KV is in its blocks."""
+    """Tokens of the request before this step; their KV is in its blocks."""
     block_table: torch.Tensor
-    """`[num_blocks]` int64: its blocks, in token order, those of this step included."""
+    """`[num_blocks]` int64: the request's blocks in token order, this step's included."""
 
 
 class PagedAttention:
-    """The attention context of one rank: writes new KV into blocks, reads what came before.
+    """The attention context of one rank: writes new KV into blocks and reads earlier KV from them.
 
-    `begin_step` first, then `attend` once per layer.
+    `ModelRunner` calls `begin_step` before each forward; then each layer calls `attend` once.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class PagedAttention:
         codec: KVCodec,
         layerwise: SupportsLayerwise | None = None,
     ) -> None:
-        """`kv_caches` are name and KV of each layer, `[num_blocks, num_kv_heads, block_size,
-        content]`, in any order in memory; `layerwise` are the connector's layer hooks."""
+        """`kv_caches` holds name and KV of each layer, in layer order: `[num_blocks, num_kv_heads,
+        block_size, content]` with any strides. `layerwise` holds the connector's layer hooks."""
         self._kv_caches = kv_caches
         self._codec = codec
         self._layerwise = layerwise
@@ -165,7 +165,7 @@ class PagedAttention:
         self._gathered = torch.empty(0)
 
     def begin_step(self, batch: Sequence[BatchEntry]) -> torch.Tensor:
-        """Take the tokens of a step, request after request.
+        """Note which tokens of the next forward belong to which request, and where their KV goes.
 
         Returns:
             `[num_tokens]` int64: the position of each token in its own request.
@@ -210,8 +210,8 @@ class PagedAttention:
         return output
 
     def _gather(self, kv_cache: torch.Tensor, span: _Span, window: int | None) -> torch.Tensor:
-        """Rows of the tokens that the queries of a span see, out of the blocks: `[1, num_kv_heads,
-        num_tokens, content]`, valid until the next call."""
+        """Read the rows of all tokens that a span's queries see: `[1, num_kv_heads, num_seen,
+        content]`, valid until the next call."""
         block_size = kv_cache.shape[2]
         num_tokens = span.num_computed_tokens + span.stop - span.start
         first_key = 0 if window is None else max(0, span.num_computed_tokens - window + 1)
@@ -228,7 +228,7 @@ class PagedAttention:
             blocks = kv_cache.index_select(0, block_table)
             return blocks.transpose(0, 1).reshape(num_heads, -1, content)
         size = num_heads * num_blocks * block_size * content
-        # Kept between calls: the page faults of fresh memory would double the time of a copy.
+        # Kept, since page faults of new memory would double the time. All layers have one dtype.
         if self._gathered.numel() < size:
             self._gathered = torch.empty(size * 5 // 4, dtype=kv_cache.dtype)
         out = self._gathered[:size].view(num_heads, num_blocks, block_size, content)
@@ -253,7 +253,8 @@ def paged_attention(
     kvferry_context: AttentionContext | None = None,
     **rest: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function Transformers calls. Tensors as in `AttentionCall`."""
+    """Pass a layer's call on to its context. Transformers calls this; tensors as in
+    `AttentionCall`."""
     if kvferry_context is None:
         raise ConfigError(
             f"attention {ATTENTION_NAME!r} ran without its context: the model calls it from a "
@@ -276,8 +277,8 @@ def paged_attention(
 def register_attention() -> None:
     """Make `paged_attention` known to Transformers. Idempotent.
 
-    No mask function is registered beside it on purpose: for an implementation without one,
-    Transformers builds no mask at all, which is what a flattened batch needs.
+    It registers no mask function, on purpose: Transformers then builds no mask, as a flattened
+    batch needs.
     """
     from transformers import AttentionInterface
 

@@ -1,7 +1,7 @@
 """A tensor-parallel rank other than the first: `python -m kvferry.engine.rank_process FD`.
 
-Started by `kvferry.engine.ranks`, which sends it messages over the socket `FD`. It ends when the
-first rank closes its end of that socket, also by the end of its process, and when anything fails.
+`kvferry.engine.ranks` starts this process, and sends it messages over the socket `FD`. The process
+ends when anything fails, and when the first rank closes its end of the socket or dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Message = TypeVar("_Message")
 
 
 class RankObserver(Observer):
-    """Keeps what is counted on this rank until it is sent along with a step. Thread-safe."""
+    """Keeps the counts of this rank until the next report of a step carries them. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[str, int]] = deque()
@@ -45,14 +45,14 @@ class RankObserver(Observer):
         self._durations.append((name, seconds))
 
     def done(self, output: WorkerOutput) -> StepDone:
-        """The report of a step, with all that was counted since the last."""
+        """Make the report of a step, with all counts since the last report."""
         counts = tuple(self._counts.popleft() for _ in range(len(self._counts)))
         durations = tuple(self._durations.popleft() for _ in range(len(self._durations)))
         return StepDone(output, counts, durations)
 
 
 def run_rank(channel: Channel) -> None:
-    """One rank's life: load, connect, and run steps.
+    """Load, connect to the other ranks, and run steps until an error ends it.
 
     Raises:
         RankError: the first rank closed the channel, as it does in the end, or a rank is gone.
@@ -88,22 +88,22 @@ def _expect(channel: Channel, kind: type[_Message]) -> _Message:
 
 
 def report_failure(channel: Channel, run: Callable[[Channel], None]) -> int:
-    """Exit status of `run`; sends what it raises to the first rank, if that still listens."""
+    """Return the exit status of `run`. Send its error to the first rank, if that still listens."""
     try:
         run(channel)
     except Exception as error:  # the outermost frame of this process
-        with contextlib.suppress(RankError):  # it is gone, or has seen enough
+        with contextlib.suppress(RankError):  # the first rank is gone, or has closed the channel
             channel.send(Failed(first_line(error), type(error).__name__))
         return 1
     return 0
 
 
 def main() -> None:
-    """Runs in: a child process of the first rank."""
+    """Run one rank and exit. Runs in: a child process of the first rank."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     status = report_failure(channel, run_rank)
     sys.stdout.flush()
-    # Threads of a stalled store or of a process group that lost its peers must not hold the end up.
+    # Threads of a stalled store, or of a process group that lost its peers, must not delay the end.
     os._exit(status)
 
 

@@ -1,12 +1,12 @@
-"""The other ranks of a tensor-parallel engine, as the first one's process sees them, and what the
-processes send each other.
+"""Starts, drives and ends the other ranks of a tensor-parallel engine, and defines the messages
+between the processes.
 
-`LLM` makes `Ranks` and `ParallelRunner` when `tensor_parallel_size` > 1; `engine.rank_process` is
-the other end.
+`LLM` makes `Ranks` and `ParallelRunner` when `tensor_parallel_size` > 1, in the first rank's
+process. `engine.rank_process` is the other end.
 
-In this order: `Start` down, `Ready` up; `Connect` down, `Ready` up; then `RunStep` down and
-`StepDone` up, step by step. A rank that cannot go on sends `Failed` instead, and ends. It also ends
-when the socket is closed.
+The first rank sends `Start`, then `Connect`, and the others answer each with `Ready`. Then it sends
+`RunStep` for each step, and they answer `StepDone`. A rank that cannot go on answers `Failed`, and
+ends. It also ends when the first rank closes the socket.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _Message = TypeVar("_Message")
 
 
 class Channel:
-    """One end of the socket pair between the first rank's process and a child of it.
+    """One end of the socket pair between the first rank's process and one of its children.
 
-    Messages are pickled: both ends are this package in two processes of ours, and no other process
-    has the socket. What comes from a network or a file never goes this way.
+    Messages are pickled, which is safe here: both ends are processes of this package, and no other
+    process has the socket. Data from a network or a file is never unpickled here.
 
-    Not thread-safe; of no more use after a `RankError`.
+    Not thread-safe. Do not use it again after a `RankError`.
     """
 
     def __init__(self, end: socket.socket, *, send_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
@@ -68,7 +68,7 @@ class Channel:
         self._connection = Connection(end.detach())
 
     def send(self, message: object) -> None:
-        """Hand over a message.
+        """Send a message.
 
         Raises:
             RankError: the other end is gone, or does not read.
@@ -79,11 +79,11 @@ class Channel:
             raise RankError(f"cannot reach the other process: {error}") from error
 
     def receive(self, timeout_seconds: float | None) -> Any:  # noqa: ANN401 - whatever was sent
-        """The next message. With None, wait until the other end sends or closes.
+        """Return the next message. With None, wait until the other end sends or closes.
 
         Raises:
             TimeoutError: nothing has come yet; may be called again.
-            RankError: the other end is gone, or closed within a message.
+            RankError: the other end is gone, or closed in the middle of a message.
         """
         try:
             if self._connection.poll(timeout_seconds):
@@ -93,34 +93,34 @@ class Channel:
         raise TimeoutError
 
     def close(self) -> None:
-        """Idempotent. The other end sees it."""
+        """Close this end, which the other end notices. Idempotent."""
         self._connection.close()
 
 
 class Start(NamedTuple):
-    """Load this model. All but `rank` is the same for all ranks."""
+    """Message: load this model. All fields but `rank` are the same for all ranks."""
 
     model_dir: Path
     engine: EngineConfig
     num_blocks: int
-    """Of the KV pool."""
+    """Blocks of the KV pool."""
     cache: CacheArguments | None
     """None for an engine without a store."""
     rank: int = 0
     rendezvous: Path = Path()
-    """Where the ranks meet. `Ranks` sets this and `rank`."""
+    """File by which the ranks meet. `Ranks` sets this and `rank`."""
 
 
 class Connect(NamedTuple):
-    """All have loaded: meet the others at `rendezvous`, then split the model."""
+    """Message: all ranks have loaded; meet them at `rendezvous`, then split the model."""
 
 
 class Ready(NamedTuple):
-    """`Start` or `Connect` is done."""
+    """Message: `Start` or `Connect` is done."""
 
 
 class StepDone(NamedTuple):
-    """The worker role's report, and what it counted."""
+    """Message: the step is done. Holds the worker role's report and what the rank counted."""
 
     output: WorkerOutput
     counts: tuple[tuple[str, int], ...]
@@ -128,21 +128,20 @@ class StepDone(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The rank ends, and why, in one line."""
+    """Message: this rank ends. `reason` is one line."""
 
     reason: str
     kind: str
-    """Name of the error's class."""
+    """Class name of the error."""
 
 
 Launch = Callable[[socket.socket], "subprocess.Popen[bytes]"]
-"""Starts a rank that talks over the given end of a socket pair."""
+"""Starts the process of a rank, which gets the given end of a socket pair."""
 
 
 def launch_process(end: socket.socket) -> subprocess.Popen[bytes]:
-    """Start `kvferry.engine.rank_process` in a new interpreter. Not a fork: threads and devices of
-    this process do not survive one. And not `multiprocessing`: its children run the caller's script
-    again."""
+    """Start `kvferry.engine.rank_process` in a new interpreter. Threads and devices of this process
+    do not survive a fork, and children of `multiprocessing` run the caller's script again."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "kvferry.engine.rank_process", str(end.fileno())],
         pass_fds=[end.fileno()],
@@ -161,7 +160,8 @@ class Ranks:
     """The child processes of ranks 1 and up.
 
     If one of them fails, dies or does not answer, all are ended, because the state of the others is
-    unknown. The call raises what `explain` returns; every later one raises a `RankError` with it.
+    unknown. The call raises the error from `explain`; later calls raise a `RankError` that repeats
+    its text.
 
     Runs in: the first rank's process.
     """
@@ -188,18 +188,18 @@ class Ranks:
             raise
 
     def connect(self, device: torch.device) -> RankGroup:
-        """Wait until all have loaded, then meet them. The caller must split its own model next: the
-        other ranks wait for that.
+        """Wait until all ranks have loaded, then meet them. The caller must split its own model
+        next, since the other ranks wait for that.
 
         Raises:
-            ConfigError: one of them could not be set up.
+            ConfigError: a rank could not be set up.
         """
         self.wait_ready(LOAD_SECONDS)
         self._send(Connect())
         return RankGroup(0, self.size, self._rendezvous, device)
 
     def wait_ready(self, timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> None:
-        """Wait until all have loaded or, after `connect`, until steps may come. Raises as
+        """Wait until all ranks have loaded or, after `connect`, until they can run steps. Raises as
         `connect`."""
         for child in self._children:
             self._expect(child, Ready, timeout_seconds)
@@ -210,7 +210,7 @@ class Ranks:
         self._send(step)
 
     def finish_step(self) -> list[WorkerOutput]:
-        """The reports of ranks 1 and up on the step that was started."""
+        """Wait for ranks 1 and up to end the started step, and return their reports."""
         outputs = []
         for child in self._children:
             done = self._expect(child, StepDone, RANK_TIMEOUT_SECONDS)
@@ -222,9 +222,9 @@ class Ranks:
         return outputs
 
     def explain(self, reason: str, *, patience_seconds: float = 0.0) -> KVError:
-        """End all ranks after a failure; return the error to raise. If the rank to blame shows
-        within `patience_seconds`, the error names it, else it says `reason`. It is a `ConfigError`
-        if that rank ended by one, else a `RankError`."""
+        """End all ranks after a failure; return the error to raise. The error names the rank to
+        blame if that rank ends within `patience_seconds`, else it says `reason`. It is a
+        `ConfigError` if that rank ended with one, else a `RankError`."""
         deadline = time.monotonic() + patience_seconds
         while self._failure is None:
             blame = self._blame()
@@ -293,8 +293,8 @@ class Ranks:
         raise self.explain(message.reason, patience_seconds=_DYING_SECONDS)
 
     def _blame(self) -> KVError | None:
-        """The error of a rank that ended. A rank that died without a message is named before the
-        ranks that give a reason: they may only have lost that one."""
+        """Return the error of a rank that ended; None if all run. A rank that died without a
+        message is named before those that gave a reason: they may only have lost that rank."""
         failures: list[tuple[bool, int, Failed]] = []
         for child in self._children:
             status = child.process.poll()
@@ -313,7 +313,7 @@ class Ranks:
 
 
 def _last_words(channel: Channel) -> Failed | None:
-    """The failure that an ended process sent, behind answers that are of no more use."""
+    """Return the failure that an ended process sent, None if none. Skips answers before it."""
     while True:
         try:
             message = channel.receive(0.01)
@@ -324,11 +324,11 @@ def _last_words(channel: Channel) -> Failed | None:
 
 
 class ParallelRunner:
-    """What `ModelRunner` is for one rank, for all of them.
+    """Runs each step on all ranks, as `ModelRunner` does on one.
 
     Attributes:
-        output: the reports of all ranks on the last step, folded; that of the first alone if one
-            failed; empty if the step did not begin.
+        output: the folded reports of all ranks on the last step. If a rank failed, the first rank's
+            report alone; if the step did not begin, the empty report.
     """
 
     def __init__(self, first: ModelRunner, ranks: Ranks, observer: Observer) -> None:
@@ -352,7 +352,7 @@ class ParallelRunner:
             # The error names no peer; the processes show which one is gone, and why.
             raise self._ranks.explain(str(error), patience_seconds=_DYING_SECONDS) from error
         except BaseException as error:
-            # The others wait in the middle of a layer for a sum that never comes.
+            # The other ranks wait in the middle of a layer for a sum that never comes.
             self._ranks.explain(f"a step failed: {error!r}")
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Requests on their way through the engine, and the steps that compute their tokens."""
+"""Requests on their way through the embedded engine, and the steps that compute their tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
-    """An end-of-text or stop token."""
+    """The text ended with an end-of-text or stop token."""
     LENGTH = "length"
-    """`max_tokens`, the context or the KV pool."""
+    """The limit of `max_tokens`, of the context or of the KV pool was reached."""
     ABORT = "abort"
     ERROR = "error"
-    """The KV pool has become too small for it: blocks lent to a connector never came back."""
+    """The KV pool has become too small: blocks that were lent to a connector never came back."""
 
 
 class Hit(NamedTuple):
-    """How a request began."""
+    """The tokens whose KV a request did not compute when it began."""
 
     num_local_tokens: int
-    """From the engine's own prefix cache."""
+    """Tokens from the engine's own prefix cache."""
     num_external_tokens: int
-    """From the connector: promised, and less what then failed."""
+    """Tokens that the connector promised, less those that failed to load."""
 
 
 class Outcome(NamedTuple):
@@ -38,19 +38,19 @@ class Outcome(NamedTuple):
 
     reason: FinishReason
     params: Mapping[str, Any] | None
-    """What the connector has for the client."""
+    """The connector's message to the client."""
 
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """The KV blocks of one request; `KVCache` alone changes them.
+    """The KV blocks of one request. Only `KVCache` changes them.
 
     Intervals of `ids`:
         [0, num_cached)     offered to the local prefix cache
-        [num_cached, len)   ours alone
+        [num_cached, len)   the request's alone
 
     Attributes:
-        keys: of the leading full blocks, as many as the prefix cache has needed.
+        keys: keys of the leading full blocks, as many as the prefix cache has needed.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -67,11 +67,13 @@ class Request:
         [num_computed_tokens, num_tokens)   to be computed; one token when decoding
 
     Attributes:
-        stop_token_ids: tokens that end it.
-        max_total_tokens: it ends when it has this many tokens.
-        num_failed_loads: loads that did not bring all that was promised.
-        hit: of the first admission whose load brought anything; None before.
-        outcome: None until it is finished.
+        stop_token_ids: tokens that end the request.
+        max_total_tokens: number of tokens, prompt included, at which the request ends.
+        num_failed_loads: loads that did not bring all that was promised; after a missed deadline
+            `MAX_FAILED_LOADS`.
+        hit: hit of the first admission; None before, and again after an async load that failed
+            whole or was overdue.
+        outcome: how the request ended; None until then.
     """
 
     extra_keys = NO_EXTRA_KEYS  # the engine serves text alone
@@ -105,7 +107,7 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a generated token; the reason if the request ends with it."""
+        """Add a generated token. Return the reason if the request ends with it, else None."""
         self.all_token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
@@ -114,7 +116,7 @@ class Request:
         return None
 
     def limit_hit(self) -> None:
-        """A load failed: count no more external tokens than are left of it."""
+        """After a failed load, lower the hit's external tokens to those that are still computed."""
         if self.hit is not None:
             left = max(0, self.num_computed_tokens - self.hit.num_local_tokens)
             brought = min(self.hit.num_external_tokens, left)
@@ -131,7 +133,7 @@ class Request:
 class ScheduledTokens:
     """One request's part of a step. Satisfies `kvferry.types.ScheduledRequest`.
 
-    `block_ids` is the live table, not a copy of it: valid until the next schedule.
+    `block_ids` is the live table, not a copy; valid until the next `schedule`.
     """
 
     request: Request
@@ -144,13 +146,13 @@ class ScheduledTokens:
 
     @property
     def wants_logits(self) -> bool:
-        """True if the last token of this part is the last the request has: a new one follows."""
+        """Whether this part ends with the request's last token, so that a new one is sampled."""
         return self.num_computed_tokens + self.num_scheduled_tokens == self.request.num_tokens
 
 
 @dataclass(slots=True)
 class EngineStep:
-    """One step, while it is being filled and after. Satisfies `kvferry.types.StepView`.
+    """One step, as the scheduler fills it. Satisfies `kvferry.types.StepView`.
 
     Attributes:
         budget: tokens that may still be added.
@@ -169,7 +171,7 @@ class EngineStep:
         self.budget -= num_tokens
 
     def run_step(self) -> RunStep:
-        """A copy of what the ranks need."""
+        """Copy what the ranks need to run the step."""
         batch = tuple(
             BatchEntry(
                 entry.request.all_token_ids[

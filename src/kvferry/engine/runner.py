@@ -1,4 +1,4 @@
-"""Runs a scheduled step on the model, with the connector's worker role around it."""
+"""Runs a scheduled step on one rank: the model, with the connector's worker role around it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvferry.observe import Observer
 class ModelRunner:
     """One rank: its part of the model, its KV pool and its worker role.
 
-    The pool is one tensor, with the heads that this rank holds; attention and connector see one
-    `[num_blocks, num_kv_heads, block_size, content]` view per layer.
+    The pool is one tensor with the kv heads of this rank. Attention and connector see one view
+    `[num_blocks, num_kv_heads, block_size, content]` of it per layer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ModelRunner:
 
         Returns:
             `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
-            in order. Those of a request whose load fails in this step are wrong.
+            in order. If a request's load fails in this step, its logits are wrong.
         """
         if not step.batch:
             self._lifecycle.no_forward(step.plan, step.finished_request_ids)

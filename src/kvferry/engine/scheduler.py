@@ -1,7 +1,8 @@
 """Decides which requests compute how many tokens in the next step, and updates them after it.
 
-The host side of the connector contract: look-ups, allocations, plans, loads that succeed or fail,
-blocks that a connector still uses. No tensors and no I/O.
+The embedded engine (`LLM.step`) calls it around each step. It is the host side of the connector
+contract: look-ups, allocations, plans, loads that succeed or fail, blocks that a connector still
+uses. No tensors and no I/O.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from kvferry.observe import Observer
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_LOADS = 3
-"""After so many failed loads the connector is not asked about a request again. A connector that
-never keeps its promises would otherwise keep the request waiting for ever."""
+"""After so many failed loads the connector is not asked about a request again. Otherwise one that
+never keeps its promises would keep the request waiting for ever."""
 
 
 _LentFor = Literal["load", "save"]
-"""The report of its end gives lent blocks back."""
+"""What the connector still does with lent blocks. The report of its end gives them back."""
 
 
 class _Loan(NamedTuple):
     """Blocks that no request owns any more but the connector may still read or write.
 
-    An overdue loan does not end, since the connector might still write; but no request waits for it
-    any more. One request may have a loan of each kind.
+    An overdue loan does not end, since the connector might still write, but no request waits for it
+    any more. One request may have a loan for a load and one for a save.
     """
 
     block_ids: list[int]
-    overdue: float
+    overdue: float  # from this time of the clock on
 
 
 class Scheduler:
     """Continuous batching with chunked prefill; preemption by recomputing.
 
     Requests run first come, first served, and the last to come is the first to be preempted. The
-    order of calls: `schedule`, run the step, `update`. `add` and `abort` come at any moment.
+    order of calls: `schedule`, run the step, `update`. `add` and `abort` may come between these.
 
     A request is in one place, which decides what blocks it owns:
-        waiting   none; or, at the head of the queue, those that its async load filled
-        loading   those that its async load fills
-        running   those of all its computed tokens
-        finished  none: `_lent` has those that the connector still uses
+        waiting   none; or, at the head of the queue, the blocks that its async load filled
+        loading   the blocks that its async load fills
+        running   the blocks of all its computed tokens
+        finished  none; blocks that the connector still uses are in `_lent`
 
-    Guarantees: `request_finished` is called once per request; no request gets blocks that a
-    connector may still touch; ids of no load or save under way, repeated ones included, are counted
-    as `unknown_report` and ignored; no request waits for the connector beyond the deadline.
+    Guarantees: `request_finished` is called once per request. No request gets blocks that a
+    connector may still touch. A reported id without a load or save under way (a repeated one, too)
+    is counted as `unknown_report` and ignored. No request waits for the connector beyond the
+    deadline.
 
     Not thread-safe.
     """
@@ -70,8 +72,8 @@ class Scheduler:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Schedule over `pool`. `role` is behind a guard: its answers are not checked here. `clock`
-        gives seconds."""
+        """Schedule over `pool`. `role` is behind a guard, so its answers are not checked here.
+        `clock` returns seconds."""
         self._config = config
         self._kv = KVCache(pool, config.block_size, prefix_caching=config.prefix_caching)
         self._role = role
@@ -105,7 +107,7 @@ class Scheduler:
         self._role.on_new_request(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it stands. False if there is none of this id (any more)."""
+        """End a request in any state. Returns False if no request has this id (any more)."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -119,12 +121,12 @@ class Scheduler:
 
     @property
     def requests(self) -> Collection[Request]:
-        """All that have not ended, in the order in which they were added; to look at only."""
+        """All requests that have not ended, in the order in which they were added; read only."""
         return self._requests.values()
 
     def has_work(self) -> bool:
-        """True while there is a reason to step: requests, ended requests that the workers do not
-        know of yet, lent blocks that are not overdue, or work of the connector."""
+        """Whether there is a reason to step: requests, ended requests of which the workers do not
+        know yet, lent blocks that are not overdue, or work of the connector."""
         return bool(
             self._requests
             or self._finished_ids
@@ -133,13 +135,12 @@ class Scheduler:
         )
 
     def schedule(self) -> EngineStep:
-        """Decide the next step. The connector builds its plan last, also for a step without
-        tokens."""
+        """Decide the next step. Last, also without tokens, the connector builds its plan."""
         step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
         self._schedule_running(step)
-        # A request that lost blocks in this step would lose them again to a newcomer.
+        # No newcomer takes the blocks that a request has just lost.
         if not step.preempted_request_ids:
             self._schedule_waiting(step)
         step.plan = self._role.build_plan(step)
@@ -152,11 +153,11 @@ class Scheduler:
 
         Args:
             step: from the last `schedule`.
-            output: of the workers, aggregated.
-            sample: returns the next token of a request whose last token was in the step; not called
+            output: folded report of all workers.
+            sample: returns the next token of a request whose last token was in the step. Not called
                 for requests that were aborted or whose blocks failed to load.
         """
-        # A report cannot be about blocks that are lent only now, as this step ends a request.
+        # Taken first: blocks that are lent below, when a request ends, are not in this report.
         sent = sorted(
             request_id
             for request_id in output.finished_sending
@@ -183,13 +184,13 @@ class Scheduler:
         for request_id in sent:
             self._take_back(request_id, "save")
         for _ in self._role.take_events():
-            pass  # this engine has no subscribers, but events that are not drained pile up
+            pass  # this engine has no subscribers, but events pile up unless they are taken
 
     # ---- running requests
 
     def _schedule_running(self, step: EngineStep) -> None:
         for request in list(self._running.values()):
-            # The last ones may just have lost their blocks to one before them.
+            # The last requests may just have lost their blocks to one before them.
             if step.budget == 0 or request.request_id not in self._running:
                 break
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
@@ -198,11 +199,11 @@ class Scheduler:
             step.add(request, num_tokens)
 
     def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
-        """Grow a running request, if need be by preempting the last to come; False if that is the
-        request itself."""
+        """Grow a running request's blocks, if need be by preempting the last to come. False if
+        that is the request itself."""
         while not self._kv.grow(request, num_tokens):
             loaded = self._loaded()
-            # A request that has not run since its load is the cheapest.
+            # A request that has not run since its load is the cheapest to preempt.
             victim = loaded[-1] if loaded else next(reversed(self._running.values()))
             alone = victim is request and len(self._running) == 1
             if alone and (self._loading or self._awaits_lent_blocks()):
@@ -213,7 +214,7 @@ class Scheduler:
         return True
 
     def _loaded(self) -> list[Request]:
-        """Requests whose async load has ended and that wait for tokens."""
+        """Waiting requests whose async load has ended."""
         return [request for request in self._waiting if request.block_ids]
 
     def _preempt(self, request: Request, step: EngineStep) -> None:
@@ -255,7 +256,7 @@ class Scheduler:
     def _admit(
         self, request: Request, hit: list[int], num_external: int, is_async: bool, step: EngineStep
     ) -> bool:
-        """Begin a request with its local hit and `num_external` tokens of the connector. False if
+        """Begin a request with its local hit and `num_external` tokens from the connector. False if
         the pool has no room."""
         num_local = len(hit) * self._config.block_size
         num_computed = num_local + num_external
@@ -273,9 +274,9 @@ class Scheduler:
         return True
 
     def _ask(self, request: Request, num_local_tokens: int) -> LookupResult:
-        """The connector's answer to a look-up beyond the local hit. It is a miss, without another
-        question, once the answer has been "ask again" until the deadline, or loads of the request
-        have failed too often."""
+        """Ask the connector for tokens beyond the local hit. The answer is a miss, without another
+        question, once the connector has said "ask again" until the deadline, or loads of the
+        request have failed too often."""
         if request.num_failed_loads >= MAX_FAILED_LOADS:
             return MISS
         result = self._role.lookup(request, num_local_tokens)
@@ -292,7 +293,7 @@ class Scheduler:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
         if not self._kv.grow(request, request.num_computed_tokens + num_tokens):
             return False
-        # Nothing is left to load: the second call of an async load.
+        # The contract wants this second call after an async load: nothing is left to load.
         self._role.update_after_alloc(request, (request.block_ids,), 0)
         self._run(request, num_tokens, step)
         return True
@@ -302,9 +303,9 @@ class Scheduler:
         step.add(request, num_tokens)
 
     def _unblock(self, request: Request, step: EngineStep) -> None:
-        """Called when nothing runs or loads, and the first in the queue finds no room. Preempts
-        another request that was loaded; without one, if the connector never gave lent blocks back,
-        the request ends with an error."""
+        """Make room for the first request of the queue when nothing runs or loads: preempt another
+        loaded request. If there is none, wait for lent blocks until they are overdue, then end the
+        request with an error."""
         holders = [other for other in self._loaded() if other is not request]
         if holders:
             self._preempt(holders[-1], step)
@@ -322,15 +323,15 @@ class Scheduler:
     def _note_failed_loads(self, failed_recving: Iterable[str]) -> None:
         for request_id in failed_recving:
             if request_id not in self._loading:
-                continue  # an aborted one; its end is reported as well
+                continue  # its request was aborted; `finished_recving` has it, too
             request = self._requests[request_id]
             request.num_failed_loads += 1
-            # Its local hit is still good, and is found again when it is admitted again.
+            # The next admission finds its local hit again, which is still good.
             request.num_computed_tokens = 0
             request.limit_hit()
 
     def _spoil(self, invalid_block_ids: frozenset[int]) -> set[str]:
-        """Reset every request that uses blocks whose load failed to before these blocks."""
+        """Reset requests to the first of their blocks whose load failed. Return their ids."""
         spoiled: set[str] = set()
         if not invalid_block_ids:
             return spoiled
@@ -352,13 +353,13 @@ class Scheduler:
             self._kv.release(request)
             request.hit = None
         else:
-            # All of it may have been loaded; the last token is computed, for its logits.
+            # Even if all tokens were loaded, the last one is computed for its logits.
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             self._kv.commit(request)
         self._queue_first(request)
 
     def _abandon_overdue_loads(self) -> None:
-        """Queue requests again whose load is overdue. Its blocks stay lent: it may still end."""
+        """Queue requests with an overdue load again. Their blocks stay lent: it may still write."""
         now = self._clock()
         for request_id in [each for each, deadline in self._loading.items() if deadline <= now]:
             request = self._requests[request_id]
@@ -385,7 +386,7 @@ class Scheduler:
         return [loan.block_ids for loan in self._lent.values()]
 
     def _deadline(self) -> float:
-        """Of what the connector begins now."""
+        """The deadline of what the connector begins now."""
         return self._clock() + self._config.load_deadline_seconds
 
     # ---- the end
@@ -403,7 +404,7 @@ class Scheduler:
         has_answer = reason in (FinishReason.STOP, FinishReason.LENGTH)
         request.outcome = Outcome(reason, result.params if has_answer else None)
         if deadline is not None:
-            # Even without `delay_free`: the load is reported once, and that gives the blocks back.
+            # Lent even without `delay_free`: the report of the load gives the blocks back.
             self._lent[request_id, "load"] = _Loan(self._kv.detach(request), deadline)
         elif result.delay_free:
             self._lent[request_id, "save"] = _Loan(self._kv.detach(request), self._deadline())

@@ -1,15 +1,15 @@
 """One rank's share of a model, and the sums that join it to the other ranks.
 
-As in Megatron-LM, each rank keeps the rows of the projections that make its heads, and the columns
-of the projection that reads them. Its outputs add up over the ranks. MLPs are split likewise, where
-their shape is known, shared experts included. All else (embeddings, norms, routers, other experts,
-logits) is replicated.
+As in Megatron-LM, each rank keeps those rows of the projections that make its heads, and those
+columns of the output projection that read its heads. The outputs of all ranks are added up. MLPs
+are split likewise, where their shape is known, shared experts included. All else (embeddings,
+norms, routers, other experts, logits) is replicated.
 
-The names of a layer's projections decide how it is split. `PagedModel.split` checks the result
-against the whole model.
+The names of a layer's projections decide how it is split. `PagedModel.split` calls this at load,
+and checks the result against the whole model.
 
-Process groups are made directly. Torch's process-wide default group may belong to the application,
-and a process may hold several engines.
+Process groups are made directly, because torch's process-wide default group may belong to the
+application, and a process may hold several engines.
 """
 
 # ruff: noqa: ANN401 - torch's process groups and Transformers' modules have no typed surface.
@@ -29,7 +29,7 @@ from kvferry.errors import ConfigError, RankError
 from kvferry.layout.shards import heads_of_rank
 
 RANK_TIMEOUT_SECONDS = 60.0
-"""How long one rank waits for another that should be at the same place: a sum, an answer."""
+"""How long one rank waits for another: for its part of a sum, or for an answer."""
 
 _PER_QUERY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
 """Projections whose rows belong to query heads, head after head."""
@@ -40,24 +40,24 @@ _OUTPUTS = ("o_proj", "dense")
 """Projections whose columns belong to query heads."""
 
 _BEFORE_HEADS = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Projections of an attention layer that know no heads: replicated."""
+"""Projections of an attention layer that come before the split into heads: replicated."""
 
 _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("dense_h_to_4h",), "dense_4h_to_h"))
-"""Projections into an MLP and out of it."""
+"""Names of the projections into an MLP, and of the one out of it."""
 
 
 class RankGroup:
-    """One rank's end of a tensor-parallel group.
+    """Sums tensors over all ranks of a tensor-parallel engine.
 
     Runs in: every rank, on the model runner's thread.
     """
 
     def __init__(self, rank: int, size: int, rendezvous: Path, device: torch.device) -> None:
-        """Meet the other ranks, all of which call this with the same `rendezvous`.
+        """Meet the other ranks, which all call this with the same `rendezvous`.
 
         Args:
-            rendezvous: a file that does not exist yet, in a directory of our own.
-            device: of the tensors: NCCL on CUDA, gloo elsewhere.
+            rendezvous: path of a file that does not exist yet, in a directory of our own.
+            device: device of the tensors; sums run over NCCL on CUDA, over gloo elsewhere.
 
         Raises:
             RankError: the others did not come.
@@ -74,8 +74,8 @@ class RankGroup:
             raise RankError(f"rank {rank} of {size} cannot reach the others: {error}") from error
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, equal to the bit on all of them; added up in float32. May write
-        into `tensor`.
+        """Return the sum over all ranks, added up in float32 and bitwise equal on all of them. May
+        write into `tensor`.
 
         Raises:
             RankError: another rank is gone, or did not come in time.
@@ -89,7 +89,7 @@ class RankGroup:
 
 
 def device_of_rank(device: str, rank: int) -> str:
-    """On "cuda" each rank has the device of its number; others are shared."""
+    """Return a rank's device: for "cuda" the one of its number, else `device`, which all share."""
     return f"cuda:{rank}" if device == "cuda" else device
 
 
@@ -110,15 +110,15 @@ def _process_group(
 
 
 def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) -> int:
-    """Keep of every layer the part that this rank computes.
+    """Keep this rank's part of every layer.
 
     Returns:
         The number of attention layers split.
 
     Raises:
         ConfigError: an attention layer has a projection or a parameter that cannot be split.
-        TopologyError: of the numbers of ranks and of KV heads, neither divides the other.
-            (`ModelConfig` refuses query heads that do not divide.)
+        TopologyError: neither of the numbers of ranks and of KV heads divides the other.
+            (`ModelConfig` refuses query heads that the ranks do not divide.)
     """
     num_attention_layers = 0
     for module in list(model.modules()):
@@ -172,7 +172,7 @@ def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
 
 
 def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
-    """Keep `mine` of `count` equal runs of outputs."""
+    """Keep the runs `[start, stop)` in `mine` of `count` equal runs of outputs."""
     size, rest = divmod(linear.out_features, count)
     if rest:
         raise ConfigError(
@@ -186,15 +186,15 @@ def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
 
 
 def _keep_columns(linear: Any, mine: tuple[int, int], count: int, group: RankGroup) -> None:
-    """Keep `mine` of `count` equal runs of inputs; outputs are added up over the ranks."""
+    """As `_keep_rows`, of inputs. A hook then adds up the outputs over the ranks."""
     size = linear.in_features // count
     linear.weight = _frozen(linear.weight[:, mine[0] * size : mine[1] * size])
     linear.in_features = linear.weight.shape[1]
     if group.rank > 0:
-        linear.bias = None  # added once
+        linear.bias = None  # rank 0 adds it
     linear.register_forward_hook(lambda module, args, output: group.all_reduce(output))
 
 
 def _frozen(part: torch.Tensor) -> nn.Parameter:
-    """A copy, so that the memory of the whole is freed."""
+    """Copy a part as a parameter, so that the memory of the whole is freed."""
     return nn.Parameter(part.detach().clone(), requires_grad=False)

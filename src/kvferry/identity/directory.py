@@ -1,4 +1,4 @@
-"""The identity of a running model: its directory's configuration and the deviations from it."""
+"""The identity of a running model: its directory's configuration and deviations from that."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity, relevant_config
 
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
-"""Rotary embeddings whose angles depend on the longest sequence of a forward, or on the longest
-that an engine serves; "su" is an older name of "longrope"."""
+"""Rotary embeddings whose angles depend on the longest sequence of a forward pass, or on the
+longest that an engine serves. "su" is an older name of "longrope"."""
 
 
 def written_config(model_dir: Path) -> dict[str, JsonValue]:
-    """`config.json` of `model_dir` without the fields that cannot change KV bytes.
+    """Read `config.json` of `model_dir`, without the fields that cannot change KV bytes.
 
-    The tokenizer is no part of it: token ids are hashed, not text.
+    The tokenizer is no part of the identity: token ids are hashed, not text.
 
     Raises:
         ConfigError: the config is unreadable or no JSON object, or different library versions would
@@ -53,8 +53,8 @@ def _refuse_other_files(config: Mapping[str, JsonValue], path: Path) -> None:
 
 
 def length_dependent_rope(config: object) -> str | None:
-    """The type of a rotary embedding anywhere in `config` whose angles depend on a length, as one
-    of `LENGTH_DEPENDENT_ROPE`; None if there is none."""
+    """Find the type of a rotary embedding anywhere in `config` that is one of
+    `LENGTH_DEPENDENT_ROPE`; None if there is none."""
     if not isinstance(config, Mapping):
         return None
     kind = config.get("rope_type", config.get("type"))
@@ -73,13 +73,13 @@ def identify(
     weights_version: str | None,
     name: str | None,
 ) -> ModelIdentity:
-    """The identity of a running model. Engines without deviations from the same directory get the
-    same identity, whichever library read the directory.
+    """Make the identity of a running model. Engines that run the same directory without deviations
+    get the same identity, whichever library read it.
 
     Args:
-        weights: from `weights_digest`.
-        written: from `written_config`.
-        dtype: of the computation, such as "bfloat16"; replaces the config's `torch_dtype` and
+        weights: digest from `weights_digest`.
+        written: configuration from `written_config`.
+        dtype: dtype of the computation, such as "bfloat16"; replaces the config's `torch_dtype` and
             `dtype`.
         deviations: everything else that affects KV bytes but is not in the config: overrides,
             quantisation at load time, foreign code. Each host has its own function for this.

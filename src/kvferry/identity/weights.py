@@ -1,9 +1,9 @@
 """The identity of weights: a digest of their content.
 
 Two fine-tunes of one shape have files of equal names, sizes and headers, so only a hash of every
-byte distinguishes them. Each file is hashed once: the digest is kept with the file's device, inode,
-size and times, and computed again when one of them differs; on file systems that do not show every
-change in these, it is computed each time.
+byte distinguishes them. Each file is hashed once: a cache keeps the digest with the file's device,
+inode, size and times, and the file is hashed again when one of these differs. On file systems whose
+times do not show every change, the digest is not kept.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json"
 NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
-"""What trainers leave beside the weights; no engine loads it for inference."""
+"""Files that trainers leave beside the weights; no engine loads them for inference."""
 
 RACY_NS = 2_000_000_000
 """Coarsest time stamp of a file system in use (2 s). A file that changed less than this before it
-was hashed may change again without its times showing it."""
+was hashed may change again with equal times."""
 
 _BUFFER_BYTES = 16 * 1024 * 1024
 _LONG_BYTES = 1 << 30
-"""Hashing so much takes a while, and is logged."""
+"""From this size on, hashing a file takes a while and is logged."""
 
 
 def weights_digest(
@@ -51,11 +51,11 @@ def weights_digest(
     weights_version: str | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> bytes:
-    """Digest of all weights in `model_dir`: names and contents of its weight files, 32 bytes.
+    """Hash names and contents of all weight files of `model_dir` to 32 bytes.
 
     Weight files are those of the directory itself, and those that the `weight_map` of an index in
-    it names, also in sub-directories. The path, owner and times of the directory do not enter: a
-    copy or a renamed directory has the same digest. Memory stays below 17 MiB whatever the sizes.
+    it names, also in sub-directories. The digest does not depend on path, owner and times of the
+    directory, so a copy has the same one. Memory stays below 17 MiB whatever the sizes.
 
     `kvferry/weights` in the user's cache directory keeps the digests of unchanged files. A cache
     that cannot be written, is damaged, or is not private to this user is ignored: it costs time,
@@ -64,8 +64,8 @@ def weights_digest(
     Args:
         model_dir: a directory with .safetensors, .bin, .gguf, .pt or .pth files, sharded or not; or
             a single such file.
-        weights_version: stands for the weights of a directory that has none.
-        clock_ns: wall clock, in the epoch of the file system's time stamps.
+        weights_version: what stands for the weights of a directory that has none.
+        clock_ns: wall clock in nanoseconds, of the same epoch as the file system's time stamps.
 
     Raises:
         ConfigError: no such directory, no weights in it, an index that names a file outside of it,
@@ -86,19 +86,19 @@ def weights_digest(
 
 
 def weights_state(model_dir: Path) -> object:
-    """A value that differs if a weight file of `model_dir` was changed, added or removed meanwhile.
-    Reads no weights. ConfigError as for `weights_digest`."""
+    """Return a value that differs after a weight file of `model_dir` is changed, added or removed.
+    Reads no weights. Raises ConfigError as `weights_digest`."""
     return {name: _identity(_stat(path)) for name, path in _weight_files(model_dir).items()}
 
 
 def newest_change(model_dir: Path) -> float:
-    """When a weight file of `model_dir` last changed, by its file system; seconds since the epoch.
-    ConfigError as for `weights_digest`."""
+    """Return when a weight file of `model_dir` last changed, by the clock of its file system, in
+    seconds since the epoch. Raises ConfigError as `weights_digest`."""
     return max(_stat(path).st_ctime for path in _weight_files(model_dir).values())
 
 
 def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:
-    """Weight files by name, in the order of their names."""
+    """Return the weight files by name, in the order of their names."""
     if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES):
         return {model_dir.name: model_dir}
     if not model_dir.is_dir():
@@ -129,7 +129,7 @@ def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Pa
 
 
 def _indexed(path: Path) -> set[str]:
-    """The files that an index names; none if it is no index that a loader would follow."""
+    """Return the files that an index names; none if a loader would not follow the index."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         names = {str(PurePosixPath(name)) for name in weight_map.values()}
@@ -164,22 +164,22 @@ def _file_digest(path: Path, cache: _DigestCache, clock_ns: Callable[[], int]) -
         for piece in _pieces(file.readinto):
             hasher.update(piece)
             num_bytes += len(piece)
-            if num_bytes > before.st_size:  # one that grows as fast as we read would never end
+            if num_bytes > before.st_size:  # a file that grows as fast as it is read
                 break
         after = os.fstat(file.fileno())
     if _identity(before) != _identity(after) or num_bytes != before.st_size:
         raise ConfigError(f"{path} changes while it is read: wait until it is complete")
     digest = hasher.digest()
-    # Like git's "racily clean" files. Only ctime counts: a process cannot set it back, and every
-    # change of content or mtime changes it too.
+    # As for git's "racily clean" files. Only ctime counts: a process cannot set it back, and every
+    # change of content or mtime changes it, too.
     if before.st_ctime_ns + RACY_NS <= started and shows_changes(path.resolve().parent):
         cache.put(before, digest)
     return digest
 
 
 def _pieces(readinto: Callable[[memoryview], int | None]) -> Iterator[memoryview]:
-    """The rest of a file in pieces of one buffer; never mapped, so a file that is cut short under
-    the reader ends the loop and not the process (SIGBUS)."""
+    """Yield the rest of a file in pieces of one buffer. The file is not mapped, so that a file that
+    is cut short meanwhile ends the loop and not the process (SIGBUS)."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     while num_bytes := readinto(buffer):
         yield buffer[:num_bytes]
@@ -196,7 +196,7 @@ def _default_cache_dir() -> Path | None:
 
 
 class _DigestCache:
-    """One small file per (device, inode), replaced whole. Every fault is a miss."""
+    """A cache with one small file per (device, inode), replaced whole. Every fault is a miss."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory if directory is not None and _private(directory) else None
@@ -209,16 +209,16 @@ class _DigestCache:
         except OSError:
             return None
         digest = text[-64:]
-        # What matches was encoded from a digest: it is 64 hexadecimal digits.
+        # A text that matches was encoded from a digest, so this is 64 hexadecimal digits.
         return bytes.fromhex(digest.decode()) if text == self._encode(info, digest) else None
 
     def put(self, info: os.stat_result, digest: bytes) -> None:
         if self._directory is None:
             return
         path = self._path(self._directory, info)
-        # One temporary name per entry: a killed process leaves at most one small file behind, and
-        # the next writer reuses it. Two writers at once can at worst lose the entry: what is read
-        # back is checked.
+        # One temporary name per entry: a killed process leaves at most one small file behind, which
+        # the next writer reuses. Two writers at once can at worst lose the entry, because `get`
+        # checks what it reads.
         temporary = path.with_name(f".{path.name}.new")
         try:
             temporary.write_bytes(self._encode(info, digest.hex().encode()))
@@ -232,7 +232,7 @@ class _DigestCache:
 
     @staticmethod
     def _encode(info: os.stat_result, digest_hex: bytes) -> bytes:
-        """All that must be unchanged, a checksum of it and of the digest, the digest."""
+        """Encode what must be unchanged, a checksum of that and the digest, and the digest."""
         state = b"kvferry weights 2 " + " ".join(map(str, _identity(info))).encode()
         return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)
 

@@ -1,4 +1,4 @@
-"""Token ids and a model's identity to keys that are equal wherever the KV bytes are."""
+"""Makes keys of token ids and a model's identity. Keys are equal wherever the KV bytes are."""
 
 from kvferry.keys.chain import KEY_VERSION, ChunkKeys
 from kvferry.keys.encoding import JsonValue

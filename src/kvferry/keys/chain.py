@@ -1,11 +1,12 @@
-"""Token ids to chunk keys: a chain of BLAKE3, each key standing for its whole prefix.
+"""Hashes token ids to chunk keys: a chain of BLAKE3, in which each key stands for its whole prefix.
 
     key_i = BLAKE3(tag | parent_i | num_tokens u32 | token ids u32... | extra keys)
     parent_0 = namespace digest        parent_i = key_(i-1)
     key of a tail = "tail" | the last 28 bytes of such a digest, of fewer tokens
 
-The same ids give the same keys in every process, Python and platform (golden vectors in
-`tests/keys/golden.json`, exact bytes in `docs/format.md`).
+A tail is the end of a prompt that fills no whole chunk. The same ids give the same keys in every
+process, Python and platform (golden vectors in `tests/keys/golden.json`, exact bytes in
+`docs/format.md`).
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ CHUNK_TAG = b"kvferry.chunk.1\0"
 
 
 class ChunkKeys:
-    """Keys of the whole chunks of one sequence of tokens, as of a request; hashed once, and
-    extended as tokens arrive.
+    """The keys of the whole chunks of one token sequence, such as a request. Each chunk is hashed
+    once, and the keys grow as tokens arrive.
 
     Not thread-safe: it belongs to the thread that owns the request.
 
     Args:
         namespace: digest of everything that decides KV bytes besides tokens and extra keys.
-        chunk_tokens: tokens per chunk.
-        extra_keys: what else decides the bytes. Salt, LoRA and embeddings digest enter *every*
-            chunk, so that no key relies on its parent for isolation; a multimodal item enters each
+        chunk_tokens: number of tokens per chunk.
+        extra_keys: whatever else decides the bytes. Salt, LoRA and embeddings digest enter *every*
+            chunk, so that no key relies on its parent for isolation. A multimodal item enters each
             chunk that it overlaps, with its offset from the start of that chunk. If not
             `cacheable`, there are never any keys.
 
@@ -65,8 +66,8 @@ class ChunkKeys:
         """Hash the whole chunks of `token_ids` that are not hashed yet.
 
         Args:
-            token_ids: *all* ids of the request so far, prompt first. What was hashed before is
-                trusted to be unchanged; a tail that is no whole chunk yet may still change.
+            token_ids: *all* ids of the request so far, prompt first. Ids that are hashed must not
+                change, which is not checked; ids after the last whole chunk may.
 
         Raises:
             ContractError: fewer ids than were hashed already, or an id that is no unsigned 32-bit
@@ -85,8 +86,8 @@ class ChunkKeys:
         self.keys.extend(self._hash(packed, first))
 
     def tail(self, token_ids: Sequence[int], stop: int) -> ChunkKey:
-        """The key of the tokens behind the last whole chunk, up to `stop`. It begins with
-        `TAIL_MARK`. Call `extend` with the same ids before.
+        """Return the key of the tail: the tokens after the last whole chunk, up to `stop`. The key
+        begins with `TAIL_MARK`. Call `extend` with the same ids before.
 
         Raises:
             ContractError: no such tokens, or an id that is no unsigned 32-bit integer.
@@ -117,7 +118,7 @@ class ChunkKeys:
 
 
 class _ExtraEncoder:
-    """The extra-key bytes of each chunk: empty without any, else a canonical mapping."""
+    """Encodes the extra keys of each chunk: empty without any, else a canonical mapping."""
 
     __slots__ = ("_chunk_tokens", "_common", "_encoded", "_items")
 
@@ -153,8 +154,8 @@ class _ExtraEncoder:
 
 
 def _pack(token_ids: Sequence[int], first: int) -> bytes:
-    """Token ids as little-endian u32; `first` is the position of the first one, for messages."""
-    # Arrays of NumPy and PyTorch: one call to Python ints beats iterating over boxed items.
+    """Pack token ids as little-endian u32. `first` is the first one's position, for messages."""
+    # For arrays of NumPy and PyTorch, one call is faster than iterating over boxed items.
     ids: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if not isinstance(ids, list):
         # Not only for speed: array("I", b"...") would read bytes as packed machine words.

@@ -1,8 +1,9 @@
-"""One byte string per value, the same in every process, platform and Python.
+"""Encodes a value as bytes that are the same in every process, platform and Python.
 
-JSON text cannot carry identity: `1`, `1.0` and `true` blur, the order of keys is free, floats print
-in many ways. Here each value is a type byte, a length and a body, so no two different values share
-an encoding and none is a prefix of another. `docs/format.md` has the table.
+Chunk keys, namespaces and digests of weights hash such bytes. JSON text cannot carry identity: `1`,
+`1.0` and `true` blur, the order of keys is free, and floats print in many ways. Here each value is
+a type byte, a length and a body. So no two different values share an encoding, and none is a prefix
+of another. `docs/format.md` has the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvferry.errors import ConfigError
 JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
 
 MAX_DEPTH = 64
-"""Deeper values are refused: no model config comes near, and recursion stays bounded."""
+"""Deeper values are refused, to bound the recursion; no model config comes near."""
 
 _QUIET_NAN = bytes.fromhex("000000000000f87f")
 
@@ -49,8 +50,8 @@ def _append(parts: list[bytes], value: object, path: str, depth: int) -> None:
 def _append_map(parts: list[bytes], value: Mapping[object, object], path: str, depth: int) -> None:
     keyed = []
     for key, item in value.items():
-        # `id2label` and its like have integer keys once a library has parsed them: refusing beats
-        # guessing which of 1 and "1" was meant.
+        # Fields such as `id2label` have integer keys once a library has parsed them. Refusing is
+        # better than guessing whether 1 or "1" was meant.
         if not isinstance(key, str):
             raise ConfigError(f"key {key!r} at {path or 'the top'!r} must be a str to be hashed")
         keyed.append((key.encode("utf-8", "surrogatepass"), key, item))

@@ -1,9 +1,10 @@
-"""The namespace: one digest of everything besides tokens that decides KV bytes. It roots every
-chain of keys.
+"""The namespace: a digest of all that decides KV bytes besides tokens and extra keys. Every chain
+of keys begins with it.
 
-In it: the content of the weights, the model config as the engine runs it, the geometry of each KV
-group, the chunk size, the tenant, the versions of format and keys. Not in it: how the work is split
-and laid out (tensor and pipeline parallelism, block size, memory layout), engine, device and path.
+It covers the content of the weights, the model config as the engine runs it, the geometry of each
+KV group, the chunk size, the tenant, and the versions of format and keys. It does not cover how the
+work is split and laid out (tensor and pipeline parallelism, block size, memory layout), nor engine,
+device and path.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvferry.types import FORMAT_VERSION, KVGroup
 NAMESPACE_TAG = b"kvferry.space.1\0"
 
 OPAQUE = "opaque"
-"""The `kind` of a namespace of opaque records; namespaces of tokens have none."""
+"""The `kind` of a namespace of opaque records (rows of a host); those of tokens have none."""
 
 _MAX_TITLE_CHARACTERS = 200
 
@@ -50,13 +51,13 @@ IRRELEVANT_FIELDS = frozenset(
         "task_specific_params",
     }
 )
-"""Fields of a Hugging Face config that cannot change KV bytes. All other fields count, unknown ones
-included: a needless miss costs time, a wrong hit gives wrong output."""
+"""Fields of a Hugging Face config that cannot change KV bytes. All other fields count, also unknown
+ones: a needless miss costs time, but a wrong hit gives wrong output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Which model produced the KV, by content.
+    """The model that produced the KV, identified by its content.
 
     Attributes:
         weights: 32-byte digest of the weights' content (`weights_digest`).
@@ -81,8 +82,8 @@ class ModelIdentity:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
     """A digest and the readable description it was made from: `digest` is BLAKE3 over
-    `NAMESPACE_TAG` and the canonical encoding of `description`. `model`, the model's name if it has
-    one, is not in the description."""
+    `NAMESPACE_TAG` and the canonical encoding of `description`. `model` is the model's name if it
+    has one, and is not in the description."""
 
     digest: bytes
     description: Mapping[str, JsonValue] = field(compare=False)
@@ -96,8 +97,8 @@ class Namespace:
         chunk_tokens: int,
         tenant: str = "",
     ) -> Namespace:
-        """Raises ConfigError for no groups, `chunk_tokens` below 1, or a config value that has no
-        canonical encoding."""
+        """Make the namespace of a model's KV. Raises ConfigError for no groups, `chunk_tokens`
+        below 1, or a config value that has no canonical encoding."""
         if not groups:
             raise ConfigError("a namespace needs at least one KV group")
         if chunk_tokens < 1:
@@ -116,21 +117,21 @@ class Namespace:
 
     @classmethod
     def described(cls, description: Mapping[str, JsonValue], model: str | None) -> Namespace:
-        """The namespace of a whole description. Raises ConfigError for a value in it that has no
-        canonical encoding."""
-        # First: the encoding refuses values that the copy cannot handle.
+        """Make the namespace of a whole description. Raises ConfigError for a value in it that has
+        no canonical encoding."""
+        # The digest comes first: it refuses values that the copy cannot handle.
         digest = _digest(description)
         copied = {name: _copied(value) for name, value in description.items()}
         return cls(digest=digest, description=copied, model=model)
 
     def as_text(self) -> str:
-        """JSON with the model's name and the description. Stores keep it."""
+        """Return JSON with the model's name and the description, which stores keep."""
         value = {"model": self.model, "description": self.description}
         return json.dumps(value, indent=1) + "\n"
 
     @classmethod
     def from_text(cls, digest: bytes, text: str) -> Namespace | None:
-        """The reverse of `as_text`; None if `text` is something else or describes another
+        """Parse what `as_text` wrote; None if `text` is something else or describes another
         namespace."""
         try:
             value = json.loads(text)
@@ -138,14 +139,14 @@ class Namespace:
             is_ours = isinstance(description, dict) and isinstance(model, str | None)
             if not is_ours or _digest(description) != digest:
                 return None
-        except (ValueError, KeyError, TypeError, RecursionError):  # of whatever stands there
+        except (ValueError, KeyError, TypeError, RecursionError):  # the text is untrusted
             return None
         return cls(digest=digest, description=description, model=model)
 
     @property
     def title(self) -> str:
-        """The model's name; where it has none, what its config says of it; for people. Never long,
-        whatever a server says."""
+        """The model's name, or what its config says if it has none. For people. Its length is
+        bounded, whatever a server says."""
         config = self.description.get("config")
         said = config if isinstance(config, Mapping) else {}
         names = said.get("architectures")
@@ -155,7 +156,7 @@ class Namespace:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether its keys are made of a host's hashes, so that they do not follow from tokens."""
+        """Whether keys are made of a host's hashes, so that they do not follow from tokens."""
         return self.description.get("kind") == OPAQUE
 
     def _kind_in_title(self) -> str:
@@ -172,7 +173,7 @@ def _digest(description: Mapping[str, JsonValue]) -> bytes:
 
 
 def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`config` without `IRRELEVANT_FIELDS`, also inside its sub-configs (`text_config`, ...)."""
+    """Return `config` without `IRRELEVANT_FIELDS`, also in sub-configs such as `text_config`."""
     result: dict[str, JsonValue] = {}
     for name, value in config.items():
         if name in IRRELEVANT_FIELDS:
@@ -185,7 +186,7 @@ def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def describe_group(group: KVGroup) -> dict[str, JsonValue]:
-    """What of a group decides KV bytes."""
+    """Return the fields of a group that decide KV bytes."""
     # block_size is the engine's page: it decides where KV lies in memory, not what it is.
     return {
         "num_layers": group.num_layers,
@@ -197,7 +198,7 @@ def describe_group(group: KVGroup) -> dict[str, JsonValue]:
 
 
 def _copied(value: JsonValue) -> JsonValue:
-    """A deep copy out of plain dicts and lists, so that the description cannot change later."""
+    """Deep copy, in plain dicts and lists, so that the description cannot change later."""
     if isinstance(value, Mapping):
         return {name: _copied(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

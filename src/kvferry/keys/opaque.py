@@ -1,8 +1,8 @@
 """Keys and namespaces of opaque records: rows that a host hands over under a hash of its own.
 
-A host's hash stands for tokens that are not known here, and its rows have a layout that only the
-host reads. So the namespace says all that gives both their meaning, and nothing of it is shared
-with namespaces of tokens: neither finds the other's records.
+Hosts' adapters use it. A host's hash stands for tokens that are not known here, and only the host
+knows the layout of its rows. So the namespace describes all that gives hashes and rows their
+meaning. It differs from every namespace of tokens: neither kind finds the other's records.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def opaque_namespace(
     tenant: str = "",
     by_name: bool = False,
 ) -> Namespace:
-    """The namespace of a host's rows.
+    """Make the namespace of a host's rows.
 
     Args:
-        identity: of the model.
+        identity: identity of the model.
         host: everything else that gives the host's hashes and the bytes of its rows their meaning:
             name and release, hash algorithm and seed, chunking, groups, layout, dtype, ranks.
-        row_bytes: of every row.
-        chunk_tokens: tokens that a row of the host's first group stands for.
-        by_name: the weights were not found, and a name stands for them.
+        row_bytes: size of every row in bytes.
+        chunk_tokens: number of tokens that a row of the host's first group stands for.
+        tenant: tenant whose records are kept apart.
+        by_name: whether the weights were not found, and a name stands for them.
 
     Raises:
         ConfigError: sizes below 1, or a value without a canonical encoding.
@@ -64,5 +65,5 @@ def opaque_namespace(
 
 
 def opaque_key(namespace: bytes, host_key: bytes) -> ChunkKey:
-    """The key of the row that a host calls `host_key`, any bytes."""
+    """Return the key of the row that a host calls `host_key`, which may be any bytes."""
     return ChunkKey(blake3(b"".join((ROW_TAG, namespace, host_key))).digest())

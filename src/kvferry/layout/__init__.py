@@ -1,5 +1,5 @@
 """Where a token's KV lies: named layouts, shards of ranks, runs of blocks, and the copies between
-blocks and rows."""
+blocks and record rows."""
 
 from kvferry.moved import moved_names
 

@@ -1,13 +1,14 @@
 """Copies between paged KV on a device and record rows: batched over layers and blocks.
 
-Rows are in the host's memory or on the device. Those of the host cross in one transfer, as fast as
-their memory allows (`layout.streams.pinned`); blocks and rows meet on the device. These are the
-copies by PyTorch's own kernels, one per run of blocks and evenly spaced layers; `layout.kernels`
-holds those by Triton, which `layout.ops` prefers where they serve.
+`PagedKV` (`layout.ops`) uses these copies by PyTorch's own kernels where the Triton kernels
+(`layout.kernels`) do not serve. There is one copy per run of blocks and evenly spaced layers.
+
+Rows are in the host's memory or on the device. Rows of the host cross in one transfer, as fast as
+their memory allows (`layout.streams.pinned`), and the device copies between them and the blocks.
 
 All work goes into the current stream. When `scatter` returns, rows of the host have been read; when
-`gather` returns, they are complete. With rows on the device both only submit: nothing waits for it.
-Block ids were checked: a kernel never sees a bad one.
+`gather` returns, they are complete. With rows on the device both only submit, and do not wait.
+Callers have checked all block ids: a kernel never sees a bad one.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 from kvferry.layout.plan import BlockRun, Segment
 
 INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes: elements are copied as integers, since not every float8 can be indexed."""
+"""Integers by size in bytes. Elements are copied as integers: not every float8 can be indexed."""
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small table on the device, by way of pinned memory: from other memory the thread would wait
-    for everything in the stream."""
+    """Copy a small table to the device by way of pinned memory. From other memory the thread would
+    wait for everything in the stream."""
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
 
 
 class TorchCopies:
-    """Copies by PyTorch's indexing kernels, on any device. Made as `MakeCopies` says."""
+    """Copies by PyTorch's indexing kernels, on any device. The class is a `MakeCopies`."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._device = next(iter(storages.values())).device
@@ -49,7 +50,7 @@ class TorchCopies:
     def gather(
         self, rows: torch.Tensor, layer: int, runs: Sequence[BlockRun], first_token: int
     ) -> None:
-        # Starts as the rows are: tokens without a block stay as they were.
+        # Begins with the content of the rows, which tokens without a block keep.
         target = rows.to(self._device)
         for run in runs:
             ids = upload(torch.tensor(run.blocks), self._device)
@@ -61,8 +62,8 @@ class TorchCopies:
     def _pairs(
         self, rows: torch.Tensor, layer: int, run: BlockRun, first_token: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The slots of all blocks, and the run's tokens, as `[layers, blocks, heads, slots, size]`
-        each, by segment."""
+        """Yield views for each segment: the run's slots of all blocks, and the run's tokens in the
+        rows. Both are `[layers, blocks, heads, slots, size]`."""
         tokens = rows[:, :, run.start - first_token : run.stop - first_token]
         tokens = torch.unflatten(tokens, 2, (len(run.blocks), run.num_slots)).movedim(2, 1)
         for segment, view in self._views:
@@ -78,7 +79,7 @@ class TorchCopies:
 
 
 def view_of(segment: Segment, storages: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """`[layers, blocks, heads, slots, size]` of integers of the element's size."""
+    """View a segment as `[layers, blocks, heads, slots, size]`: integers as long as an element."""
     part, storage = segment.part, storages[segment.part.storage]
     shape = (segment.num_layers, *part.shape)
     strides = (segment.layer_stride, *part.strides)

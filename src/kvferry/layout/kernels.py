@@ -1,16 +1,16 @@
-"""Triton kernels: blocks to record rows and back over all layers at once, with leaf checksums.
+"""Triton kernels: copy blocks to record rows and back, all layers at once, and hash rows by leaf.
 
-Memory is moved in words of 8 bytes. A program that copies serves a tile of one row (a head of a
-layer): it finds each token's place in a table of slots and each layer's tensor in a table of
-addresses. A program that hashes computes the XXH3-128 of one leaf, exactly: within each KiB the
-stripes of the hash are a sum, which a program forms in parallel, and only the 64 scrambles between
-them follow each other.
+Memory is moved in words of 8 bytes. Each copying program moves a tile of one row (a head of a
+layer). It finds each token's place in a table of slots, and each layer's tensor in a table of
+addresses. Each hashing program computes the exact XXH3-128 of one leaf, a piece of a row that has
+its own checksum. Within each KiB the stripes of the hash are a sum, which is formed in parallel;
+only the scrambles between these sums run one after another.
 
-The hash is that of the xxHash specification (XXH3, 128 bits, seed 0, default secret) for inputs of
-more than 240 bytes in whole stripes of 64; other leaves are hashed on the host.
+The hash follows the xxHash specification (XXH3, 128 bits, seed 0, default secret) for inputs of
+more than 240 bytes in whole stripes of 64 bytes. Other leaves are hashed on the host.
 
-Needs Triton; imported by `layout.ops` where it is installed. With TRITON_INTERPRET=1 the kernels
-run on tensors of the CPU.
+Needs Triton. `layout.ops` imports this on CUDA where Triton is installed. With TRITON_INTERPRET=1
+the kernels run on tensors of the CPU.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
@@ -31,7 +31,7 @@ from kvferry.layout.plan import BlockRun, Segment
 
 WORD = 8
 _COPY_WORDS = 1024
-"""What a program that only copies moves."""
+"""Words that one copying program moves."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -51,7 +51,7 @@ _START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
 
 
 def hash_constants() -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """What the kernels read of the specification, in words.
+    """Return the specification's constants as words. Below: first word, name, number of words.
 
     | 0 secret, 24 | 24 of the last stripe, 8 | 32 low merge, 8 | 40 high merge, 8 | 48 start, 8 |
     """
@@ -66,14 +66,14 @@ def hash_constants() -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 @triton.jit
 def _swapped(lanes):
-    """Neighbours exchanged: the hash adds each word of the input to the lane beside its own."""
+    """Exchange neighbours: the hash adds each word of the input to the lane beside its own."""
     even, odd = tl.split(tl.reshape(lanes, [4, 2]))
     return tl.reshape(tl.join(odd, even), [8])
 
 
 @triton.jit
 def _stripe_sums(words, keys, wanted):
-    """What stripes add to the 8 lanes; `[16, 8]` each."""
+    """Return what the wanted stripes add to the 8 lanes; arguments are `[16, 8]`."""
     mixed = words ^ keys
     products = tl.where(wanted, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
     return tl.sum(products, axis=0) + _swapped(tl.sum(tl.where(wanted, words, 0), axis=0))
@@ -87,7 +87,7 @@ def _scrambled(lanes, constants):
 
 @triton.jit
 def _merged(lanes, constants, start):
-    """Eight lanes folded into one word."""
+    """Fold eight lanes into one word."""
     keys = tl.load(constants + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
     left, right = tl.split(tl.reshape(lanes ^ keys, [4, 2]))
     word = start + tl.sum((left * right) ^ tl.umulhi(left, right), axis=0)
@@ -97,7 +97,7 @@ def _merged(lanes, constants, start):
 
 @triton.jit
 def _store_digest(digests, lanes, num_bytes, constants):
-    """Canonical order: the high word, then the low one."""
+    """Store a digest in canonical order: the high word, then the low one."""
     length = num_bytes.to(tl.uint64)
     low = _merged(lanes, constants + 32, length * 0x9E3779B185EBCA87)
     high = _merged(lanes, constants + 40, (length * 0xC2B2AE3D27D4EB4F) ^ 0xFFFFFFFFFFFFFFFF)
@@ -113,7 +113,7 @@ def _copy_kernel(
     rows, slots, bases, row_words, token_words, part_words, head_words, num_heads,
     parts: tl.constexpr, tile: tl.constexpr, to_rows: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row, where its tokens have blocks."""
+    """Copy a tile of one row, skipping tokens without a block."""
     row = tl.program_id(0)
     offsets = tl.program_id(1) * tile + tl.arange(0, tile)
     content = offsets % token_words
@@ -133,7 +133,7 @@ def _copy_kernel(
 
 @triton.jit
 def _hash_kernel(rows, digests, constants, row_words, leaf_words):
-    """The digest of one leaf of one row."""
+    """Compute the digest of one leaf of one row."""
     row = tl.program_id(0)
     start = tl.program_id(1) * leaf_words
     size = tl.minimum(leaf_words, row_words - start)
@@ -142,7 +142,7 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
     lane = tl.arange(0, 8)[None, :]
     keys = tl.load(constants + stripe + lane).to(tl.uint64, bitcast=True)
     lanes = tl.load(constants + 48 + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
-    # The last stripe is hashed by keys of its own and never scrambled: it is not in the blocks.
+    # The last stripe has its own keys and is never scrambled, so it is left out of the blocks.
     num_blocks = (size - 1) // 128
     for block in range(0, num_blocks + 1):
         offsets = block * 128 + stripe * 8 + lane
@@ -163,8 +163,8 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
 
 
 class TritonCopies:
-    """Copies and leaf digests by the kernels above, for parts that it `serves`. Made as
-    `MakeCopies` says."""
+    """Copies and leaf digests by the kernels above, for parts that `serves` accepts. The class is a
+    `MakeCopies`."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._storages = dict(storages)  # kept alive: kernels have their addresses
@@ -188,7 +188,7 @@ class TritonCopies:
 
     @staticmethod
     def serves(parts: Sequence[Segment]) -> bool:
-        """Whether all layers and parts have one shape, and lie in whole words."""
+        """Whether all parts have the same strides and size, and those and addresses are words."""
         shapes = {(*each.part.strides, each.part.shape[3], each.item) for each in parts}
         if len(shapes) != 1:
             return False
@@ -209,7 +209,7 @@ class TritonCopies:
     ) -> None:
         target = rows
         if sum(run.stop - run.start for run in runs) < rows.shape[2]:
-            # Starts as the rows are: tokens without a block stay as they were.
+            # Begins with the content of the rows, which tokens without a block keep.
             target = rows.to(self._device)
         elif rows.device != self._device:
             target = torch.empty_like(rows, device=self._device)
@@ -236,7 +236,8 @@ class TritonCopies:
     def _slots(
         self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int
     ) -> torch.Tensor:
-        """Per token of the rows, words from a layer's part to the first head, or -1."""
+        """Return the place of each token in the first head of a layer's part, in words; -1 without
+        a block."""
         slots = np.full(rows.shape[2], -1, np.int64)
         for run in runs:
             within = np.arange(run.first_slot, run.first_slot + run.num_slots) * self._token

@@ -1,7 +1,7 @@
-"""Copy tokens between paged KV tensors and canonical record rows: the executor of `plan`.
+"""Copies tokens between paged KV tensors and canonical record rows, as `layout.plan` splits them.
 
-Tensors arrive in a host's layout, named and checked, never guessed. On CPU the copies run here,
-through numpy, on a device in `layout.device`.
+Runs in: worker. The host names the layout of its tensors, which is checked, never guessed. On a CPU
+numpy makes the copies, here; on a device, `layout.device` or `layout.kernels`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_SPAN = 1 << 30  # the largest element that numpy can have is just below twi
 
 
 class Copies(Protocol):
-    """Runs copies between the blocks of one cache and rows; arguments were checked. Those that can
-    hash on the device have `digests_later`, too."""
+    """Copies between the blocks of one cache and rows; `PagedKV` has checked the arguments. Classes
+    that can hash on the device have `digests_later`, too."""
 
     def scatter(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         """See `PagedKV.scatter`."""
@@ -37,11 +37,11 @@ class Copies(Protocol):
 
 
 MakeCopies = Callable[[tuple[Segment, ...], Mapping[int, torch.Tensor]], Copies]
-"""From the parts of a cache, and their memory by address, as bytes."""
+"""Makes `Copies` from the parts of a cache and their memory: tensors of bytes by address."""
 
 
 def device_copies(parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> Copies:
-    """The fastest copies that this device can run; a `MakeCopies`."""
+    """Make the fastest copies that this device can run. A `MakeCopies`."""
     on_cuda = next(iter(storages.values())).is_cuda
     if on_cuda and importlib.util.find_spec("triton") is not None:
         from kvferry.layout.kernels import TritonCopies
@@ -52,12 +52,12 @@ def device_copies(parts: tuple[Segment, ...], storages: Mapping[int, torch.Tenso
 
 
 class PagedKV:
-    """The paged KV of one group on one rank. Every block can be read and written: callers refuse
-    the null block of their host.
+    """The paged KV of one group on one rank. It reads and writes every block: callers refuse the
+    null block of their host.
 
     Args:
         tensors, group, shard, layout: see `kvferry.layout.spec.layer_parts`, which checks them.
-        copies: makes what runs the copies; None for the fastest on the tensors' device.
+        copies: makes the `Copies`; None for the fastest on the tensors' device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PagedKV:
         self._digests_later = getattr(self._copies, "digests_later", None)
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
-        """Raises LayoutError for an id that is not a block of this cache."""
+        """Raise LayoutError for an id that is not a block of this cache."""
         check_block_ids(block_ids, self.num_blocks)
 
     def runs(self, block_ids: Sequence[int], start: int, stop: int) -> list[BlockRun]:
@@ -99,8 +99,8 @@ class PagedKV:
 
     def as_rows(self, buffer: memoryview | torch.Tensor, shape: tuple[int, int, int, int]) -> Any:
         """View `buffer` as record rows `[layers, heads, tokens, content]`, in the form that this
-        cache copies. It is writable, in C order and exactly as long as `shape` says; or a tensor of
-        integers that has the shape already."""
+        cache copies: a numpy array or a tensor. `buffer` is writable memory in C order, exactly as
+        long as `shape` says, or a tensor of integers that has the shape already."""
         if isinstance(buffer, torch.Tensor):
             return buffer.numpy() if self._is_numpy else buffer
         if self._is_numpy:
@@ -116,7 +116,7 @@ class PagedKV:
             first_token: token position of index 0 of the token axis of `rows`.
 
         Raises:
-            LayoutError: rows that do not fit this cache or its runs; nothing was written.
+            LayoutError: the rows do not fit this cache or the runs; nothing was written.
         """
         self._check(rows, layer, runs, first_token)
         self._copies.scatter(rows, layer, runs, first_token)
@@ -127,12 +127,12 @@ class PagedKV:
         self._copies.gather(rows, layer, runs, first_token)
 
     def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
-        """Checksums of rows (from `as_rows`, on the device) in leaves of `leaf_bytes`, the last one
-        of a row shorter; the device computes them after what the current stream was given.
+        """Have the device compute checksums of rows (from `as_rows`, on the device), after the work
+        in the current stream. Each row is divided into leaves of `leaf_bytes`; the last is shorter.
 
         Returns:
-            A function to call once the stream is through: XXH3-128 of each leaf in the order of the
-            rows, 16 bytes each, high word first. None if the caller is to hash the rows.
+            A function to call once the stream has done this. It returns XXH3-128 of each leaf in
+            the order of the rows, 16 bytes each, high word first. None: the caller must hash.
         """
         if self._digests_later is None:
             return None
@@ -174,29 +174,29 @@ def _strided(tensor: torch.Tensor) -> Strided:
 
 
 class _Spans(NamedTuple):
-    """What a segment and rows have in common, as numpy copies it: in spans."""
+    """The part of a segment that is in some rows, as numpy copies it: in spans. A span is a run of
+    bytes that is contiguous in both, and one element of the arrays."""
 
     blocks: Array
-    """`[num_blocks, layers, heads, slots, elements]`, without the last of these axes as far as they
-    are contiguous on both sides: such a span is one element of numpy's."""
+    """`[num_blocks, layers, heads, slots, elements]`, less the last axes, which make up a span."""
     row_offset: int
     row_strides: tuple[int, ...]
-    """Of the same axes, in bytes."""
+    """Strides of the same axes in rows, in bytes."""
 
     def of_rows(self, rows: Array, start: int, num_blocks: int) -> Array:
-        """The same of rows, from token `start` of these on."""
+        """View `rows` with the axes of `blocks`, from token `start` of the rows on."""
         offset = self.row_offset + start * rows.strides[2]
         shape = (num_blocks, *self.blocks.shape[1:])
         return np.ndarray(shape, self.blocks.dtype, rows, offset, self.row_strides)
 
 
 class NumpyCopies:
-    """Copies in the host's memory, by numpy, which releases the GIL and starts no threads.
-    Thread-safe. Made as `MakeCopies` says."""
+    """Copies in the host's memory by numpy, which releases the GIL and starts no threads.
+    Thread-safe. The class is a `MakeCopies`."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._views = [(each, view_of(each, storages).numpy()) for each in parts]
-        # As many keys as a geometry has: pieces of a record, times slots of partial blocks.
+        # Room for all keys of a geometry: pieces of a record, times slots of partial blocks.
         self._spans = lru_cache(maxsize=4096)(self._compute_spans)
 
     def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
@@ -213,7 +213,7 @@ class NumpyCopies:
                 if isinstance(run.blocks, range):
                     target[...] = spans.blocks[_index(run.blocks)]
                     continue
-                # One by one: reading through an index array would copy twice.
+                # Block by block: reading through an index array would copy twice.
                 for position, block in enumerate(run.blocks):
                     target[position : position + 1] = spans.blocks[block : block + 1]
 
@@ -245,7 +245,7 @@ class NumpyCopies:
 
 
 def _index(blocks: range | tuple[int, ...]) -> slice | Array:
-    """What picks these blocks from a first axis."""
+    """Return the index that picks these blocks from a first axis."""
     if isinstance(blocks, range):
         return slice(blocks.start, blocks.stop)
     return np.array(blocks, dtype=np.intp)

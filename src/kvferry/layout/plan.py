@@ -3,7 +3,8 @@
     tokens of a request ── block_runs ──▶ runs of blocks
     parts of all layers ── segments ────▶ layers evenly spaced in memory
 
-Record rows are `[layers, heads, tokens, content]` in C order.
+Record rows are `[layers, heads, tokens, content]` in C order. `layout.ops` does the copies. A slot
+is here the place of one token within a block.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from kvferry.layout.spec import ContentPart
 
 
 class BlockRun(NamedTuple):
-    """Tokens `[start, stop)` of a request that lie in whole blocks, or in a part of one block."""
+    """Tokens `[start, stop)` of a request that fill whole blocks, or a part of one block."""
 
     blocks: range | tuple[int, ...]
-    """Their ids: a range if they are consecutive."""
+    """Ids of the blocks; a range if they are consecutive."""
     first_slot: int
     num_slots: int
-    """Slots used of each block; less than the block size only if there is one block."""
+    """Number of slots used in each block; less than the block size only for a single block."""
     start: int
     stop: int
 
 
 class Segment(NamedTuple):
-    """One content part of layers that are evenly spaced in one memory."""
+    """One content part (keys, values or all) of layers that are evenly spaced in one memory."""
 
     part: ContentPart
-    """Of the first of these layers."""
+    """The part of the first layer."""
     first_layer: int
     num_layers: int
     layer_stride: int
-    """In elements; 0 if it is one layer."""
+    """In elements; 0 for a single layer."""
     item: int
     """Bytes of an element."""
 
     def layers_among(self, first: int, count: int) -> tuple[int, int]:
-        """Those of this segment among `count` layers from `first` on, as a range."""
+        """Return which of its layers are in `[first, first + count)`: none where start >= stop."""
         return max(self.first_layer, first), min(self.first_layer + self.num_layers, first + count)
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str = "") -> None:
-    """Raises LayoutError, whose text begins with `where`, for an id outside `[0, num_blocks)`."""
+    """Raise LayoutError for an id outside `[0, num_blocks)`. Its text begins with `where`."""
     if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
         bad = next(block for block in block_ids if not 0 <= block < num_blocks)
         raise LayoutError(f"{where}block id {bad} is outside [0, {num_blocks})")
@@ -53,7 +54,7 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str = "") 
 
 def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[BlockRun]:
     """Split tokens `[start, stop)` of a request into maximal runs of blocks of `block_size` tokens.
-    `block_ids` hold the range and no more, in token order. Raises LayoutError for too few."""
+    `block_ids` are the blocks of this range in token order. Raises LayoutError for too few."""
     first_index = start // block_size
     if start < 0 or -(-stop // block_size) - first_index > len(block_ids):
         raise LayoutError(
@@ -66,7 +67,7 @@ def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int)
         end = min(stop, start - slot + block_size)
         count = 1
         if end - start == block_size:
-            # As many whole blocks as there are: one copy and one release of the GIL for all.
+            # Take all whole blocks: one copy and one release of the GIL for all of them.
             count = (stop - start) // block_size
             end = start + count * block_size
         ids = block_ids[index : index + count]
@@ -78,8 +79,8 @@ def block_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int)
 
 
 def segments(layers: Sequence[tuple[ContentPart, ...]], item: int) -> tuple[Segment, ...]:
-    """Join the parts of successive layers where these are evenly spaced in one memory, forwards as
-    tensors can be. An element has `item` bytes."""
+    """Join the parts of successive layers that are evenly spaced at ascending addresses in one
+    memory. An element has `item` bytes."""
     found: list[Segment] = []
     for parts in zip(*layers, strict=True):
         at = 0

@@ -9,10 +9,11 @@ from kvferry.types import GroupShard, KVGroup, RankShard
 
 
 def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """The kv heads `[start, stop)` of a tensor-parallel rank: its share, or one replicated head.
+    """Return the kv heads `[start, stop)` of a tensor-parallel rank: its share, or, with more ranks
+    than heads, one replicated head.
 
     Raises:
-        TopologyError: heads and ranks of which neither is a multiple of the other.
+        TopologyError: neither number, of heads or of ranks, is a multiple of the other.
     """
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise TopologyError(
@@ -23,8 +24,8 @@ def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> tuple[int, i
 
 
 def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int) -> RankShard:
-    """What a tensor-parallel rank holds of a model: its share of the heads of each group, or one
-    replicated head, which the first of its ranks writes. Raises as `heads_of_rank`."""
+    """Return what a tensor-parallel rank holds of a model: all layers, and the heads that
+    `heads_of_rank` returns. Of the ranks that replicate a head, the first writes it."""
     shards = []
     for group in groups:
         heads = heads_of_rank(group.num_kv_heads, rank, world_size)

@@ -1,27 +1,30 @@
 """Named KV layouts: which axes a host's tensors have, and how these lie in memory. No tensors here.
 
-A layout says two things:
+`layout.ops.PagedKV` checks the engine's KV tensors against a layout when they are registered.
 
-    axes     of a tensor as the host hands it over: one tensor per layer, or, with L among the axes,
-             one for all layers
-    order    of these axes and L in memory, outermost first; if left out, any order that the strides
-             show
+A layout consists of
+
+    axes     the axes of each tensor that the host registers: one tensor per layer, or, with L among
+             the axes, one tensor for all layers
+    order    the order of these axes and L in memory, outermost first; if left out, the strides may
+             have any order
 
     L layer · B block · 2 keys, values · H kv head · N token of a block · D head dim, or the latent
     of MLA · C content of a token and head, keys then values
 
 A name is one of
 
-    2BNHD B2NHD BND BHNC    one tensor per layer, in any order
-    LBHNC LBNHC LHBNC       memory in this order: per-layer views `[B, H, N, C]` of it, or all of it
-    BLHNC BLNHC BHLNC       as one tensor with these five axes. HND is LBHNC and NHD is LBNHC
-    AXES:ORDER              AXES of one of the first four, memory in any order: 2BNHD:L2BHND (heads
+    2BNHD B2NHD BND BHNC    one tensor per layer with these axes, memory in any order
+    LBHNC LBNHC LHBNC       memory in this order. The host registers one view `[B, H, N, C]` per
+    BLHNC BLNHC BHLNC       layer, or one tensor with all five axes. HND is LBHNC, NHD is LBNHC
+    AXES:ORDER              AXES of one of the first four, memory in ORDER: 2BNHD:L2BHND (heads
                             before tokens), B2NHD:BL2NHD (views of a buffer over all layers)
-    BL2NHD, ...             one buffer over all layers, its axes in any order, which is memory's
+    BL2NHD, ...             one tensor for all layers: L and the axes of one of the first four, in
+                            any order, which is also the order in memory
     BHNC~ 2BHND~            one tensor per layer as vLLM's CPU kernels fill it: the keys of a block
-                            and head lie transposed, [D, N], and before all its values, [N, D]. The
-                            axes N and C of the tensor mean nothing by themselves
-    A|B|...                 the first of these that has as many axes as the tensor
+                            and head are stored transposed, [D, N], before its values, [N, D]. So
+                            the tensor's axes N and C do not index tokens and content
+    A|B|...                 the first of these names with as many axes as the tensor
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ from kvferry.errors import LayoutError
 from kvferry.types import GroupShard, KVGroup
 
 LAYOUTS = ("BHNC", "2BNHD", "B2NHD", "BND")
-"""Axes of one layer's tensor, in any memory order."""
+"""Axes of one layer's tensor; its memory may have any order."""
 
 KEYS_ACROSS = ("BHNC~", "2BHND~")
-"""Layouts whose keys lie transposed within a block."""
+"""Layouts whose keys are transposed within a block."""
 
 MEMORY_ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Orders of all KV in memory, since vLLM 0.32; its tensors are views `[B, H, N, C]`."""
+"""Orders of all KV in memory. vLLM has them since 0.32; its tensors are views `[B, H, N, C]`."""
 
 ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
@@ -53,26 +56,26 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
     """In elements."""
     offset: int
-    """Of its first element from the start of its memory, in elements."""
+    """Position of the first element in the memory, in elements."""
     storage: int
-    """Address of that memory: equal for views of one allocation."""
+    """Address of the memory: equal for views of one allocation."""
     dtype: str
 
 
 class ContentPart(NamedTuple):
-    """A run of the content axis in one layer: a view `[block, head, token, content]`."""
+    """Keys, values or all content of one layer, as a view `[block, head, token, content]`."""
 
     storage: int
     offset: int
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
     start: int
-    """Where the run begins on a record's content axis."""
+    """Index on a record's content axis at which this part begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Axes and memory order behind a name; see the module's text. Made by `parse`."""
+    """The axes and memory order of a name, as in the module's text. `parse` makes it."""
 
     name: str
     axes: str
@@ -86,21 +89,22 @@ class Layout:
         return "L" in self.axes
 
     def of_tensor(self, num_axes: int) -> Layout:
-        """The layout of a tensor with so many axes: the names of `MEMORY_ORDERS` stand for views of
-        four axes and for a buffer of five."""
+        """Return the layout for a tensor with so many axes. A name in `MEMORY_ORDERS` means a view
+        of four axes or a buffer of five; all other layouts stay as they are."""
         if num_axes == 5 and self.name in MEMORY_ORDERS:
             return Layout(self.name, self.name, self.name)
         return self
 
     def check(self, tensor: Strided, num_layers: int, layer_stride: int | None = None) -> None:
-        """Check a tensor of one layer, or of all. Gaps are no fault: pages may be padded, and a
-        view may be a part of something larger.
+        """Check the tensor of one layer, or of all. Gaps are allowed: pages may be padded, and a
+        view may be part of a larger tensor.
 
         Args:
-            layer_stride: from one of `num_layers` tensors to the next, if they are evenly spaced.
+            layer_stride: distance from one of `num_layers` tensors to the next, in elements; None
+                if they are not evenly spaced.
 
         Raises:
-            LayoutError: another number of axes, an axis 2 of another size, or strides that lie in
+            LayoutError: the number of axes is wrong, axis 2 has not size 2, or the strides have
                 another order or overlap.
         """
         if len(tensor.shape) != len(self.axes):
@@ -117,11 +121,11 @@ class Layout:
         strides = dict(zip(self.axes, tensor.strides, strict=True))
         if layer_stride is not None:
             strides["L"] = layer_stride
-        # Axes of one index have no stride to speak of.
+        # The stride of an axis of size 1 means nothing.
         shown = sorted((a for a in strides if sizes[a] > 1), key=lambda axis: -strides[axis])
         extent = 1
         for axis in reversed(self.order or shown):
-            # Layers of unknown spacing take at least the room of their number.
+            # If the spacing of layers is unknown, assume the least: no gaps.
             stride = strides.get(axis, extent)
             if sizes[axis] > 1:
                 if stride < extent or (self.order and extent == 1 != stride):
@@ -141,7 +145,7 @@ class Layout:
             )
 
     def parts(self, tensor: Strided, layer: int) -> tuple[ContentPart, ...]:
-        """Views of one layer by content part; `layer` matters only in a buffer of all layers."""
+        """Return the content parts of one layer; `layer` matters only in a buffer of all layers."""
         sizes = dict(zip(self.axes, tensor.shape, strict=True))
         strides = dict(zip(self.axes, tensor.strides, strict=True))
         if self.keys_across:
@@ -166,7 +170,7 @@ class Layout:
 
 
 def parse(name: str) -> Layout:
-    """The layout of that name. Raises LayoutError if there is none."""
+    """Return the layout of that name. Raises LayoutError if there is none."""
     full = ALIASES.get(name, name)
     if full in KEYS_ACROSS:
         return Layout(full, full[:-1], None, keys_across=True)
@@ -188,7 +192,7 @@ def parse(name: str) -> Layout:
 def layer_parts(
     tensors: Sequence[Strided], group: KVGroup, shard: GroupShard, layout: str
 ) -> list[tuple[ContentPart, ...]]:
-    """The content parts of every layer of a rank.
+    """Check a rank's tensors, and return the content parts of each layer.
 
     Args:
         tensors: one per layer, in layer order, or one with all layers.
@@ -197,7 +201,7 @@ def layer_parts(
         layout: a name that `parse` knows, or several with | between them.
 
     Raises:
-        LayoutError: the tensors are others.
+        LayoutError: the tensors do not fit group, shard and layout.
     """
     num_layers = shard.layers[1] - shard.layers[0]
     num_axes = len(tensors[0].shape) if tensors else 0
@@ -228,7 +232,7 @@ def layer_parts(
 
 
 def _layer_stride(tensors: Sequence[Strided]) -> int | None:
-    """Elements from one layer to the next; None if they do not follow each other evenly."""
+    """Return the elements from one layer to the next; None if layers are not evenly spaced."""
     if len({tensor.storage for tensor in tensors}) > 1:
         return None
     steps = {after.offset - before.offset for before, after in pairwise(tensors)}

@@ -5,9 +5,9 @@
     produced = side.mark()             done = side.run(gather_and_write, after=produced)
     ...next step...                    done.wait(timeout)
 
-    loaded.hold()  # what the engine submits from here on runs after the copies before that mark
+    loaded.hold()  # work that the engine submits from here on waits for the mark `loaded`
 
-Without a device everything has happened when a call returns: the same code serves the CPU.
+On a CPU the same code runs, and all work is done when a call returns.
 """
 
 # mypy: allow-untyped-calls
@@ -26,25 +26,25 @@ from kvferry.errors import TransferError
 
 _POLL_SECONDS = 50e-6
 _SLOWEST_POLL_SECONDS = 1e-3
-"""Each look takes the interpreter's lock from the thread that submits the engine's work."""
+"""Pauses between polls double up to this: each poll takes the GIL from the engine's thread."""
 
 _REGISTER_PORTABLE = 1
-"""Pinned for all contexts of the process, whichever is current."""
+"""CUDA's flag to pin memory for all contexts of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a stream: all that was submitted before it."""
+    """A place in a stream. It is reached when all work submitted before it is done."""
 
     event: torch.cuda.Event | None = None
-    """None: has happened."""
+    """None: reached already."""
 
     def poll(self) -> bool:
-        """Whether it has been reached. Does not wait."""
+        """Whether it is reached. Does not wait."""
         return self.event is None or bool(self.event.query())
 
     def wait(self, timeout: float) -> bool:
-        """Block until it is reached, at most `timeout` seconds; whether it was."""
+        """Block until it is reached, at most `timeout` seconds. Return whether it is reached."""
         deadline = time.monotonic() + timeout
         pause = _POLL_SECONDS
         while not self.poll():
@@ -55,14 +55,14 @@ class Mark:
         return True
 
     def hold(self) -> None:
-        """Let the current stream's next work wait for it. Does not block the thread."""
+        """Make the current stream's next work wait for this mark. Does not block the thread."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
 
 class SideStream:
     """A stream of one device for copies only, so that they run beside compute. Thread-safe: work
-    of several threads runs in the order of its submission."""
+    of several threads runs in the order in which it was submitted."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -70,11 +70,11 @@ class SideStream:
 
     @property
     def overlaps(self) -> bool:
-        """Whether work goes on after `run` has returned."""
+        """Whether work goes on after `run` has returned: True on a device."""
         return self._stream is not None
 
     def mark(self) -> Mark:
-        """All that the caller's current stream was given so far."""
+        """Return a mark behind all work submitted so far to the caller's current stream."""
         if self._stream is None:
             return Mark()
         event = torch.cuda.Event()
@@ -82,20 +82,20 @@ class SideStream:
         return Mark(event)
 
     def hold(self, mark: Mark) -> None:
-        """Let what the caller's current stream of this device is given next wait for a mark. Does
+        """Make the next work of the caller's current stream on this device wait for `mark`. Does
         not block the thread."""
         if self._stream is not None:
             with torch.cuda.device(self._device):
                 mark.hold()
 
     def end(self) -> Mark:
-        """All copies that were submitted so far, by any thread."""
+        """Return a mark behind all copies submitted so far, by any thread."""
         return self.run(lambda: None, after=Mark())
 
     def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
-        """Call `work`, which submits copies, with this stream as the current one; none of them runs
-        before `after`. Returns the place behind it. What `work` allocates on the device belongs to
-        this stream."""
+        """Call `work`, which submits copies, with this stream as the current one. No copy runs
+        before `after` is reached. Return the mark behind them. Device memory that `work` allocates
+        belongs to this stream."""
         if self._stream is None:
             work()
             return Mark()
@@ -107,11 +107,11 @@ class SideStream:
 
 @contextmanager
 def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
-    """Lock the pages of a writable, page-aligned buffer for as long as this lasts, so that a device
+    """Lock the pages of a writable, page-aligned buffer inside the `with` block, so that a device
     copies to and from it at full speed. Does nothing without a device.
 
     Raises:
-        TransferError: the system refuses, for example for want of lockable memory; the buffer can
+        TransferError: the system refuses, for example for lack of lockable memory. The buffer can
             still be used, more slowly.
     """
     if torch.device(device).type != "cuda":
@@ -122,7 +122,7 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
     with torch.cuda.device(device):
         code = int(runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE))
         if code:
-            # It stays the thread's last error until it is read; the next launch would read it.
+            # Clear the thread's last error here: else the next kernel launch would raise it.
             with suppress(RuntimeError):
                 torch.ones(1, device=device)
     if code:

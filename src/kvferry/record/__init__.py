@@ -1,1 +1,1 @@
-"""What a stored chunk is: header, components, leaves, checksums. Arithmetic only; no I/O."""
+"""The format of a stored chunk: header, components, leaves, checksums. Arithmetic; no I/O."""

@@ -1,8 +1,8 @@
-"""Whether bytes are the record they are said to be. Input is hostile; answers are reasons.
+"""Checks whether bytes are the record that they should be. A wrong record gives a `MissReason`.
 
-Two readers: one that knows the schema and compares (the serving path), one that knows nothing and
-parses (`kvferry verify`, `show`). Neither raises for bad bytes and neither allocates what a header
-claims.
+There are two kinds of readers. The serving path knows the schema and compares bytes; commands
+(`kvferry verify`, `show`) know nothing and parse. Input is hostile: no check raises for bad bytes
+or allocates what a header claims.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class MissReason(StrEnum):
 
     @property
     def is_corruption(self) -> bool:
-        """True if the bytes themselves are wrong, so that the record must be taken out."""
+        """Whether the bytes themselves are wrong, so that the record must be taken out."""
         return self not in SOUND
 
 
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
 SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
-"""Reasons that say nothing against the bytes."""
+"""Reasons that do not mean that the bytes are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordInfo:
-    """What a record says of itself, after its header parsed and its sizes were checked. Its
-    checksums were not: that takes `check_head` and `check_rows` with `schema`."""
+    """The fields of a record's header, after its header was parsed and its size checked. Checksums
+    were not checked: call `check_head` and `check_rows` with `schema` for that."""
 
     key: ChunkKey
     first_token: int
@@ -68,10 +68,10 @@ class RecordInfo:
 
 
 def namespace_of(head: bytes) -> bytes | None:
-    """The namespace that a record's first bytes name, unchecked; None if they are of no record.
+    """Return the namespace that a record's first bytes name, unchecked; None if they are no record.
 
     Args:
-        head: the first 512 bytes or more: metadata comes first.
+        head: the first 512 bytes of the value, or more.
     """
     found = _NAMESPACE.search(head)
     return None if found is None else bytes.fromhex(found[1].decode())
@@ -83,14 +83,14 @@ def check_head(
     """Verify everything before the payload against the reader's schema, key and position.
 
     Args:
-        size: of the stored value in bytes.
+        size: size of the stored value in bytes.
         head: the first `min(size, schema.head_bytes)` bytes; what follows them is ignored.
 
     Returns:
         None if the head is right; then `head[header_bytes + 16:]` is the trusted leaf table.
     """
     header_bytes = schema.header_bytes
-    # One copy for all that follows: bytes compare at memory speed, memoryviews item by item.
+    # One copy, because bytes compare at memory speed, but memoryviews item by item.
     data = bytes(head[: schema.head_bytes])
     header = schema.encode_header(key, first_token)
     if not data.startswith(header):
@@ -106,8 +106,8 @@ def check_head(
 
 
 def check_rows(component: Component, payload: memoryview, leaf_table: memoryview) -> bool:
-    """Whether `payload`, whole rows of a component, matches its part of a trusted leaf table:
-    exactly their digests, `table[schema.leaf_slice(rows)]`."""
+    """Whether `payload`, whole rows of `component`, matches `leaf_table`: exactly the digests of
+    these rows in a trusted table, `table[schema.leaf_slice(rows)]`."""
     if len(payload) % component.row_bytes:
         return False
     return leaf_digests(component, payload) == bytes(leaf_table)
@@ -116,9 +116,9 @@ def check_rows(component: Component, payload: memoryview, leaf_table: memoryview
 def check_record(
     schema: RecordSchema, key: ChunkKey, value: memoryview, size: int
 ) -> MissReason | None:
-    """Verify a whole record of any namespace and any place in a prompt: its key and shape are
-    compared. `value` is the first `schema.record_bytes` bytes of it, or all that there are, `size`
-    that of the stored value."""
+    """Verify a whole record, which may have any namespace and any position in a prompt, but must
+    have this key and the shape of `schema`. `value` has the first `schema.record_bytes` bytes of
+    the stored value, or all that there are; `size` is the size of the stored value."""
     info = parse_head(value, size)
     if isinstance(info, MissReason):
         return info
@@ -139,11 +139,11 @@ def check_record(
 
 
 def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
-    """Parse an untrusted header: `head` is the first bytes of a value of `size` bytes, at least its
-    header if that is below the bound.
+    """Parse an untrusted header. `head` has the first bytes of a value of `size` bytes: at least
+    its whole header, unless that is above `MAX_HEADER_BYTES`.
 
-    The header must be, byte for byte, the one that a writer of this version makes of the values in
-    it: duplicate or missing fields, other orders, number formats and paddings are all refused.
+    The header must be, byte for byte, what a writer of this version makes of the values in it. So
+    duplicate or missing fields, other orders, number formats and paddings are all refused.
     """
     if len(head) < 8:
         return MissReason.TRUNCATED
@@ -174,7 +174,7 @@ def _why_size_differs(schema: RecordSchema, size: int) -> MissReason:
 def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: bytes) -> MissReason:
     parsed = parse_head(memoryview(data), size)
     if isinstance(parsed, MissReason):
-        # A header that runs on past ours is no sign of missing bytes if the value runs on too.
+        # A header that ends behind `data` was only cut there, if the value goes on, too.
         reaches_past = parsed is MissReason.TRUNCATED and size > len(data) >= schema.head_bytes
         return MissReason.BAD_HEADER if reaches_past else parsed
     if parsed.schema.namespace != schema.namespace:
@@ -185,7 +185,7 @@ def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: by
 
 
 def _info_from_json(tensors: object) -> RecordInfo | MissReason:
-    """What a decoded header describes. Raises ValueError for something impossible."""
+    """Read the fields of a decoded header. Raises ValueError for something impossible."""
     metadata = _mapping(_mapping(tensors).pop("__metadata__", None))
     if metadata.get("format") != FORMAT_NAME:
         return MissReason.BAD_HEADER

@@ -1,11 +1,12 @@
-"""What the bytes of one stored chunk look like: a safetensors file with a fixed layout.
+"""The layout of a record, which is one stored chunk: a safetensors file with a fixed layout.
 
     0        8              8 + n  + 16     + 16 * num_leaves = head_bytes, a multiple of 4096
     | n: u64 | JSON header  | root | leaves | component 0 | component 1 | ...
 
-`root` and the leaf table are tensors of the file like the components, so any safetensors reader
-opens it. Sizes, offsets, headers and digests only: no I/O, no tensors. `docs/format.md` is the
-normative text, and the golden files in `tests/record` hold it to that.
+The leaf table has a digest of each leaf, which is up to 64 KiB of the payload. `root` is a digest
+of header and leaf table. Both are tensors of the file like the components, so any safetensors
+reader opens it. Sizes, offsets, headers and digests only: no I/O, no tensors. `docs/format.md` is
+the normative text, and the golden files in `tests/record` hold this code to it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ CHECKSUM_NAME = "xxh3_128"
 LEAF_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 ALIGN = 4096
-"""The payload begins at a multiple of it: enough for O_DIRECT on every common file system."""
+"""The payload begins at a multiple of this: enough for O_DIRECT on every common file system."""
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Of the longest JSON header that is made or read, without its length. Bounds what parsing the
-header of a stranger can allocate."""
+"""Size of the longest JSON header that is made or read, without its length prefix. It bounds what
+parsing an untrusted header can allocate."""
 
 MAX_LEAVES = 1 << 22
 """A leaf table of 64 MiB; a record that claims more is hostile."""
 
 MAX_PAYLOAD_BYTES = 1 << 40
-"""Of the largest component. This bound and `MAX_LEAVES` keep numbers small; nothing is ever
+"""Size of the largest component. This bound and `MAX_LEAVES` keep numbers small; nothing is ever
 allocated because a header claims it."""
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
@@ -56,7 +57,7 @@ _RESERVED = frozenset({"root", "leaves"})
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """XXH3-128 of `data`, 16 bytes, big endian as the xxHash specification's canonical form."""
+    """Return the XXH3-128 of `data`: 16 bytes, in the canonical (big endian) form of xxHash."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -110,7 +111,7 @@ class Component:
 
 
 class RowRange(NamedTuple):
-    """Contiguous rows `[start, stop)` of one component: what one rank reads in one run."""
+    """Contiguous rows `[start, stop)` of one component, which a rank reads in one run."""
 
     component: int
     start: int
@@ -118,8 +119,8 @@ class RowRange(NamedTuple):
 
 
 class RecordSchema:
-    """All sizes and offsets of the records of one namespace, computed once; `components` in file
-    order. Raises ConfigError for what no record can have."""
+    """All sizes and offsets of the records of one namespace, computed once. `components` are in
+    file order. Raises ConfigError for sizes or components that no record can have."""
 
     def __init__(
         self, *, namespace: bytes, chunk_tokens: int, components: tuple[Component, ...]
@@ -148,8 +149,8 @@ class RecordSchema:
             )
         self._header_parts = self._split_header()
         table_bytes = DIGEST_BYTES * (1 + self.num_leaves)  # the root is one more digest
-        # Room for the longest header of this schema, so that every record of it has the same size;
-        # then padded so that the payload is aligned.
+        # The head has room for the longest header of this schema, so that all its records have one
+        # size. Then it is padded so that the payload is aligned.
         longest = sum(map(len, self._header_parts)) + len(bytes(32).hex()) + len(str(2**63 - 1))
         self.head_bytes = math.ceil((8 + longest + table_bytes) / ALIGN) * ALIGN
         self.header_bytes = self.head_bytes - table_bytes
@@ -165,7 +166,7 @@ class RecordSchema:
     def for_groups(
         cls, *, namespace: bytes, chunk_tokens: int, groups: tuple[KVGroup, ...]
     ) -> RecordSchema:
-        """The schema of a model's KV: component `kv.<i>` for group i."""
+        """Make the schema of a model's KV, with component `kv.<i>` for group i."""
         components = []
         for index, group in enumerate(groups):
             if group.dtype not in SAFETENSORS_DTYPE:
@@ -180,19 +181,19 @@ class RecordSchema:
 
     @classmethod
     def for_rows(cls, *, namespace: bytes, chunk_tokens: int, row_bytes: int) -> RecordSchema:
-        """The schema of opaque records: bytes that only their host can read, as one component."""
+        """Make the schema of opaque records: one component of bytes that only a host can read."""
         row = Component(name=OPAQUE_COMPONENT, dtype="U8", shape=(1, 1, 1, row_bytes))
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=(row,))
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
-        """All sizes and offsets stay."""
+        """Make the same schema for another namespace; all sizes and offsets stay."""
         return RecordSchema(
             namespace=namespace, chunk_tokens=self.chunk_tokens, components=self.components
         )
 
     def _split_header(self) -> tuple[bytes, bytes, bytes]:
-        """The JSON header around its two variable values, key and first token: written once per
-        schema, because every look at a record compares one."""
+        """Split the JSON header around its two variable values, key and first token. It is encoded
+        once per schema, because every check of a record needs it."""
         tensors: dict[str, object] = {
             "__metadata__": {
                 "format": FORMAT_NAME,
@@ -217,15 +218,15 @@ class RecordSchema:
         place("leaves", "U8", [self.num_leaves, DIGEST_BYTES], table_bytes)
         for component in self.components:
             place(component.name, component.dtype, list(component.shape), component.num_bytes)
-        # No name or value of ours can hold the mark.
+        # No name or value in the header can hold the mark "<".
         before, between, after = json.dumps(tensors, separators=(",", ":")).encode().split(b"<")
         return before, between, after
 
     def encode_header(self, key: ChunkKey, first_token: int) -> bytes:
-        """Length prefix and padded JSON header, `header_bytes` long.
+        """Return length prefix and padded JSON header, `header_bytes` long.
 
-        There is one encoding per pair of arguments: a reader that knows the schema compares headers
-        byte for byte instead of parsing them.
+        There is one encoding per pair of arguments, so a reader that knows the schema compares
+        headers byte for byte instead of parsing them.
 
         Raises:
             ContractError: a key that is not 32 bytes, or a position outside 0 to 2**63 - 1.
@@ -242,7 +243,7 @@ class RecordSchema:
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
     def encode_head(self, key: ChunkKey, first_token: int, leaf_table: bytes) -> bytes:
-        """Everything before the payload, `head_bytes` long.
+        """Return everything before the payload, `head_bytes` long.
 
         Raises:
             ContractError: a leaf table that is not `16 * num_leaves` bytes; see `encode_header`.
@@ -256,24 +257,24 @@ class RecordSchema:
         return header + digest(header + leaf_table) + leaf_table
 
     def offset_of(self, rows: RowRange) -> int:
-        """File offset of the first byte of `rows`."""
+        """Return the file offset of the first byte of `rows`."""
         component = self.components[rows.component]
         return self.component_offsets[rows.component] + rows.start * component.row_bytes
 
     def num_bytes_of(self, rows: RowRange) -> int:
-        """Bytes of `rows`, without gaps between them."""
+        """Return the size of `rows` in bytes; there are no gaps between rows."""
         return (rows.stop - rows.start) * self.components[rows.component].row_bytes
 
     def leaf_slice(self, rows: RowRange) -> slice:
-        """Where the digests of `rows` stand in the leaf table, in bytes."""
+        """Return where the digests of `rows` stand in the leaf table, in bytes."""
         per_row = self.components[rows.component].leaves_per_row * DIGEST_BYTES
         base = self.first_leaf[rows.component] * DIGEST_BYTES
         return slice(base + rows.start * per_row, base + rows.stop * per_row)
 
 
 def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each leaf in a buffer that holds `num_rows` rows of `component`. No leaf
-    crosses a row, so ranges of rows verify alone."""
+    """Yield start and stop of each leaf in a buffer that holds `num_rows` rows of `component`. No
+    leaf crosses a row, so any range of rows can be verified alone."""
     row_bytes = component.row_bytes
     for row in range(0, num_rows * row_bytes, row_bytes):
         for start in range(row, row + row_bytes, LEAF_BYTES):
@@ -281,7 +282,7 @@ def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]
 
 
 def leaf_digests(component: Component, payload: memoryview) -> bytes:
-    """The leaf table part of `payload`, a whole number of rows of `component`.
+    """Return the part of the leaf table for `payload`, a whole number of rows of `component`.
 
     Raises:
         ContractError: `payload` ends inside a row: its last bytes would go unverified.
@@ -296,6 +297,6 @@ def leaf_digests(component: Component, payload: memoryview) -> bytes:
     if row_bytes % LEAF_BYTES and row_bytes > LEAF_BYTES:
         spans = leaf_spans(component, num_rows)
         return b"".join([digest(payload[start:stop]) for start, stop in spans])
-    # Leaves of one size: the loop of nearly every model, kept bare because it runs for every byte.
+    # Leaves of one size, as of nearly every model: a bare loop, because it runs for every byte.
     step, hash_leaf = min(row_bytes, LEAF_BYTES), xxhash.xxh3_128_digest
     return b"".join([hash_leaf(payload[at : at + step]) for at in range(0, len(payload), step)])

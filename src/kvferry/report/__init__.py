@@ -1,1 +1,1 @@
-"""What a store holds and what became of the rest, as one page: for `kvferry report`."""
+"""The page of `kvferry report`: what a store holds, and what was removed or missed."""

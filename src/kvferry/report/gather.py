@@ -1,9 +1,9 @@
-"""What a report shows, added up record by record and request by request, in bounded memory.
+"""Sums for `kvferry report`, added up record by record and request by request in bounded memory.
 
-The keys of a chain do not say which key they follow: a record alone does not say to which prompts
-it belongs. A journal does: each of its lines names the keys of a prompt in order, and a key has one
-predecessor only. So the prefix tree is that of the last requests of a journal, with the sizes and
-last uses that the store knows; other records are shown by namespace and last use.
+A record does not say to which prompts it belongs, because its key does not name the key before it.
+A journal does: each line has the keys of a prompt in order, and a key has only one predecessor. So
+the prefix tree shows the last requests of a journal, with the sizes and last uses that the store
+knows. Other records are shown by namespace and last use.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvferry.journal import KEY_BYTES, JournalLine
 from kvferry.store.base import Entry, Removal
 
 MAX_CHUNKS = 1 << 17
-"""Chunks of the last requests that the tree is made of."""
+"""Most chunks of the last requests from which the tree is made."""
 
 MAX_BRANCHES = 400
-"""Runs of chunks in the picture: the largest."""
+"""Most runs of chunks in the picture; the largest are shown."""
 
 MAX_SPACES = 4096
-"""Namespaces that are shown one by one; those of later ones are summed up as `OTHER_SPACES`."""
+"""Most namespaces with sums of their own. Records of further ones count for `OTHER_SPACES`."""
 
 OTHER_SPACES = b"others"
 
 MAX_STEPS = 60
-"""Bars of a picture over time."""
+"""Most bars of a picture over time."""
 
 MAX_NAMES = 10
-"""Tiers or reasons that are shown one by one in a picture over time."""
+"""Most tiers or reasons with a name of their own in a picture over time."""
 
 OTHER = "other"
 
 _END_OF_TIME = 1 << 33
-"""Seconds since the epoch; journals and indexes are files that anyone may have written."""
+"""Latest believed time, seconds since the epoch: anyone may have written a journal or index."""
 
 AGES: Mapping[str, float] = {
     "used in the last hour": 3600.0,
@@ -46,17 +46,17 @@ AGES: Mapping[str, float] = {
     "used in the last week": 7 * 86400.0,
     "not used for a week": math.inf,
 }
-"""Records by last use: name to the seconds since then, at most."""
+"""Classes of records by last use: the most seconds since then, by name."""
 
 AGE_UNKNOWN = "last use not known"
 
 
 class TimeSteps:
-    """Sums by name over time, in at most `MAX_STEPS` steps of equal width, wherever the times lie.
+    """Sums by name over time, in at most `MAX_STEPS` steps of equal width.
 
     Attributes:
-        seconds: width of a step.
-        names: those shown one by one, and `OTHER` for the rest.
+        seconds: width of a step; it doubles when the times need more steps.
+        names: the first `MAX_NAMES` names, and `OTHER` for the rest.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class TimeSteps:
         self._first, self._last = _END_OF_TIME, 0
 
     def add(self, at: float, name: str, amount: int) -> None:
-        """Add to what happened at a time, seconds since the epoch."""
+        """Add `amount` to the sum of a name at a time, seconds since the epoch."""
         if name not in self.names:
             name = name if len(self.names) < MAX_NAMES else OTHER
             if name not in self.names:
@@ -86,7 +86,7 @@ class TimeSteps:
         self._sums = wider
 
     def steps(self) -> Iterator[tuple[float, Counter[str]]]:
-        """Start of each step in which there was something, and its sums, in order."""
+        """Yield the start and the sums of each step that has any, in order."""
         for step in sorted(self._sums):
             yield float(step * self.seconds), self._sums[step]
 
@@ -101,10 +101,10 @@ class Chunk:
 
     Attributes:
         parent: the chunk before it in the prompt; None for the first.
-        end: tokens of the prompt up to its end.
-        uses: requests that it was part of.
-        num_bytes: stored; 0 if it is not.
-        all_bytes: stored of it and of what follows it; known once `branches` was asked for.
+        end: tokens of the prompt up to the chunk's end.
+        uses: number of requests that it was part of.
+        num_bytes: size of its stored record; 0 if it is not stored.
+        all_bytes: stored bytes of the chunk and of all that follow it; set by `Survey.branches`.
     """
 
     parent: Chunk | None
@@ -120,9 +120,9 @@ class RecordedRequests:
     """The requests of a journal.
 
     Attributes:
-        count: of all requests.
-        hits: tokens by tier, and of `ENGINE`.
-        misses: tokens by reason.
+        count: number of all requests.
+        hits: hit tokens over time, by tier; `ENGINE` has the engine's own.
+        misses: computed tokens over time, by reason.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class RecordedRequests:
         self._num_recent = 0
 
     def add(self, line: JournalLine) -> None:
-        """Raises ConfigError for keys that are none."""
+        """Add a request. Raises ConfigError if its keys are not hexadecimal."""
         self.count += 1
         for name, amount in line.by_source().items():
             self.hits.add(line.time, name, amount)
@@ -148,7 +148,7 @@ class RecordedRequests:
             self._num_recent -= len(self._recent.popleft()[1])
 
     def chunks(self) -> dict[bytes, Chunk]:
-        """Of the last requests, by cut key; each after its parent."""
+        """Return the chunks of the last requests by cut key, each after its parent."""
         found: dict[bytes, Chunk] = {}
         for chunk_tokens, keys in self._recent:
             parent = None
@@ -166,7 +166,7 @@ class SpaceSums:
     """The records of a namespace.
 
     Attributes:
-        ages: bytes by `AGES`, of the records that are in no recorded prompt.
+        ages: bytes of the records that are in no recorded prompt, by age as in `AGES`.
     """
 
     num_records: int = 0
@@ -184,20 +184,20 @@ class Branch(NamedTuple):
     first_token: int
     end_token: int
     num_bytes: int
-    """Stored, of this run and all that follow it."""
+    """Stored bytes of this run and all that follow it."""
     uses: int
     last_used: float
 
 
 class Survey:
-    """The records of a store, as a scan finds them.
+    """Sums of a store's records, added as a scan finds them.
 
     Args:
-        chunks: of recorded prompts, each after its parent.
+        chunks: the chunks of recorded prompts, each after its parent.
         now: seconds since the epoch.
 
     Attributes:
-        spaces: sums by digest.
+        spaces: sums of each namespace, by digest.
     """
 
     def __init__(self, chunks: Mapping[bytes, Chunk], now: float) -> None:
@@ -206,7 +206,7 @@ class Survey:
         self._now = now
 
     def add(self, entry: Entry) -> None:
-        """A record that a server lists twice counts twice, as in `kvferry stat`."""
+        """Add a record. If a server lists it twice, it counts twice, as in `kvferry stat`."""
         digest = entry.namespace
         if digest not in self.spaces and len(self.spaces) >= MAX_SPACES:
             digest = OTHER_SPACES
@@ -222,23 +222,23 @@ class Survey:
             chunk.namespace = digest
 
     def largest_spaces(self) -> dict[bytes, SpaceSums]:
-        """All namespaces, the largest first."""
+        """Return all namespaces, the largest first."""
         return dict(sorted(self.spaces.items(), key=lambda item: -item[1].num_bytes))
 
     def branches(self) -> list[Branch]:
-        """The largest `MAX_BRANCHES` runs of the tree, each after its parent."""
+        """Return the largest `MAX_BRANCHES` runs of the tree, each after its parent."""
         return _largest(_runs(self._chunks.values()))
 
 
 def age(last_used: float, now: float) -> str:
-    """The name in `AGES` of a last use, or `AGE_UNKNOWN`."""
+    """Return the name in `AGES` for a last use, or `AGE_UNKNOWN`."""
     if not last_used:
         return AGE_UNKNOWN
     return next((name for name, most in AGES.items() if now - last_used <= most), AGE_UNKNOWN)
 
 
 def _runs(chunks: Iterable[Chunk]) -> list[Branch]:
-    """Chunks in a row that were used equally often, and have one stored successor, as one."""
+    """Join each chunk with its only successor that has stored bytes, if both have equal uses."""
     kept = _with_followers(list(chunks))
     followers = Counter(id(chunk.parent) for chunk in kept)
     runs: list[Branch] = []
@@ -265,8 +265,8 @@ def _runs(chunks: Iterable[Chunk]) -> list[Branch]:
 
 
 def _with_followers(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks of which something is stored, or of what follows them; their last uses and
-    namespaces are then those of both."""
+    """Return the chunks that are stored or have a stored successor. A chunk's last use becomes the
+    latest one of these; a chunk that is not stored takes its successor's namespace."""
     for chunk in chunks:
         chunk.all_bytes = chunk.num_bytes
     for chunk in reversed(chunks):
@@ -290,7 +290,7 @@ def _largest(runs: Sequence[Branch]) -> list[Branch]:
 
 
 class Cause(NamedTuple):
-    """Why records were removed."""
+    """The removals with one reason and detail."""
 
     reason: str
     detail: str
@@ -300,7 +300,7 @@ class Cause(NamedTuple):
 
 
 def causes(removals: Iterable[Removal]) -> list[Cause]:
-    """Removals, newest first, by reason and detail; the most frequent first."""
+    """Sum removals, given newest first, by reason and detail; the most frequent come first."""
     found: dict[tuple[str, str], Cause] = {}
     for each in removals:
         place = each.reason, each.detail

@@ -1,8 +1,7 @@
-"""The page of a report: one file that loads nothing. Plotly draws it, and brings its script along.
+"""Renders the page of `kvferry report`: one file that loads nothing and contains Plotly's script.
 
-All text that a store or a journal holds is cut, made printable and escaped (`safe`); that it takes
-no effect does not depend on this alone, because the page's policy runs only the two scripts whose
-digests it names.
+All text from a store or a journal is cut, made printable and escaped (`safe`). That is not the only
+protection: the page's content security policy runs only the two scripts whose digests it names.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MAX_TEXT = 80
 MAX_ROWS = 50
 _DIGITS = 16
 _LEVELS = 6
-"""Of the tree, at once; a click shows further ones."""
+"""Levels of the tree that are shown at once; a click shows further ones."""
 
 _COLOURS = ("#2a7f62", "#4c78a8", "#c8553d", "#6a4c93", "#e0a458", "#8d99ae", "#577590", "#b56576")
 
@@ -73,14 +72,14 @@ class Report:
     """All that the page shows.
 
     Attributes:
-        url: of the store, without a password.
-        at: when it was read, seconds since the epoch.
+        url: URL of the store, without a password.
+        at: when the store was read, seconds since the epoch.
         facts: what the store says of itself, such as its quota.
-        spaces: the largest namespace first.
-        titles: of those that are shown.
+        spaces: sums of each namespace, by digest, the largest first.
+        titles: texts of the namespaces that are shown, by digest.
         branches: the prefix tree of recorded requests.
-        removals: newest first; None where the store remembers none.
-        requests: of a journal; None without one.
+        removals: removals, newest first; None if the store does not remember them.
+        requests: requests of a journal; None without a journal.
     """
 
     url: str
@@ -105,15 +104,15 @@ class Report:
 
 
 def safe(text: str) -> str:
-    """`text` cut and escaped, for elements of the page (not for attributes), and for Plotly, which
-    reads markup in its texts, too."""
+    """Cut and escape `text` for elements of the page (not for attributes), and for Plotly, which
+    also reads markup."""
     cut = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
     return html.escape(printable(cut), quote=False)  # Plotly shows `&quot;` as it is
 
 
 def render(report: Report) -> str:
-    """The page."""
-    # Not at the top: an extra.
+    """Return the HTML of the page."""
+    # Not at the top, because Plotly is an optional dependency.
     from plotly.offline import get_plotlyjs
 
     figures: dict[str, Figure] = {}
@@ -172,7 +171,7 @@ def _head(report: Report) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> str:
-    """Texts are escaped here; numbers are right-aligned."""
+    """Write a table. Escapes texts, and aligns numbers to the right."""
     body = []
     for row in rows:
         cells = (
@@ -190,7 +189,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -
 
 
 def _time(at: float) -> str:
-    """Empty for a time that is none."""
+    """Write a time in UTC; empty if it is unknown or impossible."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at > 0 else ""
     except (ValueError, OverflowError, OSError):
@@ -272,7 +271,7 @@ class _Box(NamedTuple):
 
 
 def _boxes(report: Report) -> dict[str, _Box]:
-    """By id. A box is as large as its parts together, or larger."""
+    """Return the boxes of the tree by id. A box is at least as large as its parts together."""
     boxes: dict[str, _Box] = {}
     sizes: Counter[str] = Counter()
     tops = {digest: f"n{number}" for number, (digest, _) in enumerate(report.shown_spaces())}
@@ -339,7 +338,7 @@ def _shares(report: Report, figures: dict[str, Figure]) -> list[str]:
 
 
 def _draw_shares(requests: RecordedRequests) -> Figure:
-    """Of all tokens of a step of time, those of each tier. Both sums have steps of one width."""
+    """Draw each tier's share of all tokens, in time steps as wide as the wider of both sums."""
     totals: Counter[float] = Counter()
     width = max(requests.hits.seconds, requests.misses.seconds)
     parts: dict[str, Counter[float]] = {name: Counter() for name in requests.hits.names}
@@ -367,7 +366,7 @@ def _stacked(
     heights: Mapping[str, Sequence[float]],
     axis: Mapping[str, object],
 ) -> Figure:
-    """Bars over time; `heights` has by name one for each step of time."""
+    """Draw stacked bars over time. `heights` has a height for each step, by name."""
     from plotly.graph_objects import Bar, Figure
 
     bars = [

@@ -1,5 +1,5 @@
-"""Replays recorded requests against caches of any size: how much a store or host pool would hit.
+"""Computes for `kvferry simulate` how much a cache of any size would have hit on recorded requests.
 
 Read in this order: `trace`, `reuse` (exact figures for LRU and Belady's optimum), `policies`
-(replay of the eviction orders that run), `report`.
+(replay of eviction orders), `simulator`.
 """

@@ -1,6 +1,7 @@
-"""Replay of eviction orders as the host pool uses them.
+"""Replays a trace through a pool of blocks that works as the host pool does, by eviction order.
 
-`pool` is the order of the host pool; `docs/simulate.md` has what the others would gain.
+The policy `pool` has the host pool's own order. `docs/simulate.md` says what the others would gain.
+`Simulator` calls `replay`.
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ from kvferry.simulate.reuse import Replay
 from kvferry.simulate.trace import Trace
 
 MAX_CHANCES = 2
-"""More keep blocks that were popular once; the traces gain nothing from three."""
+"""Most second chances of a chunk. With more, chunks that were popular once stay too long; the
+traces gain nothing from three."""
 
 
 class Lru:
-    """The idle chunks, the least recently used first: the order in which `HostPool` evicts.
+    """The idle chunks, least recently used first: the order in which `HostPool` evicts.
 
-    A chunk that a request uses is removed, and added again at the end of the use. The chunks of a
-    prefix are used together, and `touch` puts the root last. So a prompt loses its end first, and a
-    chunk never stays behind without its parents.
+    A chunk is removed while a request uses it, and added again at the end of the use. The chunks of
+    a prefix are used together, and `touch` moves the root to the end of the order. So a prompt
+    loses its last chunks first, and a chunk never stays without its parents.
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[int, int] = OrderedDict()  # to the chances that are left
+        self._order: OrderedDict[int, int] = OrderedDict()  # remaining chances by key
 
     def add(self, key: int) -> None:
-        """A chunk became idle, just after its use. Adding an idle chunk counts as a use."""
+        """Add a chunk that became idle just after its use. Adding an idle chunk counts as a use."""
         self._order[key] = 0
         self._order.move_to_end(key)
 
     def remove(self, key: int) -> None:
-        """A chunk is used, or was given up; without effect if it is not idle."""
+        """Remove a chunk that is used or given up. Does nothing if it is not idle."""
         self._order.pop(key, None)
 
     def touch(self, keys: Sequence[int]) -> None:
-        """A request used a prefix: of its idle chunks, the root is evicted last."""
+        """Note that a request used a prefix. Of its idle chunks, the root is evicted last."""
         order = self._order
         for key in reversed(keys):
             if key in order:
                 order.move_to_end(key)
 
     def evict(self) -> int:
-        """Remove and return the chunk of the least worth.
+        """Remove and return the chunk that is worth least.
 
         Raises:
             KeyError: no chunk is idle.
@@ -65,24 +67,24 @@ class Lru:
 
 
 class Chances(Lru):
-    """LRU with second chances: a chunk that was used again goes through the order once more for
-    each use, `MAX_CHANCES` at most, before it is evicted. One that returns soon after its eviction
-    counts as used again.
+    """LRU with second chances. A chunk that was used again goes through the order once more for
+    each use, at most `MAX_CHANCES` times, before it is evicted. A chunk that returns soon after its
+    eviction counts as used again.
 
-    Most chunks of a trace are never used again. They leave first, and those of conversations that
-    go on stay longer than under LRU.
+    Most chunks of a trace are never used again. They leave first, so the chunks of conversations
+    that go on stay longer than under LRU.
 
     Args:
-        num_remembered: chunks that are not idle whose use is remembered; the pool's size.
+        num_remembered: how many chunks that are not idle keep their chances; the pool's size.
     """
 
     def __init__(self, num_remembered: int) -> None:
         super().__init__()
         self._num_remembered = num_remembered
-        self._left: OrderedDict[int, int] = OrderedDict()  # to the chances on return
+        self._left: OrderedDict[int, int] = OrderedDict()  # chances on return, by key
 
     def add(self, key: int) -> None:
-        # The touch at the end of the request that brings a new chunk is not yet a use.
+        # -1: the touch at the end of the request that brings a new chunk is not yet a use.
         chances = self._order.pop(key, None)
         self._order[key] = self._left.pop(key, -1) if chances is None else chances
 
@@ -114,13 +116,13 @@ class Chances(Lru):
 
 
 LRU = "lru"
-"""LRU in the order of the prompt, which `reuse` computes without a replay."""
+"""LRU that touches blocks in the order of the prompt. `reuse` computes it without a replay."""
 
 POOL = "pool"
 CHANCES = "chances"
 
 REPEATED = "repeated"
-"""`pool`, of a store with `save_repeated`: it takes what a second request uses."""
+"""`pool` with the option `save_repeated`: a block is stored when a second request uses it."""
 
 POLICIES: Final = (LRU, POOL, CHANCES, REPEATED)
 
@@ -132,15 +134,15 @@ def check_policy(name: str) -> None:
 
 
 def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -> Replay:
-    """One request after another through a pool of `capacity` blocks, as the host pool works.
+    """Run one request after another through a pool of `capacity` blocks, as the host pool works.
 
-    A request pins the leading blocks that are held; these are its hits. The others take a place
-    each, while there is one: blocks of its own are not evicted for it. At its end all become idle,
-    and the whole prefix counts as used.
+    A request pins the leading blocks that are held; these are its hits. Each other block takes a
+    place while there is one, but evicts no block of the same request. At the end of the request all
+    its blocks become idle, and the whole prefix counts as used.
 
     Args:
-        repeated: a block is stored for the second request that uses it, if the first one is still
-            remembered, as the connector does with `save_repeated` and chunks of the default size.
+        repeated: whether a block is stored only for the second request that uses it, while the
+            first is remembered. So does a cache with `save_repeated` and chunks of default size.
     """
     hits = bytearray(trace.num_references)
     starts = trace.starts.tolist()
@@ -162,7 +164,7 @@ def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -
         hits[start : start + num_hit] = b"\1" * num_hit
         used = keys[:num_hit]
         for key in keys[num_hit:]:
-            if held[key]:  # behind a gap, or twice in this request
+            if held[key]:  # after a gap, or twice in this request
                 remove(key)
             elif repeated and key not in used_once:
                 used_once[key] = None
@@ -174,7 +176,7 @@ def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -
                     num_free -= 1
                 elif len(order):
                     held[evict()] = 0
-                else:  # all are this request's
+                else:  # all places have blocks of this request
                     continue
                 held[key] = 1
                 num_written += 1

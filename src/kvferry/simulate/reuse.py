@@ -1,11 +1,11 @@
-"""What a trace alone decides: reuse distances, and with them LRU of every size, and the optimum.
+"""Computes from a trace its reuse distances, the hits of LRU at every size, and the optimum.
 
 The reuse distance of a reference is the number of other blocks referenced since the same block was
 referenced last. LRU of `capacity` blocks hits exactly the references with a smaller distance
 (Mattson's stack algorithm), so one pass answers for all capacities.
 
-The optimum is Belady's with bypass: a block that is needed later than all that are held is not
-held at all. It knows the future; no eviction order hits more.
+The optimum is Belady's with bypass: a block that is needed later than all held blocks is not taken
+in. It knows the future, so no eviction order hits more. `Simulator` calls these functions.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Replay(NamedTuple):
-    """What one cache would have done."""
+    """Outcome of a trace with one cache."""
 
     hits: NDArray[np.bool_]
     """Whether the reference was a hit: [num_references]."""
     num_written: int
-    """Blocks that it took in."""
+    """Blocks that the cache took in."""
 
 
 def previous_references(blocks: Ints) -> Ints:
-    """The reference before to the same block, or -1: [num_references]."""
+    """Return each reference's previous reference to the same block, or -1: [num_references]."""
     order = np.argsort(blocks, kind="stable")
     is_same = blocks[order[1:]] == blocks[order[:-1]]
     previous = np.full(len(blocks), -1)
@@ -41,13 +41,13 @@ def previous_references(blocks: Ints) -> Ints:
 
 
 def reuse_distances(previous: Ints) -> Ints:
-    """The reuse distance of each reference, or NEVER: [num_references].
+    """Return the reuse distance of each reference, or NEVER: [num_references].
 
-    Between reference i and the one before it to the same block, p[i], stand i - p[i] - 1
-    references. Those j of them whose block was already seen in between are no other blocks: they
-    are the j < i with p[j] > p[i]. A Fenwick tree counts them. Blocks of a prefix are referenced
-    together again and again, and all references of such a run have the same distance, so a run is
-    counted as one.
+    Let p[i] be the previous reference to the block of reference i. Between them stand
+    i - p[i] - 1 references. Those that repeat a block seen in between must not count: they are the
+    j < i with p[j] > p[i], which a Fenwick tree counts. Blocks of a prefix are referenced together
+    again and again, and all references of such a run have the same distance. So a run is counted
+    as one.
     """
     seen = np.flatnonzero(previous >= 0)
     before = previous[seen]
@@ -66,8 +66,8 @@ def reuse_distances(previous: Ints) -> Ints:
 
 
 def _sum_of_later(ranks: list[int], weights: list[int]) -> list[int]:
-    """For each entry, the sum of the weights of those before it that have a higher rank; ranks are
-    1 to `len(ranks)`, each once."""
+    """Return for each entry the summed weights of the earlier entries with a higher rank. The ranks
+    are 1 to `len(ranks)`, each once."""
     size = len(ranks)
     tree = [0] * (size + 1)
     total = 0
@@ -88,22 +88,22 @@ def _sum_of_later(ranks: list[int], weights: list[int]) -> list[int]:
 
 
 def lru_outcome(distances: Ints, capacity: int) -> Replay:
-    """LRU that touches blocks in the order of the prompt, as published figures count."""
+    """Return the outcome of LRU that touches blocks in prompt order, as published figures do."""
     hits = distances < capacity
     return Replay(hits, len(hits) - int(hits.sum()))
 
 
 def optimum(previous: Ints, capacity: int) -> Replay:
-    """Belady's optimum with bypass: the most hits that `capacity` blocks can have.
+    """Return the outcome of Belady's optimum with bypass: the most hits of `capacity` blocks.
 
-    A hit needs its block to be kept from the reference before. Of all blocks that are kept at one
-    time, the one needed last is given up when they become too many.
+    A hit needs its block to be kept since its previous reference. When more than `capacity` blocks
+    are kept, the one that is needed last is given up.
     """
     following = np.full(len(previous), -1)
     seen = np.flatnonzero(previous >= 0)
     following[previous[seen]] = seen
-    hits = bytearray(len(previous))  # before its turn: whether the block is kept for it
-    latest: list[int] = []  # negative; entries that had their turn stay at the bottom
+    hits = bytearray(len(previous))  # until its turn: whether the block is kept for it
+    latest: list[int] = []  # max-heap by negation; past turns stay at the bottom
     num_kept = num_written = 0
     turns = np.flatnonzero((previous >= 0) | (following >= 0))
     for at, after in zip(turns.tolist(), following[turns].tolist(), strict=True):

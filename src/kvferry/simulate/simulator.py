@@ -1,4 +1,4 @@
-"""Figures of a simulation: rows by policy and tier, a curve over capacities, CSV and PNG."""
+"""Figures of `kvferry simulate`: rows by policy and tier, a curve over capacities, CSV and PNG."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvferry.simulate.reuse import (
 from kvferry.simulate.trace import Ints, Trace
 
 OPTIMUM = "optimum"
-"""Belady's, as the policy of a row."""
+"""Belady's optimum, as the policy of a row."""
 
 Fact = str | int | float | None
 Facts = dict[str, Fact]
 """Facts by name, as in the JSON."""
 
 Curve = Sequence[Mapping[str, float]]
-"""Hit rates by policy, beside `capacity_blocks` and maybe `capacity_bytes`."""
+"""Rows with `capacity_blocks`, perhaps `capacity_bytes`, and the hit rate of each policy."""
 
 _PERCENTILES = (25, 50, 75, 90, 99)
 _COLOURS = {
@@ -44,12 +44,12 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What turns blocks into bytes and seconds; each None or empty is left out of the figures.
+    """Rates that turn blocks into bytes and seconds. Figures that need a missing rate are left out.
 
     Attributes:
-        bytes_per_token: of KV, over all layers and ranks.
-        prefill_tokens: that the engine computes per second.
-        tier_bytes: that each tier reads per second, nearest first.
+        bytes_per_token: bytes of KV per token, over all layers and ranks.
+        prefill_tokens: tokens that the engine computes per second.
+        tier_bytes: bytes that each tier reads per second, nearest tier first.
     """
 
     bytes_per_token: int | None = None
@@ -58,7 +58,7 @@ class Rates:
 
 
 class Simulator:
-    """One trace, and what is computed from it once."""
+    """The simulations of one trace. What they share is computed once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -71,7 +71,7 @@ class Simulator:
         return reuse_distances(self._previous)
 
     def outcome(self, policy: str, capacity: int) -> Replay:
-        """What a cache of `capacity` blocks does under a policy of `POLICIES`, or the optimum."""
+        """Simulate a cache of `capacity` blocks under one of `POLICIES` or the optimum."""
         if policy == OPTIMUM:
             return optimum(self._previous, capacity)
         if policy == LRU:
@@ -80,7 +80,7 @@ class Simulator:
         return replay(self.trace, capacity, order, repeated=policy == REPEATED)
 
     def facts(self) -> Facts:
-        """The trace in figures; distances in blocks."""
+        """Return figures of the trace. Distances are in blocks."""
         trace = self.trace
         distances = self.distances[self.distances != NEVER]
         facts: Facts = {
@@ -99,13 +99,13 @@ class Simulator:
     def tiers(
         self, policies: Sequence[str], capacities: Sequence[int], rates: Rates
     ) -> list[Facts]:
-        """A row for each policy and tier; the last policy is the optimum.
+        """Return a row for each policy and tier; the last policy is the optimum.
 
-        Every tier sees all requests: what is saved goes to each of them, and a request touches its
+        Every tier sees all requests: a saved block goes to each tier, and a request touches its
         prefix in each. A block that several tiers hold is a hit of the nearest.
 
         Args:
-            capacities: of the tiers in blocks, nearest first, each larger than the one before.
+            capacities: blocks of each tier, nearest first, each larger than the one before.
         """
         best = [self.outcome(OPTIMUM, capacity) for capacity in capacities]
         rows = []
@@ -133,7 +133,7 @@ class Simulator:
         return rows
 
     def _moved(self, outcome: Replay, tier: int, rates: Rates) -> Facts:
-        """Tokens, bytes and seconds of the hits of one tier."""
+        """Return tokens and, with rates, bytes and seconds of the hits of one tier."""
         hit_tokens = int(self._tokens[outcome.hits].sum())
         facts: Facts = {"hit_tokens": hit_tokens, "written_blocks": outcome.num_written}
         if rates.bytes_per_token is not None:
@@ -150,8 +150,8 @@ class Simulator:
     def curve(
         self, policies: Sequence[str], capacities: Sequence[int] | None, rates: Rates
     ) -> list[dict[str, float]]:
-        """Hit rates of LRU, these policies and the optimum by capacity; None stands for those of
-        `default_capacities`."""
+        """Return the hit rates of LRU, these policies and the optimum by capacity. `capacities`
+        None stands for `default_capacities`."""
         rows = []
         if capacities is None:
             capacities = default_capacities(self.trace.num_unique)
@@ -166,7 +166,7 @@ class Simulator:
 
 
 def default_capacities(num_unique: int) -> list[int]:
-    """1, 2, 5, 10, ... from a five hundredth of the blocks of a trace up to all of them."""
+    """Return 1, 2, 5, 10, ... from a five hundredth of a trace's blocks up to all of them."""
     steps = [digit * 10**power for power in range(19) for digit in (1, 2, 5)]
     return [step for step in steps if num_unique / 500 < step < num_unique] + [num_unique]
 
@@ -187,7 +187,7 @@ def write_csv(path: Path, rows: Curve) -> None:
 
 
 def write_png(path: Path, rows: Curve, title: str, tiers: Mapping[int, str]) -> None:
-    """Draw a curve, and the names in `tiers` at their capacities; needs no display.
+    """Draw a curve, and the names in `tiers` at their capacities. Needs no display.
 
     Raises:
         ConfigError: the file cannot be written.

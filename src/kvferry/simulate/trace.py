@@ -1,6 +1,6 @@
-"""Traces: which blocks each request asked for, in order of arrival. No tokens, no text.
+"""Reads traces: which blocks each request asked for, in order of arrival. No tokens, no text.
 
-Two formats of JSON lines are read, distinguished by their fields:
+Two formats of JSON lines are read, distinguished by the fields of the first line:
 
 - Mooncake's: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (of blocks
   of 512 tokens; the last one may be partial);
@@ -28,7 +28,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_TOKENS = 1 << 40
-"""Of one prompt. More is no journal."""
+"""Most tokens of one prompt. More cannot be a real trace."""
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -46,9 +46,9 @@ class Trace:
     Attributes:
         block_tokens: tokens of a whole block.
         blocks: block of each reference, numbered from 0: [num_references].
-        starts: the first reference of each request, and the number of all: [num_requests + 1].
+        starts: first reference of each request, then the number of references: [num_requests + 1].
         num_tokens: length of each prompt: [num_requests].
-        seconds: from the first request to the last.
+        seconds: time from the first request to the last.
     """
 
     block_tokens: int
@@ -67,12 +67,12 @@ class Trace:
 
     @property
     def num_unique(self) -> int:
-        """Blocks that a cache without limit holds in the end."""
+        """Number of different blocks."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def tokens(self) -> Ints:
-        """Tokens of each reference, less than `block_tokens` at the end of a prompt:
-        [num_references]."""
+        """Return the tokens of each reference: [num_references]. The last reference of a prompt may
+        have less than `block_tokens`."""
         tokens = np.full(self.num_references, self.block_tokens)
         counts = np.diff(self.starts)
         has_blocks = counts > 0
@@ -84,7 +84,7 @@ class Trace:
 def trace_of(
     flat: Ints, counts: Sequence[int], num_tokens: Sequence[int], block_tokens: int, seconds: float
 ) -> Trace:
-    """The trace of these blocks, whatever their numbers, `counts` of them for each request."""
+    """Make a trace of blocks with any numbers. Request i has the next `counts[i]` of `flat`."""
     return Trace(
         block_tokens=block_tokens,
         blocks=np.unique(flat, return_inverse=True)[1].astype(np.int64),
@@ -95,7 +95,7 @@ def trace_of(
 
 
 class _TraceRows:
-    """Adds up the requests of one file."""
+    """The requests of one file, collected line by line."""
 
     def __init__(self) -> None:
         self.blocks = array("q")
@@ -109,7 +109,7 @@ class _TraceRows:
         """Add one request.
 
         Raises:
-            ValueError: its fields contradict each other or the lines before.
+            ValueError: its fields contradict each other or earlier lines.
         """
         if isinstance(line, MooncakeLine):
             time, num_tokens, ids = line.timestamp / 1000, line.input_length, line.hash_ids
@@ -141,7 +141,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace of either format.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not of the format of the first one; the
+        ConfigError: the file cannot be read, or a line does not have the format of the first. The
             message names the line.
     """
     rows = _TraceRows()
@@ -156,7 +156,7 @@ def read_trace(path: Path) -> Trace:
                 try:
                     request = decoder.decode(line)
                 except msgspec.DecodeError:
-                    # The last line of a journal under way, or of one that the disk cut short.
+                    # The last line of a journal: being written, or cut short by a full disk.
                     if decoder.type is JournalLine and not line.endswith(b"\n"):
                         break
                     raise
@@ -177,10 +177,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def _format_of(line: bytes) -> type[MooncakeLine] | type[JournalLine]:
-    """The format of a file by its first line.
+    """Return the format of a file by its first line.
 
     Raises:
-        ValueError: neither.
+        ValueError: the line has neither format.
     """
     found = msgspec.json.decode(line)
     if isinstance(found, dict) and "hash_ids" in found:

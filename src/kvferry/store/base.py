@@ -1,11 +1,13 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
-A store knows nothing of heads, ranks or requests, and verifies nothing: that is done by
-`kvferry.store.recordio`, which knows the record. `takes_values`, `contains`, `touch`, `stat`,
-`probe`, `expect`, `awaits`, `note_stored`, `pin_for`, `tier_of` and `tiers` use memory only. All
-others may block on I/O: while an engine serves, they run on I/O threads, never on a scheduler's. A
-call with a deadline (`time.monotonic()` seconds) ends at it or shortly after; without one, a medium
-that can hang sets its own.
+Every store implements it; the cache, the adapters and the commands call it. A store knows nothing
+of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
+
+`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `expect`, `awaits`,
+`reads_from`, `note_stored`, `on_result`, `pin_for`, `tier_of` and `tiers` do no I/O. All others may
+block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call with a
+deadline (`time.monotonic()` seconds) ends at it or shortly after. If the caller gives none, a store
+on a medium that can hang sets a limit of its own.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ ASK_SECONDS = 0.25
 
 
 class PutResult(StrEnum):
-    """Outcome of a write. A failed one is no exception: serving continues without it."""
+    """Outcome of a write. A failed write raises nothing: serving continues without it."""
 
     STORED = "stored"
     EXISTS = "exists"
-    """Another writer was first; its record stands."""
+    """The key has a value already, perhaps of another writer; it stays."""
     NO_SPACE = "no_space"
     """Quota (nothing left to evict), ENOSPC or EDQUOT."""
     FAILED = "failed"
@@ -54,7 +56,7 @@ class PutResult(StrEnum):
 
 
 class StoreStat(NamedTuple):
-    """What a store holds, from memory; never a scan."""
+    """What a store holds, from counts in memory."""
 
     url: str
     num_records: int
@@ -66,15 +68,15 @@ class StoreStat(NamedTuple):
 
 
 class TierStatus(NamedTuple):
-    """One of several stores, as it is now."""
+    """The state of one tier. Tiers are several stores that are used as if they were one."""
 
     name: str
-    """In metrics: its scheme; of a second tier of one scheme, with its number."""
+    """Its name in metrics: the scheme, with the tier's number if a nearer tier has the same."""
     state: str
     since: float
     """Seconds since the epoch."""
     because: str
-    """Why it is not used as it should be; empty if it is."""
+    """Why the tier is not fully in use; empty if it is."""
     stat: StoreStat
 
 
@@ -84,11 +86,11 @@ class Entry(NamedTuple):
     key: ChunkKey
     num_bytes: int
     last_used: float
-    """Seconds since the epoch, to the accuracy of batched recency."""
+    """Seconds since the epoch; 0 if unknown. May lag, as uses are written back in batches."""
     namespace: bytes = b""
     """The namespace that it belongs to; empty if the store does not know."""
     pinned_until: float = 0.0
-    """Seconds since the epoch; not evicted before. 0: not pinned."""
+    """Seconds since the epoch; the value is not evicted before. 0: not pinned."""
 
 
 class Removal(NamedTuple):
@@ -102,17 +104,17 @@ class Removal(NamedTuple):
     """evicted, deleted, quarantined, or vanished: the file was removed from outside."""
     detail: str
     by: str
-    """The process that took it out, or found it gone."""
+    """The process that removed it, or found it gone."""
 
 
 class ValueCheck(NamedTuple):
-    """Tells sound values from wrong ones, for stores, which know only bytes."""
+    """How a store, which knows only bytes, tells sound values from wrong ones."""
 
     num_bytes: int
     """Size of every sound value."""
     why_wrong: Callable[[ChunkKey, memoryview, int], str | None]
-    """Gets the key, the first `num_bytes` bytes of the value or all that there are, and its size;
-    None for a sound value."""
+    """Gets the key, up to the first `num_bytes` bytes of the value, and the size of the value.
+    Returns None for a sound value."""
 
 
 class GcReport(NamedTuple):
@@ -124,57 +126,57 @@ class GcReport(NamedTuple):
 
 
 class Store(ABC):
-    """Whole values under content keys: a value never changes, it appears, and it goes.
+    """Whole values under content keys. A value appears and goes, but never changes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
     call: `put` is FAILED, `read` None, `contains` and `delete` False, `stat` works, `gc` and `pin`
     may raise StoreError, all else finds and does nothing.
 
-    In a directory and in memory, `put` and `touch` update recency and reads do not, so a full scan
-    leaves the eviction order alone; the least recent value is evicted first. Servers evict by their
+    In a directory and in memory, the least recent value is evicted first. `put` and `touch` update
+    recency and reads do not, so a full scan leaves the eviction order alone. Servers evict by their
     own rules, and there a read may count as a use.
 
-    The other methods have defaults, so that no caller asks what a store is able to do.
+    Methods that are not abstract have defaults, so that a caller can call any of them on any store.
     """
 
     url: str
     multi_process: bool
     """True if several processes may open the same URL at once."""
     quarantines: bool = False
-    """True if `discard` keeps what it takes out."""
+    """True if `discard` keeps the value in a quarantine."""
 
     @property
     def takes_values(self) -> bool:
-        """Whether a `put` has a chance now, so that no value is made in vain. A hint."""
+        """Whether a `put` may succeed now, so that no value is made in vain. A hint."""
         return True
 
     @property
     def values_per_put(self) -> int:
-        """How many values are best given to `put_all` at a time: they share a cost."""
+        """How many values to give to `put_all` at a time, as they share a cost."""
         return 1
 
     @property
     def refusal(self) -> str:
-        """Why the last `put` was FAILED, in one line without a credential; empty if
-        that is not known. For a log line."""
+        """Why the last `put` was FAILED, for a log: one line without a credential; empty if not
+        known."""
         return ""
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool | None:
-        """Whether `key` is known to be here. A hint: memory only, never blocks, may be stale. None
-        while a `probe` asks the medium.
+        """Whether `key` is known to be here; None while a `probe` asks the medium. A hint, which
+        may be stale. Never blocks.
 
         True at once after a `put` of this store returned STORED, False after its own `delete`.
-        What other processes did shows later; a `read` that finds nothing corrects it.
+        What other processes did shows later. A `read` that finds nothing corrects the answer.
         """
 
     @abstractmethod
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
-        """Fill the buffers of all ranges; one that reaches past the end is filled up to the end.
-        Asks the medium, so it also finds what the index does not know yet. Buffers are written to
-        until this returns or raises, not later.
+        """Fill the buffers of all ranges. A range that reaches past the end of the value is filled
+        up to the end. Asks the medium, and so finds also values that the index does not know yet.
+        Writes to no buffer after it has returned or raised.
 
         Returns:
             The size of the whole value in bytes; None if it is absent (the index then forgets it).
@@ -187,21 +189,21 @@ class Store(ABC):
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:
-        """Store the concatenation of `buffers`. Atomic: whole or absent, whatever happens.
+        """Store the concatenation of `buffers`, at least one byte. Atomic: whole or absent.
 
-        Never raises for a full, read-only or failing medium. Makes room by evicting if a quota
-        says so, and evicts nothing for a value that can never fit. Does not sync to the medium.
-        The buffers together hold at least one byte and may be reused as soon as this returns.
+        Never raises for a full, read-only or failing medium. Evicts to stay within a quota, but
+        nothing for a value that can never fit. Does not sync to the medium. The buffers may be
+        reused as soon as this returns.
         """
 
     def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
-        """Store each of `values` as `put` does; their results, in order."""
+        """Store each of `values` as `put` does; return their results in order."""
         return [self.put(key, buffers, deadline) for key, buffers in values]
 
     @abstractmethod
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Take a value out because it failed verification: quarantined if the store can, else
-        deleted. Never raises. Concurrent discards of one key count once as `store_quarantined`."""
+        """Take out a value that failed verification: quarantine it if the store can, else delete
+        it. Never raises. Concurrent discards of one key count once as `store_quarantined`."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
@@ -209,16 +211,15 @@ class Store(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that these were used. `keys` are in prompt order: the first, the root of the prefix,
-        is evicted last. Written back in batches."""
+        """Note that values were used. `keys` are in prompt order: the first, the root of the
+        prefix, is evicted last. Written back in batches."""
 
     @abstractmethod
     def stat(self) -> StoreStat:
         """Counts."""
 
     def tiers(self) -> list[TierStatus]:
-        """The stores that this one consists of, nearest first; memory only. Empty for a single
-        store."""
+        """The stores that this one consists of, nearest first. Empty for a single store."""
         return []
 
     @abstractmethod
@@ -228,37 +229,38 @@ class Store(ABC):
     # -- an index that lags behind what other processes store -----------------------------------
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  # nothing to ask
-        """Have the background find out whether `keys` (a prefix chain, in order) are here, so that
-        a later `contains` knows. Dropped when too many wait."""
+        """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
+        later `contains`. Dropped when too many probes wait."""
 
     def expect(  # noqa: B027  # no other process stores
         self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
     ) -> None:
-        """A producer was heard to be making `keys` (a prefix chain, in order): look for them in the
-        background until they have come or it is `until` (`time.monotonic()` seconds). Those that
-        come late are found as before.
+        """Look in the background for `keys` (a prefix chain, in order) that a producer was heard to
+        be making, until they have come or it is `until` (`time.monotonic()` seconds). Keys that
+        come later are found as all others are.
 
         Args:
-            held_by: a peer that says that it has them in memory, or is about to. A store that
-                `reads_from` it awaits none that it lacks, and looks elsewhere for `ASK_SECONDS`.
+            held_by: a peer that says that it has the keys in memory, or soon will. A store that
+                reads from this peer stops awaiting a key that the peer lacks; other tiers beside
+                such a store look for `ASK_SECONDS` only.
         """
 
     def reads_from(self, peer: Address) -> bool:
-        """Whether values are read from the memory of this peer."""
+        """Whether this store reads values from the memory of `peer`."""
         return False
 
     def awaits(self, key: ChunkKey) -> bool:
-        """Whether a key that `contains` did not find may still come: it was expected, its time is
-        not over, and the medium answers. "Not yet" instead of "absent"; ask after `contains`."""
+        """Whether a key that `contains` did not find is "not yet" here rather than "absent": it was
+        expected, its time is not over, and the medium answers. Ask `contains` first."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
         """Learn that `key` was stored through another store object of the same URL."""
 
     def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """Keep these from eviction for `seconds` from now, also those that are about to be stored.
-        Done in the background; longer pins by commands stay. What clients pin takes at most a
-        quarter of the quota.
+        """Keep `keys` from eviction for `seconds` from now, also those that are about to be stored.
+        Pins in the background; longer pins by commands stay. Values that clients pin this way take
+        at most a quarter of the quota.
 
         Returns:
             Whether the store can pin.
@@ -272,41 +274,40 @@ class Store(ABC):
     def on_result(  # noqa: B027  # asks nothing of its own accord
         self, heard: Callable[[StoreError | None], None]
     ) -> None:
-        """Have `heard` called on an I/O thread after each `probe`: with None if the medium
-        answered, else with the error."""
+        """Call `heard` on an I/O thread after each question of a `probe` or an `expect`: with None
+        if the medium answered, else with the error."""
 
     def tier_of(self, key: ChunkKey) -> str:
-        """Name of the tier that `key` would be read from: of a single store, its scheme. A
-        hint."""
+        """Name of the tier that `key` would be read from; the scheme of a single store. A hint."""
         return self.url.partition(":")[0]
 
     # -- what is there: for commands; may be slow -----------------------------------------------
 
     def of(self, namespace: bytes) -> Store:
-        """Where the values of a namespace are read and removed: for entries that a `scan` found.
-        This store itself where keys alone name values; else one that shares its connections and
-        needs no close of its own."""
+        """Return a store that reads and removes the values of a namespace. Where keys alone name
+        values, this is the store itself; else it is a view that shares its connections and needs no
+        close of its own."""
         return self
 
     def scan(self) -> Iterator[Entry]:
-        """Every stored value at some moment during the call; has no effect on later reads. Keeps a
-        bounded number of names in memory: one that a server lists twice, far apart, may come twice.
+        """Yield every value stored at some moment during the call. Has no effect on later reads.
+        Keeps few names in memory: a name that a server lists twice, far apart, may come twice.
         Raises StoreError if the store cannot list its values, or the medium failed."""
         raise StoreError(f"{self.url} cannot list its values")
 
     def stored(self) -> Iterator[Entry]:
-        """Every value that the medium lists, also those that an index does not know; size and last
-        use are 0 where only the index knows them. Raises as `scan`."""
+        """Yield every value that the medium lists, also those that an index does not know. Size and
+        last use are 0 where only the index knows them. Raises as `scan`."""
         return self.scan()
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        """Up to `limit` values, the most recently used first, without listing them all. Raises as
-        `scan`."""
+        """Yield up to `limit` values, the most recently used first, without listing all. Raises
+        as `scan`."""
         raise StoreError(f"{self.url} does not know which values were used last")
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Values and their bytes by namespace; empty bytes stand for what is not known yet. Raises
-        as `scan`."""
+        """Number of values and of their bytes by namespace. Empty bytes stand for a namespace that
+        is not known yet. Raises as `scan`."""
         found: dict[bytes, tuple[int, int]] = {}
         for entry in self.scan():
             num_records, num_bytes = found.get(entry.namespace, (0, 0))
@@ -314,14 +315,14 @@ class Store(ABC):
         return found
 
     def described(self) -> list[bytes]:
-        """The namespaces that may have a description, without listing all values where the store
-        keeps a list of these. Raises as `scan`."""
+        """The namespaces that may have a description. Does not list all values where the store
+        keeps a list of namespaces. Raises as `scan`."""
         return list(self.namespaces())
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
-        The text is untrusted, and empty if it is too long. A `description` replaces the earlier
-        one. Never raises."""
+        The text is untrusted, and empty if it is too long. A given `description` replaces the
+        stored one. Never raises."""
         return None
 
     def removals(self, limit: int) -> list[Removal] | None:
@@ -330,12 +331,12 @@ class Store(ABC):
         return None
 
     def facts(self) -> dict[str, int | bool | None]:
-        """What people may want to know besides the values, by name."""
+        """Facts about the store for people to read, by name."""
         return {}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove what was not used for `older_than_seconds`, then the least recently used until the
-        rest has at most `max_bytes`; None: the store's quota.
+        """Remove values that were not used for `older_than_seconds`, then the least recently used
+        ones until the rest has at most `max_bytes` (None: the store's quota, if it has one).
 
         Raises:
             ConfigError: the store does not know when its values were used.
@@ -344,15 +345,15 @@ class Store(ABC):
         raise StoreError(f"{self.url} cannot be made smaller by a command")
 
     def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
-        """Do not evict these before `until` (seconds since the epoch; a time that is past ends
-        their pins). Pinned values take at most half of the quota. They can be deleted.
+        """Keep `keys` from eviction before `until` (seconds since the epoch; a time that is past
+        ends their pins). Pinned values take at most half of the quota. They can be deleted.
 
         Returns:
-            How many of them are here, and so are pinned.
+            How many of the keys are here, and so are pinned.
 
         Raises:
-            ConfigError: the store has no quota, or more would be pinned than may be; those before
-                are.
+            ConfigError: the store has no quota, or more would be pinned than may be; the keys
+                before that stay pinned.
             StoreError: the store cannot pin, cannot be changed, or the medium failed.
         """
         raise StoreError(f"{self.url} cannot pin; a directory can")

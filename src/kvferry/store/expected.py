@@ -1,4 +1,8 @@
-"""Keys that a producer is heard to be making: a store looks for them until they come."""
+"""Keys that a producer (another engine) was heard to be making.
+
+A store looks for them in the background until they come or their time is over. The scheduler thread
+calls `add` and `awaits` through `Store.expect` and `Store.awaits`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ from kvferry.types import ChunkKey
 
 FIRST_PAUSE_SECONDS = 0.01
 LAST_PAUSE_SECONDS = 0.25
-"""Between two looks at the medium; each pause without a new key is twice as long as the last."""
+"""Bounds of the pause between two looks, which doubles while the number of missing keys stays."""
 
 MAX_PROMPTS = 1024
-"""Prompts that are looked for at a time; further ones are not expected, and miss."""
+"""Most prompts expected at a time. Further ones are not expected: they miss."""
 
 MAX_KEYS = 1 << 16
-"""Keys that are expected at a time; likewise. Those whose time is over are forgotten."""
+"""Once this many keys are expected, further prompts miss, and keys whose time is over are
+forgotten."""
 
 CLOSE_SECONDS = 2.0
 
@@ -28,13 +33,15 @@ class _Prompt(NamedTuple):
 
 
 class ExpectedKeys:
-    """Thread-safe; `add` and `awaits` use memory only. A thread looks while something is expected.
+    """The expected keys of one store, and the thread that looks for them while there are any.
+
+    Thread-safe. `add` and `awaits` do no I/O.
 
     Args:
-        has: whether a key is known to be there. Memory only.
-        look: asks the medium for the keys of several prompts, each in order, and makes `has` know
-            those that are there. A medium that fails has nothing new: whether one that goes on
-            failing is waited for is decided by its tier.
+        has: whether the medium is known to have a key; None if that is being asked. Does no I/O.
+        look: asks the medium for the keys of several prompts, each in order, so that `has` knows
+            those that are there. Must not raise. A medium that fails has nothing new: its tier
+            decides whether to go on waiting.
         clock: monotonic seconds.
     """
 
@@ -51,12 +58,12 @@ class ExpectedKeys:
         self._final: set[ChunkKey] = set()
         self._prompts: list[_Prompt] = []
         self._is_looking = False
-        self._lock = threading.Lock()  # of the four above; never held across I/O
+        self._lock = threading.Lock()  # for the four above; never held across I/O
         self._ends = threading.Event()
         self._thread: IOPool | None = None
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
-        """See `Store.expect`. `final`: the medium has them already, or never; see `end`."""
+        """See `Store.expect`. `final`: keys that the medium lacks now never come; see `end`."""
         missing = self._missing(_Prompt(tuple(keys), until))
         if missing is None or self._ends.is_set():
             return
@@ -75,27 +82,26 @@ class ExpectedKeys:
                 self._thread.submit(self._run)
 
     def awaits(self, key: ChunkKey) -> bool:
-        """See `Store.awaits`. A key that came stays until its time is over, so that a caller who
-        asked `has` before does not take it for one that never comes."""
+        """See `Store.awaits`. A key that came is awaited until its time is over. So a caller who
+        asked `has` just before it came does not conclude that it never comes."""
         until = self._until.get(key)  # without a lock
         return until is not None and self._clock() < until
 
     def end(self, absent: Sequence[ChunkKey]) -> None:
-        """The medium has not these: do not await those whose absence is final."""
+        """Stop awaiting `absent` keys, which the medium lacks, if they were added as `final`."""
         with self._lock:
             for key in self._final.intersection(absent):
                 self._final.discard(key)
                 self._until.pop(key, None)
 
     def close(self) -> None:
-        """Idempotent; bounded in time."""
+        """Stop the thread. Idempotent; takes at most `CLOSE_SECONDS`."""
         self._ends.set()
         if self._thread is not None:
             self._thread.close(CLOSE_SECONDS)
 
     def _missing(self, prompt: _Prompt) -> _Prompt | None:
-        """The part of a prompt from the first key on that has not come; None if all have, or their
-        time is over."""
+        """The rest of a prompt from its first missing key on; None if all came or time is over."""
         for index, key in enumerate(prompt.keys):
             if not self._has(key):
                 is_over = self._clock() >= prompt.until
@@ -103,7 +109,8 @@ class ExpectedKeys:
         return None
 
     def _forget_what_came(self) -> list[tuple[ChunkKey, ...]] | None:
-        """The keys that are still missing; None if there are none, and the thread is to end."""
+        """Drop what came or is over. Return the keys of each prompt from the first missing one on;
+        None if there are none, and the thread must end."""
         with self._lock:
             before = list(self._prompts)
         left = [rest for prompt in before if (rest := self._missing(prompt)) is not None]
@@ -126,7 +133,11 @@ class ExpectedKeys:
             prompts = self._forget_what_came()
             if prompts is None:
                 return
-            self._look(prompts)
+            try:
+                self._look(prompts)
+            except BaseException:
+                self._is_looking = False  # the next `add` starts again
+                raise
             num_missing = sum(map(len, prompts))
             pause = FIRST_PAUSE_SECONDS if num_missing != num_before else 2 * pause
             pause, num_before = min(pause, LAST_PAUSE_SECONDS), num_missing

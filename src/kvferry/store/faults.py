@@ -1,4 +1,4 @@
-"""What to do when the medium refuses: an answer, a count, one log line, and then some rest."""
+"""What a directory store does when its medium fails: answer, count, log, and rest from writing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _LONGEST_REST_SECONDS = 60.0
 
 
 class MediumFaults:
-    """Translates `OSError` into an answer, a count and a log line, and holds writes back after
-    repeated failures, so that a full or broken disk costs nothing. Thread-safe.
+    """The failures of one medium: turns each `OSError` into an answer, a count and a log line, and
+    holds writes back after repeated failures, so that a full or broken disk costs nothing.
+    Thread-safe.
 
     Attributes:
-        refusal: the reason of the last write that failed otherwise than for want of room.
+        refusal: why the last failed write failed; empty if the medium had no room.
     """
 
     def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
@@ -38,7 +39,7 @@ class MediumFaults:
         self._logged: dict[tuple[str, int | None], float] = {}
 
     def resting(self) -> PutResult | None:
-        """The answer to a write that is not even tried; None if writes may be tried."""
+        """Return the answer to a write that is not to be tried now; None if it may be tried."""
         with self._lock:
             if self._num_failures < _TRIES_BEFORE_REST or self.clock() >= self._rest_until:
                 return None
@@ -61,7 +62,7 @@ class MediumFaults:
         return result
 
     def write_succeeded(self) -> None:
-        """Writes work (again)."""
+        """Note that a write succeeded: the next failure counts as the first."""
         if self._num_failures:
             with self._lock:
                 self._num_failures = 0
@@ -72,7 +73,7 @@ class MediumFaults:
         self._log(what, error)
 
     def _log(self, what: str, error: OSError) -> None:
-        """One line per operation and kind of error and minute."""
+        """Log at most one line a minute for each operation and kind of error."""
         kind, now = (what, error.errno), self.clock()
         with self._lock:
             if now - self._logged.get(kind, -_LOG_EVERY_SECONDS) < _LOG_EVERY_SECONDS:

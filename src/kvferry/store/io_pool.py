@@ -1,8 +1,8 @@
-"""A few threads, and the handles of what they do: for blocking I/O, and for work in memory that
-must not hold up its caller.
+"""A small pool of threads, and a handle for each job: for blocking I/O, and for work in memory that
+must not hold up its caller. Stores, the cache and the adapters have pools of their own.
 
-Daemon threads of our own, not `concurrent.futures`: its threads are joined when the interpreter
-ends, so one read that hangs in a stalled file system would hang the shutdown.
+The threads are daemons. Those of `concurrent.futures` are not: they are joined when the interpreter
+ends, so a read that hangs in a stalled file system would hang the shutdown.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """One operation under way. Poll it, wait for it with a deadline, or cancel it: a job that looks
-    at `cancelled` then ends early. It may write to what it was given until it has ended."""
+    """The handle of one operation: poll it, wait for it with a deadline, or cancel it. A job that
+    looks at `cancelled` then ends early. A job may write to its buffers until it has ended."""
 
     __slots__ = ("_done", "cancelled", "error", "result")
 
@@ -33,7 +33,7 @@ class Job(Generic[T]):
         self.error: BaseException | None = None
 
     def poll(self) -> bool:
-        """True once the job has ended, or never ran. Never blocks."""
+        """Whether the job has ended, or will never run. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float) -> bool:
@@ -46,8 +46,8 @@ class Job(Generic[T]):
 
 
 class IOPool:
-    """Runs jobs in order of submission on up to `num_threads` threads, whose names begin with
-    `name`. A thread is started with each of the first jobs."""
+    """Begins jobs in order of submission on up to `num_threads` threads, whose names begin with
+    `name`. Each of the first `num_threads` jobs starts a thread."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
@@ -58,10 +58,12 @@ class IOPool:
         self._closed = False
 
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
-        """Queue `run(job)`; never blocks. It runs even if the job was cancelled meanwhile, so that
-        it can give back what it holds; it looks at `job.cancelled` first. After `close` it does not
-        run: the job is done and cancelled when this returns. Where the process can start no
-        thread, those that it has run the job; without any, the job is done and has an error."""
+        """Queue `run(job)`. Never blocks.
+
+        `run` is called even if the job was cancelled meanwhile, so that it can give back what it
+        holds; it should look at `job.cancelled` first. After `close` it is not called: the returned
+        job is done and cancelled. If the process can start no thread, threads of this pool run the
+        job; if it has none, the returned job is done and has an error."""
         job: Job[T] = Job()
         if self._closed:
             job.cancelled = True
@@ -86,16 +88,17 @@ class IOPool:
     def spread(
         self, items: Sequence[T], work: Callable[[T], None], *, alone: bool = False
     ) -> list[Exception | None]:
-        """Do `work` on every item, on this thread and on threads of the pool that are free by then.
-        For work in memory: it waits for no job that is under way or queued, only for items begun.
+        """Call `work` for every item, on the calling thread and on threads of the pool that are
+        free. Blocks until every item is done, but waits for no other job of the pool. For work in
+        memory.
 
         Args:
             items: what to work on; begun in this order.
-            work: called once for each, by up to `num_threads` threads at a time.
-            alone: on this thread only.
+            work: called once for each item, by up to `num_threads` threads at a time.
+            alone: whether to use the calling thread only.
 
         Returns:
-            For each item the exception that it raised, or None.
+            For each item the exception that `work` raised, or None.
         """
         errors: list[Exception | None] = [RuntimeError("interrupted")] * len(items)
         waiting = deque(enumerate(items))
@@ -131,8 +134,8 @@ class IOPool:
     def close(self, timeout: float) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
 
-        A thread stuck in a system call stays behind as a daemon. Its job must be cancelled by the
-        caller that submitted it, so that it touches nothing of the engine's.
+        A thread stuck in a system call stays behind as a daemon. Whoever submitted its job must
+        cancel it, so that it touches no memory of the engine.
         """
         if not self._closed:
             self._closed = True
@@ -149,7 +152,7 @@ class IOPool:
             job, run = item
             try:
                 job.result = run(job)
-            except BaseException as error:  # outermost loop of a thread: the job has the error
+            except BaseException as error:  # outermost loop of a thread: the job keeps the error
                 job.error = error
             job._done.set()
             del item, job, run

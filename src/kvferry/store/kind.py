@@ -1,6 +1,8 @@
-"""What one kind of store brings: its schemes' options, what their URLs name, and how one is opened.
+"""The description of a kind of store: the options of its URLs, what they name, how to open it.
 
-A module that brings a `StoreKind` as `KIND` and has a line in `kvferry.store.url` adds a store.
+Each store's module has a `StoreKind` named `KIND`, which `kvferry.store.url` uses to parse URLs and
+to open stores, when an engine or a command starts. To add a store, write such a module and add its
+schemes to `MODULES` there. Helpers check hosts and endpoints, and mask a URL for messages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvferry.network import join_host
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 
-# A path, in which an @ separates nothing.
+# URLs of local stores. In their paths an @ is an ordinary character.
 _LOCAL = re.compile(r"/(?!/)|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
 HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", re.ASCII)
@@ -33,18 +35,18 @@ class ServerBounds:
     """Waits and sizes of a store on a server.
 
     Attributes:
-        call_seconds: deadline of calls that have none.
-        probe_seconds: timeout of a question, longer than a look-up waits: a late answer serves the
-            next look-up.
-        describe_seconds: an engine's start waits so long for the description of its namespace to
-            be stored.
+        call_seconds: longest time of a read or a put, also of one without a deadline.
+        probe_seconds: timeout of a probe, which asks which keys exist. It is longer than a look-up
+            waits, as a late answer serves the next look-up.
+        describe_seconds: how long an engine's start waits while the description of its namespace
+            is stored.
         delete_seconds: timeout of a delete.
-        check_seconds: how long the opening of a store waits to hear that its bucket is wrong.
-        max_text_bytes: a longer value is no description of ours.
-        max_listed: a longer listing is taken for one that has no end.
-        max_remembered: names that a listing remembers, to find those that come twice.
-        max_repeats: a server may list a name twice. When most of so many were listed before, its
-            listing goes in a circle.
+        check_seconds: how long opening a store waits for the check of its bucket.
+        max_text_bytes: longest description of a namespace; a longer one is read as empty text.
+        max_listed: most names in a listing; a longer one is taken for endless.
+        max_remembered: names of a listing that are kept, to find those that come twice.
+        max_repeats: names that a server may list again. Beyond it, a listing with more repeats than
+            new names is taken for endless.
     """
 
     call_seconds: float = 30.0
@@ -60,13 +62,13 @@ class ServerBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """How a store is opened, apart from its URL; see also `open_store`.
+    """What opening a store takes besides its URL. `open_store` explains the other attributes.
 
     Attributes:
-        value_bytes: size of every value; a `put` to a server replaces one of another size. None:
-            sizes differ.
+        value_bytes: size of every value, None if sizes differ. A `put` to a server replaces a value
+            of another size.
         may_create: False where a directory must be a store already.
-        bounds: waits and sizes where it is on a server; tests change them.
+        bounds: waits and sizes of a store on a server; tests change them.
     """
 
     observer: Observer = field(default_factory=Observer)
@@ -83,16 +85,16 @@ class StoreKind:
     """One kind of store.
 
     Attributes:
-        options: dataclass of what may stand behind the ? of a URL; `max_bytes` is a quota.
+        options: dataclass of the options after the ? of a URL; a field `max_bytes` is the quota.
         open: opens the store of a URL with these options; raises as `open_store`.
-        hosts: of servers: what a URL has to name and how it is written, for messages; "{scheme}"
-            stands for the scheme. Empty where a store is on this machine.
-        names_bucket: what a URL names in place of a host is no host, but a bucket.
-        default_port: of a server whose URL names none.
-        aliases: schemes that name the same place as another.
-        check_path: raises ConfigError for a path that cannot be: gets how the message begins, the
-            path as it was written, and without escapes.
-        is_private: every opening is a store of its own.
+        hosts: for messages of server stores: which host a URL has to name, and an example, with
+            "{scheme}" for the scheme. Empty for stores on this machine.
+        names_bucket: whether a URL names a bucket where others name a host.
+        default_port: port of a server whose URL has none.
+        aliases: by scheme, another scheme that names the same place.
+        check_path: raises ConfigError for a path that a local store cannot have. It gets the start
+            of the message, the path as it was written, and the path with its escapes decoded.
+        is_private: whether each opening makes another store, even with an equal URL.
     """
 
     options: type[Any]
@@ -107,12 +109,12 @@ class StoreKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """A store URL taken apart. `str` is what messages and logs show of it: scheme, hosts, path.
+    """A parsed store URL. Messages and logs show its `str`: scheme, hosts and path.
 
     Attributes:
         scheme: one of `MODULES` of `kvferry.store.url`.
-        path: for file, the absolute directory; for memory, the name; for servers, what the names of
-            all values begin with, without slashes around it. The last two may be empty.
+        path: for file, the absolute directory; for memory, the name; for servers, the prefix of
+            all names, without slashes around it. Name and prefix may be empty.
         options: what stood after the `?`, still text.
         hosts: names or addresses of servers, with their ports (None: the usual one).
     """
@@ -126,11 +128,11 @@ class StoreUrl:
 
     @property
     def where(self) -> str:
-        """How messages begin that are about it."""
+        """The start of messages about this URL."""
         return f"store URL {str(self)!r}"
 
     def __str__(self) -> str:
-        # A path that is not UTF-8 is shown as the bytes it is, though no URL leads to it.
+        # No URL leads to a path that is not UTF-8, but a directory may have one: show its bytes.
         path = quote(self.path, errors="surrogateescape")
         hosts = ",".join(join_host(host, port) for host, port in self.hosts)
         slash = "/" if self.hosts and path else ""
@@ -138,9 +140,9 @@ class StoreUrl:
 
 
 def shown_url(url: str) -> str:
-    """Of a store URL as it was given, which may be any text, what messages and logs show: scheme,
-    hosts and path. Hides too much rather than too little: a password whose special characters were
-    not escaped moves the bounds of the parts, and what is no host may be a piece of one.
+    """Return what messages and logs may show of a store URL, or any text: scheme, hosts and path.
+    Hides what is in doubt: special characters of a password that were not escaped move the bounds
+    of the parts, so that text that is not a valid host may be a piece of the password.
 
     >>> shown_url("rediss://user:pass/word@host/kv?token=x&cluster=true")
     'rediss://***@host/kv'
@@ -157,7 +159,7 @@ def shown_url(url: str) -> str:
     is_clear = is_clear or not (separator or ":" in head)
     if not is_clear or "@" in url[len(head) :]:
         return f"{scheme}{separator}***"
-    # What stands for options without a ? may be a secret, too.
+    # Options written without a ? may hold secrets, too.
     return re.split(r"[&;=]", f"{scheme}{separator}***@{rest}" if at else head, maxsplit=1)[0]
 
 
@@ -180,8 +182,11 @@ def check_endpoint(
     schemes: Sequence[str] = ("http", "https"),
     allows_login: bool = False,
 ) -> None:
-    """Check an option or a variable that is the URL of a server: a scheme, a host, and perhaps a
-    port and a path. Client libraries panic at others, or show them.
+    """Check an option or an environment variable that must be the URL of a server: a scheme, a
+    host, and perhaps a port and a path. Client libraries panic at other texts, or show them.
+
+    Args:
+        allows_login: whether the URL may have user and password.
 
     Raises:
         ConfigError: it is something else. The message shows the `example` only.
@@ -202,11 +207,12 @@ def check_endpoint(
 
 
 def refuse_relative(**files: str | None) -> None:
-    """Messages name files: only what is a path for sure."""
+    """Raise ConfigError for a file option that is not an absolute path: messages name these files,
+    and other text may be a secret."""
     for option, file in files.items():
         if file is not None and not file.startswith("/"):
             raise ConfigError(f"option {option!r} is not an absolute path; begin it with /")
 
 
-# Regions and devices: what no header and no file system takes otherwise.
+# Names of regions and devices: safe in an HTTP header and as a file name.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)

@@ -1,7 +1,8 @@
-"""Walks over whole stores: check every record against its own checksums, without a schema known
-beforehand; delete what is too much or too old where the store does not evict; delete chosen values.
+"""Work on whole stores: verify every record, shrink a store that does not evict, delete chosen
+values.
 
-Called by commands, by `RemoteStore.gc` and by SGLang's back end, on threads that may block.
+Commands, `RemoteStore.gc` and SGLang's back end call it, on threads that may block. To verify a
+record needs no schema: the record's own header gives its layout and checksums.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 _WINDOW_BYTES = 4 << 20
 _MAX_HEAD_BYTES = 64 << 20
-"""A head beyond this is called bad: bounds what checking a hostile file can cost in memory."""
+"""A larger head is called bad. So a hostile file can take no more memory than this."""
 
 
 class VerifyReport(NamedTuple):
@@ -36,9 +37,9 @@ class VerifyReport(NamedTuple):
     num_records: int
     num_bytes: int
     bad: tuple[tuple[Entry, MissReason], ...]
-    """Every record that is not what it should be."""
+    """Every wrong record, and why it is wrong."""
     num_unreadable: int
-    """Records that could not be read; not in `num_records`, nor in `bad`."""
+    """Records that could not be read. They are neither in `num_records` nor in `bad`."""
 
 
 def verify(
@@ -48,10 +49,10 @@ def verify(
     *,
     discards: bool = True,
 ) -> VerifyReport:
-    """Check every record completely, and discard what is wrong.
+    """Check every record completely, and discard wrong ones.
 
-    Memory stays below 72 MiB, whatever the records claim. Safe while the store is in use. Raises
-    what `entries` raises.
+    Takes less than 72 MiB of memory, whatever the records claim. Safe while the store is in use.
+    Raises what `entries` raises.
 
     Args:
         discards: False leaves wrong records in place, as a read-only store always does.
@@ -81,8 +82,8 @@ def verify(
 
 
 def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
-    """Check every checksum of an untrusted record that must have this key. Its first bytes are in
-    `window`, which has room for at least one leaf and the longest header."""
+    """Check the key and every checksum of an untrusted record. Its first bytes are in `window`,
+    which has room for the longest header, and for a leaf: the bytes that share one checksum."""
     info = parse_head(window[:size], size)
     if isinstance(info, MissReason):
         return info
@@ -115,18 +116,17 @@ def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> Mi
 def estimate(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> GcReport:
-    """What `Store.gc` would remove of the values `found`; nothing is removed. Keeps about
-    100 bytes for each value."""
+    """Count what `Store.gc` would remove of the values `found`; remove nothing. Takes about
+    100 bytes of memory for each value."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
     removed_bytes = sum(sizes[index] for index in surplus)
-    # A directory's own count includes its quarantine.
+    # The count of a directory store includes its quarantine.
     used_bytes = store.facts().get("used_bytes") or sum(sizes)
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 
 
 def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
-    """Delete what `estimate` counts, the least recently used first. An engine that looks for one of
-    these misses.
+    """Delete the values that `estimate` counts, the least recently used first.
 
     Raises:
         ConfigError: there is an `age`, and no value says when it was used.
@@ -148,8 +148,8 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
 def clear(
     store: Store, found: Iterable[Entry], progress: Callable[[int], None] | None = None
 ) -> GcReport:
-    """Delete the values `found`. `progress` gets the number deleted so far. `used_bytes` of the
-    report is not counted, and 0.
+    """Delete the values `found`. `progress` gets the number deleted so far. The report's
+    `used_bytes` is always 0.
 
     Raises:
         StoreError: the store refused to delete a value, or failed; what was deleted before stays
@@ -166,7 +166,8 @@ def clear(
 
 
 def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
-    """Delete a value. False if it was already gone. Raises StoreError if the store refused."""
+    """Delete a value; False if it was already gone. Raises StoreError if the store did not delete
+    it. `num_before`, the number deleted before it, is for the message."""
     values = store.of(entry.namespace)
     if values.delete(entry.key):
         return True
@@ -181,10 +182,12 @@ def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
 def _surplus(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> tuple[list[int], array[int]]:
-    """Places in `found` of the values to delete, the most recently used first: those not used for
-    `age`, and of the others those that do not fit into `max_bytes`. And the sizes of all, in bytes.
-    A value of unknown last use is the least recently used, and never too old. Pinned values stay,
-    and fit first.
+    """Choose the values to delete: those not used for `age` seconds, and the least recently used of
+    the others that do not fit into `max_bytes`. Pinned values stay, and take their room first. A
+    value of unknown last use counts as the least recently used, but never as too old.
+
+    Returns:
+        Their places in `found`, the most recently used first, and the sizes of all values in bytes.
 
     Raises:
         ConfigError: there is an `age`, and no value says when it was used.
@@ -210,7 +213,7 @@ def _surplus(
 
 
 def _check_uses(store: Store, num_unknown: int, num_values: int, age: float | None) -> None:
-    """Raise ConfigError, or warn, if it is not known when values were used."""
+    """Warn if some uses are not known; raise ConfigError if none is and there is an `age`."""
     if age is not None and num_values and num_unknown == num_values:
         raise ConfigError(
             f"{store.url} does not say when its records were used, so --older-than cannot choose; "

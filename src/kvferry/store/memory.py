@@ -1,6 +1,7 @@
-"""A store in a dict: the smallest implementation of the contract, and its documentation.
+"""A store in a dict, for `memory:` URLs: the smallest implementation of the store contract, and its
+example.
 
-Every `MemoryStore` is a store of its own, also under an equal name. To share one, pass the object.
+Every `MemoryStore` has values of its own, even if names are equal. To share one, pass the object.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MemoryOptions:
 
 
 class _Value(NamedTuple):
-    """Also a `Loan` of `kvferry.transfer.base`."""
+    """A stored value; also a `Loan` of `kvferry.transfer.base`."""
 
     content: bytes
     last_used: float
@@ -55,7 +56,7 @@ class _Value(NamedTuple):
 
 
 def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
-    """Do what `Store.read` does with a value that is in memory."""
+    """Fill `ranges` from a value that is in memory, as `Store.read` does; return its size."""
     value = memoryview(content)
     for offset, buffer in ranges:
         part = value[offset : offset + len(buffer)]
@@ -64,7 +65,7 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
 
 
 class MemoryStore(Store):
-    """Values in this process only; evicts the least recent to stay within `max_bytes`.
+    """Values in this process only. Evicts the least recent ones to stay within `max_bytes`.
 
     Args:
         name: shown in the URL.
@@ -106,11 +107,11 @@ class MemoryStore(Store):
         return None if value is None else copy_ranges(value.content, ranges)
 
     def lend(self, key: ChunkKey, seconds: float) -> _Value | None:
-        """As `kvferry.transfer.base.Lender`, so that a `PeerServer` serves what is here."""
+        """See `kvferry.transfer.base.Lender`: so a `PeerServer` can serve this store."""
         return self._values.get(key)
 
     def release(self, loan: _Value) -> None:
-        """A value never changes, and stays while someone reads it."""
+        """Nothing to do: a value never changes, and a reader's reference keeps it alive."""
 
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
@@ -132,7 +133,7 @@ class MemoryStore(Store):
         return PutResult.STORED
 
     def _make_room(self, num_bytes: int) -> list[int]:
-        """Evict until `num_bytes` fit; the sizes of what went. Needs the lock."""
+        """Evict until `num_bytes` fit; return the sizes of the evicted values. Needs the lock."""
         evicted: list[int] = []
         while self._max_bytes is not None and self._used_bytes + num_bytes > self._max_bytes:
             _, value = self._values.popitem(last=False)
@@ -157,7 +158,7 @@ class MemoryStore(Store):
             # From the end, so that the first key, the root of the prefix, is the most recent.
             for key in reversed(list(keys)):
                 value = self._values.get(key)
-                if value is not None:  # stays in place throughout: `contains` takes no lock
+                if value is not None:  # replaced, never removed: `contains` takes no lock
                     self._values[key] = value._replace(last_used=now)
                     self._values.move_to_end(key)
 

@@ -1,12 +1,12 @@
-"""Many records in and out of a store at a time, on threads of their own; no caller has to wait past
-a deadline.
-
-Whole records, verified. I/O uses images only: `get` and `put` copy between an image of the client
-and the caller's memory, and never after their batch has ended; `put_all` takes over the images that
-it is given. So a call of a store that outlives its deadline does no harm.
+"""Reads and writes many whole, verified records at a time on I/O threads. No caller need wait past
+its deadline.
 
 The adapter of Transformers calls `get_leading` and `put_all` and waits; SGLang's `PageRecords` and
-vLLM's `TierRows` call `get` and `put`. The engine's own cache does not use it.
+vLLM's `TierRows` call `get` and `put`. kvferry's own cache of an engine does not use it.
+
+The store reads and writes images only: an image is memory for one record. `get` and `put` copy
+between an image and the caller's memory, but never after their batch has ended. `put_all` keeps the
+images that it is given. So a store's call that outlives its deadline does no harm.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=str)
 
 WRITE_BYTES = 16 << 20
-"""Several records in one write hold at most this together; a single one may be larger."""
+"""Most bytes of several records in one write. A single record may be larger."""
 
 STALLED_SECONDS = 30.0
-"""After a read brought nothing by its deadline, the store is not read for so long."""
+"""How long the store is not read after a read brought nothing by its deadline."""
 
 Land = Callable[[int, memoryview], bool]
-"""Gets the place of a record in its batch and its verified image, on an I/O thread. Returns True to
-keep the image; otherwise the client uses it again. Must not block."""
+"""Called on an I/O thread with the place of a record in its batch and its verified image. Returns
+True to keep the image; else the client uses it again. Must not block."""
 
 Fill = Callable[[int, memoryview], None]
-"""Gets the place of a record in its batch and an image, whose payload it fills, on an I/O thread.
-Must not block."""
+"""Called on an I/O thread with the place of a record in its batch and an image, whose payload it
+fills. Must not block."""
 
 
 class Batch(Generic[R]):
-    """Records under way together, and what became of each.
+    """Records that are read or written together, and the result of each.
 
     Thread-safe. Every record ends once: by its I/O thread, or by `give_up`, whichever is first.
 
     Attributes:
-        results: by place in the batch, once the record ended; for a right read: None.
+        results: by place in the batch, set when the record ends; None for a read without a miss.
     """
 
     __slots__ = ("_changed", "_copying", "_ended", "_given_up", "_left", "results")
@@ -69,8 +69,8 @@ class Batch(Generic[R]):
         self._left = num_records
 
     def poll(self) -> bool:
-        """Whether every record ended, so that nothing of this batch touches its caller's memory
-        any more. Never blocks."""
+        """Whether every record ended. This batch then no longer touches its caller's memory. Never
+        blocks."""
         return not self._left
 
     def has_ended(self, place: int) -> bool:
@@ -78,15 +78,15 @@ class Batch(Generic[R]):
         return bool(self._ended[place])
 
     def wait(self, timeout: float, place: int | None = None) -> bool:
-        """Wait up to `timeout` seconds for one record, or for all; True if ended."""
+        """Wait up to `timeout` seconds for the record at `place`, or for all; True if ended."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._left if place is None else bool(self._ended[place]), timeout
             )
 
     def give_up(self, result: R) -> None:
-        """End every record under way as `result`; one that is being copied ends after its copy.
-        Never blocks for long."""
+        """End every record under way with `result`. A record that is being copied ends after its
+        copy. Never blocks for long."""
         with self._changed:
             self._given_up = result
             for place in range(len(self.results)):
@@ -94,8 +94,8 @@ class Batch(Generic[R]):
                     self._end(place, result)
 
     def copy(self, place: int, copy: Callable[[], None]) -> bool:
-        """Runs in: I/O thread. Run `copy`, which touches the caller's memory; False if the record
-        was given up before."""
+        """Run `copy`, which touches the caller's memory, unless the record has ended: then return
+        False. Runs in: I/O thread."""
         with self._changed:
             if self._ended[place]:
                 return False
@@ -110,7 +110,7 @@ class Batch(Generic[R]):
         return True
 
     def end(self, place: int, result: R | None) -> None:
-        """Runs in: I/O thread. Nothing happens if the record ended before."""
+        """End a record, unless it ended before. Runs in: I/O thread."""
         with self._changed:
             self._end(place, result)
 
@@ -123,7 +123,7 @@ class Batch(Generic[R]):
 
 
 class _Named(NamedTuple):
-    """A record as it was asked for: the client's namespace may change meanwhile."""
+    """A record as it was asked for. Has its schema, as the client's may change meanwhile."""
 
     schema: RecordSchema
     key: ChunkKey
@@ -131,15 +131,14 @@ class _Named(NamedTuple):
 
 
 class RecordClient:
-    """Reads and writes of many records of one schema, on `io_threads` threads for reads, and half
-    as many for writes.
+    """Reads records of one schema on `io_threads` threads, and writes them on half as many.
 
-    `get` and `put` never block. `get_leading` and `put_all` block, until their deadline;
-    one thread at a time calls these two.
+    `get` and `put` never block. `get_leading` and `put_all` block until their deadline; only one
+    thread at a time may call these two.
 
     Args:
-        store: read and written here, closed by its owner.
-        name: what the threads' names begin with.
+        store: not closed here, but by its owner.
+        name: start of the threads' names.
     """
 
     def __init__(
@@ -154,24 +153,24 @@ class RecordClient:
         self._schema = schema
         self._observer = observer
         self._readers = IOPool(io_threads, f"{name}-load")
-        # A write takes the interpreter's lock more often: more threads would wait for each other.
+        # Writes take the interpreter's lock more often: more threads would wait for each other.
         self._writers = IOPool(-(-io_threads // 2), f"{name}-save")
-        self._spare: deque[memoryview] = deque()  # as many as threads ever used at once
+        self._spare: deque[memoryview] = deque()  # as many images as were ever used at once
         self._stalled_until = 0.0
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
-        # Stored by this `put_all`; writes under way that an earlier one gave up on.
+        # Records that this `put_all` stored; writes under way of earlier calls that gave up.
         self._num_stored = self._num_old = 0
 
     # ---- the state of the store
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a read brought nothing in time, less than `STALLED_SECONDS` ago. `get` does not
-        check this: its callers do."""
+        """Whether a read brought nothing in time less than `STALLED_SECONDS` ago. The callers of
+        `get` check this; `get` does not."""
         return time.monotonic() < self._stalled_until
 
     def note_stall(self) -> None:
-        """Nothing was brought in time: do not ask again for a while."""
+        """Note that a read brought nothing in time: `is_stalled` is True for a while."""
         self._stalled_until = time.monotonic() + STALLED_SECONDS
 
     def switch_namespace(self, schema: RecordSchema) -> None:
@@ -183,12 +182,12 @@ class RecordClient:
     def get(
         self, keys: Sequence[ChunkKey], first_tokens: Sequence[int], land: Land, deadline: float
     ) -> Batch[MissReason]:
-        """Read records, and give those that are right to `land`.
+        """Begin to read records. Each one that is right goes to `land`.
 
         Args:
             first_tokens: positions of the chunks in their prompts.
-            deadline: of the monotonic clock, for the store's calls. A medium that hangs may overrun
-                it; a caller that must not wait calls `give_up`.
+            deadline: deadline of the store's calls on the monotonic clock. A medium that hangs may
+                overrun it: a caller that must not wait calls `give_up`.
         """
         batch: Batch[MissReason] = Batch(len(keys))
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
@@ -232,11 +231,11 @@ class RecordClient:
     def get_leading(
         self, keys: Sequence[ChunkKey], deadline: float, known: Mapping[ChunkKey, memoryview]
     ) -> list[memoryview]:
-        """The leading chunks of a prompt that are there, right, and in time, as images. None of a
-        stalled store, not even those that are known.
+        """Return images of the leading chunks of a prompt that are there, right and in time. While
+        the store is stalled there are none, not even those that are known.
 
         Args:
-            deadline: of the monotonic clock.
+            deadline: end of the wait, on the monotonic clock.
             known: images that need not be read again.
         """
         now = time.monotonic()
@@ -250,7 +249,7 @@ class RecordClient:
             return images
         start, is_leading = len(images), True
         while start < len(keys):
-            # The first is always read: the index may not yet know a record of another process.
+            # The first chunk is always read: the index may not know another process's record yet.
             stop = start + 1
             while stop < len(keys) and self._store.contains(keys[stop]):
                 stop += 1
@@ -267,9 +266,9 @@ class RecordClient:
     def _get_run(
         self, keys: Sequence[ChunkKey], start: int, stop: int, deadline: float
     ) -> tuple[list[memoryview | None], bool]:
-        """Images of consecutive chunks, None for a wrong one, and whether to read on. A chunk that
-        is absent, unreadable or late ends the run. A wrong one does not: the others are read too,
-        so that all wrong ones are found now and the next save replaces them."""
+        """Return images of consecutive chunks, None for a wrong one, and whether to read on. A
+        chunk that is absent, unreadable or late ends the run. A wrong one does not: so all wrong
+        ones are found and discarded now, and the next save replaces them."""
         landed: list[memoryview | None] = [None] * (stop - start)
 
         def keep(place: int, image: memoryview) -> bool:
@@ -297,7 +296,7 @@ class RecordClient:
     def put(
         self, keys: Sequence[ChunkKey], first_tokens: Sequence[int], fill: Fill, deadline: float
     ) -> Batch[PutResult]:
-        """Hash and store records that `fill` fills; `deadline` as of `get`."""
+        """Begin to hash and store records that `fill` fills. `deadline` is as for `get`."""
         batch: Batch[PutResult] = Batch(len(keys))
         named = [_Named(self._schema, *each) for each in zip(keys, first_tokens, strict=True)]
         share = -(-len(named) // self._writers.num_threads)
@@ -328,7 +327,7 @@ class RecordClient:
         self._spare.extend(image for _, image in filled.values())
 
     def _fill(self, batch: Batch[PutResult], place: int, fill: Fill, image: memoryview) -> bool:
-        """False if the record ended: given up, or `fill` failed."""
+        """Fill an image. False if the record ended: it was given up, or `fill` failed."""
         try:
             return batch.copy(place, partial(fill, place, image))
         except Exception:
@@ -343,7 +342,7 @@ class RecordClient:
         filled: Mapping[int, tuple[_Named, memoryview]],
         deadline: float,
     ) -> None:
-        """Seal and store images, given by place. Runs in: I/O thread."""
+        """Seal and store images, given by place in the batch. Runs in: I/O thread."""
         values: list[Value] = []
         for record, image in filled.values():
             digests = b"".join(
@@ -360,9 +359,9 @@ class RecordClient:
             batch.end(place, result)
 
     def put_all(self, images: Iterable[tuple[ChunkKey, int, memoryview]], deadline: float) -> int:
-        """Hash and store chunks, given as key, first token and image, whose head is written here.
-        Returns how many were stored before the deadline. Takes few images at a time, and none after
-        the deadline."""
+        """Hash and store chunks, given as key, first token and image. Writes each image's head.
+        Takes few images from `images` at a time, and none after the deadline. Returns how many
+        chunks were stored before the deadline."""
         self._num_old, self._num_stored = len(self._writes), 0
         limit = self._writers.num_threads
         source = iter(images)
@@ -396,14 +395,14 @@ class RecordClient:
     # ---- memory and threads
 
     def _new_image(self) -> memoryview:
-        """Memory for one record: `head | component 0 | ...`, as in the file. Page-aligned, so that
-        a cold file can be read past the page cache."""
+        """Return memory for one record: `head | component 0 | ...`, as in the file. Page-aligned,
+        so that a file that is not in the page cache can be read past it."""
         with suppress(IndexError):
             return self._spare.pop()
         return memoryview(mmap.mmap(-1, self._schema.record_bytes))
 
     def _parts(self) -> Iterator[tuple[RowRange, int, int]]:
-        """All rows of each component, and where they lie in an image."""
+        """All rows of each component, and their start and stop in an image."""
         schema = self._schema
         for index, component in enumerate(schema.components):
             start = schema.component_offsets[index]

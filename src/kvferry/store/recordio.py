@@ -1,8 +1,8 @@
-"""Records in and out of a store, verified on the way.
+"""Reads and writes single records of a store, and verifies what it reads.
 
-Functions that do I/O block, and run on I/O threads. They raise nothing: a failed read answers with
-a `MissReason`, a failed write with a `PutResult`. A record with wrong bytes is taken out of the
-store.
+The cache, `RecordClient` and the commands call it. Functions that do I/O block, and run on I/O
+threads. They raise nothing: a failed read answers with a `MissReason`, a failed write with a
+`PutResult`. A record with wrong bytes is taken out of the store.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvferry.store.base import NO_DEADLINE, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
 
 WRITE_SECONDS = 30.0
-"""Deadline for writing one record behind an engine. Only its slot is held until then."""
+"""Deadline of a write of one record while an engine goes on. It holds only the record's memory."""
 
 
 def value_check(schema: RecordSchema) -> ValueCheck:
-    """Tells the records of `schema`, of any namespace, from other values."""
+    """Return a check that accepts records of `schema`, of any namespace, and no other values."""
     return ValueCheck(schema.record_bytes, partial(check_record, schema))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRead:
-    """One record, or the rows of it that one rank needs.
+    """What to read of one record, and where to: all of it, or the rows that one rank needs.
 
     Attributes:
         first_token: position of the chunk in its prompt.
-        head: scratch of at least `schema.head_bytes`.
-        rows: the rows wanted, and where their bytes shall land.
-        image: `head` and `rows` in one piece, where they are a whole record as it is stored.
+        head: buffer of at least `schema.head_bytes` for the head.
+        rows: the wanted rows, each with the buffer for its bytes.
+        image: `head` and `rows` as one buffer, if together they are a whole record as it is stored.
     """
 
     key: ChunkKey
@@ -53,10 +53,10 @@ def read_record(
     observer: Observer,
     deadline: float = NO_DEADLINE,
 ) -> MissReason | None:
-    """Read and verify parts of a record; None if all of it was right.
+    """Read and verify parts of a record; None if all that was read is right.
 
-    A record found wrong is read once more, since another process may have replaced it meanwhile;
-    one that is wrong again is discarded from the store.
+    A wrong record is read once more, since another process may have replaced it meanwhile. If it is
+    wrong again, it is discarded from the store.
     """
     try:
         reason = _read(store, schema, read, deadline)
@@ -104,7 +104,8 @@ def put_record(
     image: memoryview,
     deadline: float = NO_DEADLINE,
 ) -> PutResult:
-    """Store a whole record in one atomic step. Never raises. `image` as for `seal_record`."""
+    """Write the head into `image`, a record with its payload in place, and store it in one atomic
+    step. Never raises."""
     seal_record(schema, key, first_token, leaf_table, image)
     return store.put(key, [image], deadline)
 
@@ -112,15 +113,15 @@ def put_record(
 def seal_record(
     schema: RecordSchema, key: ChunkKey, first_token: int, leaf_table: bytes, image: memoryview
 ) -> None:
-    """Write the head of a record. `image` is the record with its payload in place, or any part of
-    it that begins with the head."""
+    """Write the head of a record into `image`: the memory of the record, or any first part of it
+    that has room for the head."""
     image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
 
 
 def write_sealed(
     store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
 ) -> PutResult:
-    """Store a sealed record, whose bytes are `parts` one after another, and count it."""
+    """Store a sealed record and count the result. Its bytes are `parts`, one after another."""
     started = time.monotonic()
     result = PutResult.FAILED
     if store.takes_values:

@@ -1,4 +1,4 @@
-"""How fast a store is from here: one write that is taken back, one read of what is there."""
+"""Measures how fast a local store is, for `kvferry doctor` and for the log of an engine's start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_BYTES = 4 << 20
 
 
 class StoreSpeed(NamedTuple):
-    """Bytes per second; None where there was no way to measure."""
+    """Bytes per second; None if not measured."""
 
     write: float | None
     read: float | None
@@ -29,9 +29,9 @@ class StoreSpeed(NamedTuple):
 def measure(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreSpeed:
     """Time one write of `num_bytes` that never becomes visible, and one read of a stored value.
 
-    Blocks on I/O; leaves nothing behind and evicts nothing: a store without room for the sample is
-    not written, nor is a server, where nothing is hidden. What comes from the page cache is as fast
-    as that is.
+    Blocks on I/O. Leaves nothing behind and evicts nothing: a store without room for the sample is
+    not written. Servers are not measured, as a write there is visible. A read that the page cache
+    answers is as fast as the page cache.
     """
     stat = store.stat()
     scheme = stat.url.partition(":")[0]

@@ -1,5 +1,5 @@
-"""Parses store URLs and opens stores. What differs by scheme is in the scheme's module
-(`StoreKind`)."""
+"""Parses store URLs and opens stores, when an engine or a command starts. What differs by scheme is
+in the `StoreKind` of the scheme's module."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MODULES: Mapping[str, str] = {
     "mooncake": "kvferry.store.servers.mooncake",
     "peer": "kvferry.store.servers.peer",
 }
-"""The module of each scheme, which brings a `StoreKind` as `KIND`; loaded when a URL names it."""
+"""The module of each scheme, which has a `StoreKind` named `KIND`. Loaded when a URL names it."""
 
-# Of a directory or memory that is the only store. Nothing is won by giving up on it early: requests
+# For a directory or memory that is the only store. To give up on it early gains nothing: requests
 # have deadlines of their own, and a machine may stall for seconds. So only a hang is a failure.
 _ALONE = Patience(min_limit_seconds=5.0, min_write_seconds=30.0)
 
@@ -39,10 +39,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 
 def parse_store_url(url: str) -> StoreUrl:
-    """Take `file:///abs/path?max_bytes=10GiB`, `memory://name` or
-    `valkey://user:password@host:6379/prefix` apart; percent escapes are decoded (write %3F for ?,
-    %23 for #, %40 for @ and %2F for / where they do not separate). `read_options` finds whether the
-    options exist.
+    """Parse a URL such as `file:///abs/path?max_bytes=10GiB`, `memory://name` or
+    `valkey://user:password@host:6379/prefix`. Percent escapes are decoded (write %3F for ?, %23
+    for #, %40 for @ and %2F for / where they do not separate). `read_options` checks the options.
 
     Raises:
         ConfigError: not a string, no or an unknown scheme, a relative path, a host where there can
@@ -85,7 +84,7 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
         port = 0 if match is None else int(match[2] or 1)
         is_place = match is not None and (kind.names_bucket or is_host(match[1].strip("[]")))
         if match is None or not is_place or not 0 < port < 65536 or "@" in raw_path + query:
-            # Without the text: it may be a piece of a password that was not escaped.
+            # The text is not shown: it may be a piece of a password that was not escaped.
             raise ConfigError(f"{where}: names no {kind.hosts.format(scheme=scheme)}")
         hosts.append((match[1].strip("[]"), None if match[2] is None else port))
     if re.search(r"[&;=]", raw_path):
@@ -93,7 +92,7 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
             f"{where}: &, ; or = in the prefix; options begin with ?, and what belongs to the "
             "prefix is escaped as %26, %3B or %3D"
         )
-    # Never in a message: so bytes that are not UTF-8 are replaced here, and not refused.
+    # User and password are in no message: so bytes that are not UTF-8 are replaced, not refused.
     return StoreUrl(
         scheme=scheme,
         path=_unquote(where, raw_path, repr(raw_path)).strip("/"),
@@ -108,7 +107,7 @@ def _unquote(where: str, text: str, what: str) -> str:
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
-        # Decoded leniently, it would name a directory other than the one that was meant.
+        # A lenient decoder would name another directory than the one that was meant.
         raise ConfigError(f"{where}: the escapes in {what} are not UTF-8") from None
 
 
@@ -124,7 +123,7 @@ def _without_scheme(url: str) -> str:
 
 def _parse_options(where: str, query: str) -> dict[str, str]:
     options: dict[str, str] = {}
-    # Without what was given: behind the ? a secret may stand by mistake.
+    # Messages show no text but names of options: behind the ? a secret may stand by mistake.
     for number, part in enumerate(query.split("&") if query else (), 1):
         name, equals, value = part.partition("=")
         name, value = (_unquote(where, text, f"option {number}") for text in (name, value))
@@ -140,23 +139,23 @@ def _parse_options(where: str, query: str) -> dict[str, str]:
 
 
 def kind_of(scheme: str) -> StoreKind:
-    """What a scheme stands for, which must be known."""
+    """The `StoreKind` of a scheme, one of `MODULES`."""
     kind: StoreKind = importlib.import_module(MODULES[scheme]).KIND
     return kind
 
 
 def read_options(url: StoreUrl) -> object:
-    """The options of a URL, of the class that its kind names.
+    """Return the options of a URL as an object of its kind's `options` class.
 
     Raises:
-        ConfigError: one is unknown or wrong; what was given is not shown.
+        ConfigError: an option is unknown or wrong. The message does not show its value.
     """
     return build_config(kind_of(url.scheme).options, url.options, where=url.where, hides=True)
 
 
 def refuse_small_quota(url: StoreUrl, record_bytes: int) -> None:
-    """Raises ConfigError for a quota below one record. Call it before the store is opened, which
-    would evict everything to keep such a quota."""
+    """Raise ConfigError for a quota below one record. Call it before the store is opened: to open
+    it with such a quota would evict everything."""
     max_bytes = getattr(read_options(url), "max_bytes", None)
     if max_bytes is not None and max_bytes < record_bytes:
         raise ConfigError(
@@ -166,7 +165,7 @@ def refuse_small_quota(url: StoreUrl, record_bytes: int) -> None:
 
 
 def _parse_tiers(urls: str | Sequence[str]) -> list[StoreUrl]:
-    """Take one URL or several apart. Raises ConfigError for none, or two of one place."""
+    """Parse one URL or several. Raises ConfigError for none, or for two that name one place."""
     if not isinstance(urls, str | list | tuple):
         raise ConfigError(
             f"a store is a URL or a list of them, not a value of type {type(urls).__name__}"
@@ -184,8 +183,8 @@ def _parse_tiers(urls: str | Sequence[str]) -> list[StoreUrl]:
 
 
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
-    """The same value for URLs that name one place. By the names alone: to follow links on a mount
-    that hangs would hang the start of an engine."""
+    """Return a value that is equal for URLs that name one place. Compares names only: to follow
+    links on a mount that hangs would hang the start of an engine."""
     kind = kind_of(url.scheme)
     hosts = tuple((host, port or kind.default_port) for host, port in url.hosts)
     path = posixpath.normpath(url.path) if url.path else ""
@@ -203,28 +202,29 @@ def open_store(
     description: str | None = None,
     start_seconds: float | None = None,
 ) -> Store:
-    """Open the store that `url` names, or several stores as tiers. A single store is a tier of one;
-    without `start_seconds` a directory or memory is itself, as it can be listed and shrunk.
+    """Open the store that `url` names, or several stores as the tiers of one. A single store is
+    returned as the only tier of a `TieredStore`, but a directory or memory without `start_seconds`
+    is returned as it is, so that it can be listed and shrunk.
 
     Args:
         url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix`,
             `mooncake://host:port/prefix` or `peer://host:port`, with `?options`; or several of
             them, nearest first.
         observer: receives the counts of the store.
-        multi_process: True where scheduler and worker roles, or several ranks, live in different
-            processes and must see each other's values; refuses stores that cannot.
-        index: False if `contains` is never asked: the store then does not keep track.
-        namespace: under which a server keeps the values; others ask the values themselves.
-        check: of values that are copied between tiers (see `TieredStore`), or are in the way of a
-            `put` (see `RemoteStore`); a quota below one of these is refused.
-        description: what the namespace is; each store keeps it once it is open.
-        start_seconds: goes on without a store that takes longer to open, or whose medium does not
-            answer. None: waits for each, and raises for a single store whose medium does not
-            answer.
+        multi_process: whether scheduler and worker roles, or several ranks, live in different
+            processes and must see each other's values. Stores that cannot do this are refused.
+        index: False if `contains` is never asked: the store then tracks no keys in memory.
+        namespace: namespace of the values on a server; other stores find values by key alone.
+        check: finds wrong values before they are copied between tiers (see `TieredStore`). A quota
+            below its value size is refused; a `put` to a server replaces a value of another size.
+        description: text that says what the namespace is; each store keeps it once it is open.
+        start_seconds: how long to wait for stores to open. Goes on without a store that takes
+            longer, or whose medium does not answer. None: waits for each, and raises for a single
+            store whose medium does not answer.
 
     Raises:
         ConfigError: no URL, two of one place, or a URL, option, quota or directory that cannot be
-            used; nothing stays open.
+            used. Nothing stays open.
         StoreError: see `start_seconds`.
 
     Example:

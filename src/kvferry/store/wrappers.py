@@ -22,8 +22,8 @@ from kvferry.types import ChunkKey
 
 
 class WrapperStore(Store):
-    """Hands every call to `inner`; values that are put together, one by one. Subclasses override
-    what they change.
+    """A store that hands every call to `inner`; `put_all` becomes one `put` after another.
+    Subclasses override what they change.
 
     Closing the wrapper closes the inner store.
     """

@@ -1,4 +1,4 @@
-"""Time that a test moves."""
+"""A clock that a test moves, for code that takes a clock as an argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeClock:
             return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move time forward. Negative amounts are refused: no clock of ours goes back."""
+        """Move time forward. Refuses a negative amount."""
         if seconds < 0:
             raise ValueError(f"time does not go back by {-seconds} s")
         with self._lock:

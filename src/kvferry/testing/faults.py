@@ -1,10 +1,10 @@
-"""Stores that misbehave on purpose, to put in front of a sound one.
+"""Stores for tests that wrap a sound store and misbehave on purpose.
 
     store = StallingStore(MemoryStore(), gate=gate)             # operations wait until released
     store = FailingStore(MemoryStore(), operations={"put"})     # the medium fails
     store = CorruptingStore(MemoryStore(), damage=flip_bit(7))  # the bytes are not what was stored
 
-They nest.
+They can wrap each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Damage = Callable[[bytes], bytes]
 
 
 def flip_bit(index: int) -> Damage:
-    """Invert bit `index`, counted from the first byte's lowest, modulo the size."""
+    """Make a damage that inverts bit `index` (0: lowest bit of the first byte), modulo the size."""
 
     def damage(content: bytes) -> bytes:
         changed = bytearray(content)
@@ -41,12 +41,12 @@ def flip_bit(index: int) -> Damage:
 
 
 def truncate(num_bytes: int) -> Damage:
-    """Keep the first `num_bytes`; a negative number cuts that many from the end."""
+    """Make a damage that keeps the first `num_bytes`; a negative number cuts from the end."""
     return lambda content: content[:num_bytes]
 
 
 def zero(start: int, stop: int) -> Damage:
-    """Zero `[start, stop)`, as a hole in a file reads."""
+    """Make a damage that zeroes `[start, stop)`, like a hole in a file."""
 
     def damage(content: bytes) -> bytes:
         changed = bytearray(content)
@@ -57,7 +57,7 @@ def zero(start: int, stop: int) -> Damage:
 
 
 class Gate:
-    """Where operations wait for a test. Closed at first; `release` opens it, and it stays open."""
+    """A gate where operations wait for a test. It starts closed; `release` opens it for good."""
 
     def __init__(self, limit_seconds: float = 60.0) -> None:
         self._limit_seconds = limit_seconds
@@ -65,12 +65,12 @@ class Gate:
         self._arrivals = threading.Semaphore(0)
 
     def pass_through(self) -> None:
-        """Wait until released, at most `limit_seconds`: a test that forgets must not hang."""
+        """Wait until released. `limit_seconds` at most, lest a test that forgets it hangs."""
         self._arrivals.release()
         self._open.wait(self._limit_seconds)
 
     def wait_for_arrival(self, timeout: float = 30.0) -> bool:
-        """Wait until one more operation stands (or stood) at the gate."""
+        """Wait until one more operation has arrived at the gate; False after `timeout` seconds."""
         return self._arrivals.acquire(timeout=timeout)
 
     def release(self) -> None:
@@ -78,11 +78,11 @@ class Gate:
 
 
 class FaultyStore(WrapperStore):
-    """Asks `enter` before every read, put, delete and discard; what enters goes on to the inner
-    store. By default `enter` asks `fault` about `operations`, and lets all others in.
+    """A store that asks `enter` before each read, put, delete and discard. What may enter goes on
+    to the inner store. By default `enter` asks `fault` about `operations` and lets others in.
 
-    An operation that may not enter fails as in the contract: `read` raises StoreError, writes
-    answer FAILED, `delete` and `discard` do nothing.
+    An operation that may not enter fails as the store contract says: `read` raises StoreError,
+    writes answer FAILED, `delete` and `discard` do nothing.
     """
 
     def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
@@ -90,11 +90,11 @@ class FaultyStore(WrapperStore):
         self._operations: frozenset[str] = frozenset(operations)
 
     def enter(self, operation: str) -> bool:
-        """Whether `operation` may go on; may take its time."""
+        """Whether `operation` may go on. May block."""
         return operation not in self._operations or self.fault(operation)
 
     def fault(self, operation: str) -> bool:
-        """Called for each of the chosen operations; True lets it go on afterwards."""
+        """Called for each of the chosen operations. True lets it go on."""
         raise NotImplementedError
 
     def read(
@@ -118,7 +118,7 @@ class FaultyStore(WrapperStore):
 
 
 class StallingStore(FaultyStore):
-    """Operations wait at `gate`, then work: a file system that hangs until a test releases it."""
+    """A store whose operations wait at `gate`, then work, like a file system that hangs."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class StallingStore(FaultyStore):
 
 
 class FailingStore(FaultyStore):
-    """Operations fail: the first `num_failures` of them, or all.
+    """A store whose operations fail: the first `num_failures` of them, or all.
 
     Attributes:
         num_failed: failures injected so far.
@@ -163,7 +163,7 @@ class FailingStore(FaultyStore):
 
 
 class CorruptingStore(WrapperStore):
-    """Values come back damaged. What is stored stays right.
+    """A store that damages values as they are read. What is stored stays right.
 
     Args:
         inner: the sound store.

@@ -53,27 +53,27 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {**_SMALL, "num_key_value_heads": 2, "sliding_window": 37},
     # Parallel residual, partial rotary embedding, no grouped heads.
     "gpt_neox": {**_SMALL},
-    # Full and sliding layers in turn; scores scaled by a number of the config.
+    # Full and sliding layers in turn; the config scales the scores.
     "gemma3_text": {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    # Two that run on one rank only: norms over all query heads, one projection for q, k and v.
+    # Two that run on one rank only: norms over all query heads; one projection for q, k and v.
     "olmo2": {**_SMALL, "num_key_value_heads": 4},
     "phi3": {**_SMALL, "num_key_value_heads": 4},
-    # Two that run the class of llama, with values of their own where a config has none.
+    # Two that run llama's class, with defaults of their own for what a config omits.
     "internlm3": {**_SMALL, "num_key_value_heads": 4, "head_dim": 8},
     "iquestcoder": {**_SMALL, "num_key_value_heads": 4, "head_dim": 8},
-    # Latent attention, with a low-rank query and without.
+    # Latent attention, with and without a low-rank query.
     "deepseek_v3": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": 16},
     "deepseek_v2": {**_SMALL, **_LATENT, **_EXPERTS, "q_lora_rank": None},
     # Capped scores; full and sliding layers in turn.
     "gemma2": {**_WINDOWED, "attn_logit_softcapping": 3.0},
-    # A key without a value for every head; experts; full and sliding layers in turn.
+    # A sink (key without a value) for every head; experts; full and sliding layers in turn.
     "gpt_oss": {
         **_WINDOWED,
         "num_hidden_layers": 2,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
     },
-    # Two that the engine refuses: no causal mask, values unlike keys in size.
+    # Two that the engine refuses: no causal mask; values of another size than keys.
     "bert": {**_SMALL},
     "youtu": {**_SMALL, **_LATENT, "q_lora_rank": 16},
 }
@@ -84,7 +84,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a tiny random model to the directory `path` (config and safetensors, no tokenizer).
 
-    Weights depend on the arguments alone. Two seeds give files of equal size and headers.
+    Weights depend on the arguments alone. Different seeds give files of equal size and headers.
 
     Args:
         path: directory; made if absent.
@@ -114,7 +114,7 @@ def write_random_model(path: str | Path, build: Callable[[], Any], seed: int = 0
         model = build()
         with torch.no_grad():
             for name, parameter in sorted(model.named_parameters()):
-                # Larger than the usual initial values: nearly uniform attention hides a wrong key.
+                # Larger than usual, since nearly uniform attention would hide a wrong key.
                 if parameter.ndim > 1 and "embed" not in name:
                     parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     directory = Path(path)

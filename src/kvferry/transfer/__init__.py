@@ -1,1 +1,1 @@
-"""Records in the memory of another process, read by key over a connection."""
+"""Reads records by key from the memory of another process, over a connection."""

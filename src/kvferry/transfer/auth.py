@@ -1,8 +1,8 @@
-"""Who may connect to whom: a key that peers share, and proofs of it.
+"""Decides which peers may connect to each other: a key that all share, and proofs of having it.
 
-Both sides prove that they have the key, over nonces of both and the incarnation of the server, so
-that nothing that was said before proves anything. What follows on the connection is not protected:
-on a network that others can write to, give peers certificates (`tls`).
+`client` and `server` greet each other so. A proof covers nonces of both sides and the incarnation
+of the server, so a recorded proof is worth nothing later. The rest of the connection is not
+protected: on a network that others can write to, give peers certificates (`tls`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADVICE = "write one with: head -c 32 /dev/urandom | base64 > FILE; chmod 600 FI
 
 
 class SharedKey:
-    """A secret of all peers. Nothing shows it."""
+    """The secret that all peers share. No repr or message shows it."""
 
     def __init__(self, content: bytes) -> None:
         if not KEY_BYTES <= len(content) <= MAX_KEY_BYTES:
@@ -36,14 +36,14 @@ class SharedKey:
         self._content = content
 
     def proof(self, side: Literal["client", "server"], *parts: bytes) -> bytes:
-        """32 bytes that only a holder of the key can make of these parts."""
-        # With their lengths: else two lists of parts could be one text.
+        """Return 32 bytes that only a holder of the key can make from these parts."""
+        # With lengths, so that different lists of parts never give the same text.
         said = (f"peer {side}".encode(), *parts)
         text = b"".join(len(part).to_bytes(4, "little") + part for part in said)
         return hmac.digest(self._content, text, "sha256")
 
     def is_proof(self, proof: bytes, side: Literal["client", "server"], *parts: bytes) -> bool:
-        """Whether the other side has the key."""
+        """Whether `proof` shows that the other side has the key."""
         return hmac.compare_digest(proof, self.proof(side, *parts))
 
     def __repr__(self) -> str:
@@ -51,10 +51,11 @@ class SharedKey:
 
 
 def read_key(path: str | Path) -> SharedKey:
-    """The key in a file that an operator names: its text without spaces around, or its bytes.
+    """Read the key file that an operator names. White space around an ASCII text does not count.
 
     Raises:
-        ConfigError: the file cannot be read, or others can read or change it.
+        ConfigError: the file cannot be read, belongs to a user other than this one or root, can be
+            changed by its group, or read or changed by others.
     """
     try:
         with open(path, "rb") as file:
@@ -67,12 +68,12 @@ def read_key(path: str | Path) -> SharedKey:
             f"the key of peers belongs to user {status.st_uid}, with mode "
             f"{stat.S_IMODE(status.st_mode):o}; others must not read or change it: chmod 600"
         )
-    # A copied text may gain or lose its last newline; of random bytes any may look like one.
+    # A copied text may gain or lose its last newline. Random bytes may end like one, so they stay.
     return SharedKey(content.strip() if content.isascii() else content)
 
 
 def user_key() -> SharedKey:
-    """The key of this user's processes on this machine, made in `user_cache` by the first of them.
+    """Read the key of this user's processes on this machine. The first makes it in `user_cache`.
 
     Raises:
         ConfigError: the file cannot be made or read, is not this user's alone, or is in a directory
@@ -107,7 +108,7 @@ def _read_own(path: Path) -> SharedKey:
 
 
 def _make_key(path: Path) -> None:
-    """Whole or absent, and the first of several stands."""
+    """Write a new key, whole or not at all. If several processes do, the first one's key stands."""
     draft = path.with_name(f".peer.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

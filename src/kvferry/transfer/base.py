@@ -1,7 +1,8 @@
-"""What a server of records needs of those who hold them, and what it answers.
+"""The contract between a `PeerServer` and the lender whose records it serves, and its limits.
 
-A transport moves opaque bytes: a *record* is whatever a lender holds under a key. The reader
-verifies it. So a loan keeps bytes in place for the sake of the hit, never for its rightness.
+The transport moves opaque bytes: a *record* is whatever a lender holds under a key. The reader
+verifies every record, so a loan keeps bytes in place for the sake of a hit, not of correctness. The
+cache and the memory store are lenders.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from kvferry.types import ChunkKey
 
 
 class KeyState(IntEnum):
-    """Of one key, at a peer."""
+    """What a peer says of one key."""
 
     ABSENT = 0
     PENDING = 1
-    """Being made, so ask again: neither a hit, nor an absence to remember."""
+    """Being made: ask again. Neither a hit nor a miss to remember."""
     HELD = 2
 
 
 class Loan(Protocol):
-    """A record in memory, for reading."""
+    """A record in memory that is lent for reading."""
 
     @property
     def buffers(self) -> Sequence[memoryview]:
@@ -35,28 +36,29 @@ L = TypeVar("L", bound=Loan)
 
 
 class Lender(Protocol[L]):
-    """Holds records in memory. Thread-safe: threads of a server call it, several at once; memory
-    only, under no lock but its own."""
+    """A holder of records in memory. Thread-safe: several threads of a server call it at once. Does
+    no I/O, and takes no lock but its own."""
 
     def lend(self, key: ChunkKey, seconds: float) -> L | Literal[KeyState.PENDING] | None:
-        """The record of `key`, whose bytes stay until `release`, or for `seconds`, unless it is
-        just being evicted; None if it is not here."""
+        """Lend the record of `key`; PENDING while it is being made, None if it is not here. Its
+        bytes stay until `release`, or for `seconds`, unless it is just being evicted."""
 
     def release(self, loan: L) -> None:
-        """The reader is done."""
+        """End a loan: the reader is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a server gives at most.
+    """The limits of a server.
 
     Attributes:
-        max_connections: at once; another one is closed.
-        max_bytes: of records that are on their way, over all connections; a read waits for its
-            turn, until its deadline.
-        handshake_seconds: until both sides have proved themselves.
-        idle_seconds: until a connection without a request is closed.
-        answer_seconds: no answer takes longer, whatever deadline the reader has.
+        max_connections: connections at once. One more takes the place of a connection that has not
+            proved itself, or is closed.
+        max_bytes: bytes of records in transit, over all connections. A read waits for room until
+            its deadline.
+        handshake_seconds: time for both sides to prove themselves.
+        idle_seconds: time after which a connection without a request is closed.
+        answer_seconds: most time that an answer takes, whatever deadline the reader has.
         close_seconds: how long a close waits for threads.
     """
 

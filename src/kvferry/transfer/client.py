@@ -1,4 +1,5 @@
-"""Reads what one peer holds: a few connections, each for one call at a time."""
+"""Reads what one peer holds, for the store of `peer://` URLs. Each connection has one call at a
+time; a call without an idle connection opens one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from kvferry.types import ChunkKey
 
 CONNECT_SECONDS = 2.0
 CALL_SECONDS = 30.0
-"""Of calls that have no deadline, or a later one."""
+"""Time limit of calls that have no deadline or a later one."""
 
 A = TypeVar("A", KeyStates, Lent)
 M = TypeVar("M")
@@ -50,20 +51,20 @@ R = TypeVar("R")
 
 
 class PeerClient:
-    """One peer. Thread-safe, and on both sides of a fork.
+    """A client of one peer. Thread-safe, and usable on both sides of a fork.
 
-    Calls block until `deadline` (`time.monotonic()` seconds) at most. They raise TransferError,
-    TransferTimeout where the deadline passed, for all that fails. A call that fails ends its
-    connection, which is how the peer learns that no one waits any more.
+    Calls block until `deadline` (`time.monotonic()` seconds) at most. Whatever fails raises
+    TransferError, or TransferTimeout if the deadline passed. A call that fails ends its connection;
+    so the peer learns that no one waits any more.
 
     Args:
         host: name or address.
-        namespace: of the records; a peer that has those of another one refuses.
-        key: that the peer has, too.
-        tls: what TLS is spoken with, of `PeerFiles.open_tls`; None: connections are in clear.
+        namespace: namespace of the records; a peer that serves another one refuses.
+        key: the key that all peers share.
+        tls: TLS context from `PeerFiles.open_tls`; None: connections are in clear.
 
     Attributes:
-        incarnation: of the server that answered last; empty before.
+        incarnation: incarnation of the server that answered last; empty before.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PeerClient:
         self._closed = False
 
     def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
-        """Of each key."""
+        """Ask for the state of each key."""
         states: list[KeyState] = []
         for start in range(0, max(1, len(keys)), MAX_KEYS):
             some = tuple(keys[start : start + MAX_KEYS])
@@ -104,9 +105,9 @@ class PeerClient:
     def read(
         self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]], deadline: float
     ) -> tuple[KeyState, int]:
-        """Fill the buffers with the ranges of a record, straight from the connection; one that
-        reaches past the end is filled up to the end. What comes may be anything: verify it. No
-        buffer is written after the call returned.
+        """Fill the buffers with the ranges of a record, straight from the connection. A range past
+        the record's end is filled up to the end. The bytes may be anything: verify them. No buffer
+        is written after the call returns or raises.
 
         Returns:
             The state of the key, and the size of the record if it is held.
@@ -123,7 +124,7 @@ class PeerClient:
         return KeyState(answer.state), answer.size
 
     def close(self) -> None:
-        """End all connections, and calls that are under way. Idempotent."""
+        """End all connections and the calls in progress. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -156,8 +157,8 @@ class PeerClient:
         return answer
 
     def _take(self) -> _Connection | None:
-        """An idle connection that can be used. In the child of a fork none can: the parent uses
-        them."""
+        """Take an idle connection; None if there is none. The child of a fork discards those of its
+        parent, which still uses them."""
         while True:
             with self._lock:
                 if self._closed:
@@ -222,7 +223,8 @@ class PeerClient:
 
 
 class _Connection:
-    """One stream after another's greeting. One thread at a time."""
+    """A connection to the peer: a stream, and the number of its last question. One thread at a
+    time."""
 
     def __init__(self, stream: Stream, deadline: float) -> None:
         self.stream = stream
@@ -232,7 +234,7 @@ class _Connection:
         self._number = 0
 
     def greet(self, namespace: bytes, key: SharedKey) -> None:
-        """Prove that we have the key, and have the peer prove it."""
+        """Prove that we have the key, and check that the peer has it."""
         self.stream.begin(self.deadline)
         nonce = secrets.token_bytes(32)
         challenge = self._greeting(Challenge)
@@ -249,12 +251,12 @@ class _Connection:
         return _expect(self.stream.receive(GREETINGS, MAX_GREETING_BYTES, self.deadline), kind)
 
     def next_number(self) -> int:
-        """Of the next question."""
+        """Return the number of the next question."""
         self._number += 1
         return self._number
 
     def ask(self, question: Question, kind: type[A]) -> A:
-        """The answer, whose bytes, if it has any, come next."""
+        """Send a question and return the answer. The bytes of a record, if any, come next."""
         self.stream.send(question, self.deadline)
         answer = _expect(self.stream.receive(REPLIES, MAX_FRAME_BYTES, self.deadline), kind)
         if (answer.number, answer.incarnation) != (question.number, self.incarnation):
@@ -274,10 +276,10 @@ class _Connection:
 
 
 def _expect(message: object, kind: type[M]) -> M:
-    """A message of this kind. Raises PeerFault for another one."""
+    """Return `message` if it is of this kind. Raises PeerFault for another one."""
     if isinstance(message, kind):
         return message
     if isinstance(message, Refused):
-        # Of the peer's own words, only what a log can have.
+        # The peer's own words, made safe for a log.
         raise PeerFault(f"it refuses: {printable(message.reason)}")
     raise PeerFault("it does not speak the protocol of peers")

@@ -1,15 +1,15 @@
-"""What peers say to each other: msgpack arrays, each with a size limit; nothing is unpickled.
+"""The messages of `client` and `server`: msgpack arrays of limited size. Nothing is unpickled.
 
     server                                 client
     Challenge(version, incarnation, nonce)
                                            Hello(version, namespace, nonce, proof)
     Welcome(proof), or Refused(reason)
                                            AskKeys or Read, one at a time
-    KeyStates or Lent, which the bytes of all ranges follow
+    KeyStates, or Lent and the bytes of all ranges
 
-A frame is its length, four bytes of it, little endian, and a message. Numbers of requests only
-grow, so that no frame of a connection can be sent twice, and answers repeat the number and the
-incarnation: an answer of an earlier call, or of a server that was there before, is none.
+A frame is the length of a message in four bytes, little endian, and the message. Numbers of
+questions only grow, so no frame can be replayed within its connection. Answers repeat the number
+and the incarnation, so the client refuses an answer to an earlier call or of an earlier server.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvferry.errors import TransferError
 
 VERSION = 1
 MAX_GREETING_BYTES = 512
-"""Of a frame, until both sides have proved themselves."""
+"""Limit of a frame until both sides have proved themselves."""
 MAX_FRAME_BYTES = 1 << 16
 MAX_KEYS = 1024
 MAX_RANGES = 2048
 MAX_READ_BYTES = 1 << 31
-"""Of all ranges of one read."""
+"""Limit of all ranges of one read together."""
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -37,17 +37,17 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class PeerFault(TransferError):
-    """The other side broke the protocol, or was refused."""
+    """The other side broke the protocol, or one side refused the other."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Further items at the end, of a later version, are ignored."""
+    """A msgpack array. Items that a later version appends are ignored."""
 
 
 class Challenge(Message, frozen=True, tag=0):
     version: Count
     incarnation: Incarnation
-    """Another one each time that a server starts."""
+    """A random value, new each time that a server starts."""
     nonce: Digest
 
 
@@ -67,20 +67,20 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class AskKeys(Message, frozen=True, tag=4):
-    """Which of these are held?"""
+    """Asks which of these keys are held."""
 
     number: Count
     keys: Annotated[tuple[Digest, ...], Meta(max_length=MAX_KEYS)]
 
 
 class Read(Message, frozen=True, tag=6):
-    """Ranges of a record: offset and length of each."""
+    """Asks for ranges of a record: offset and length of each."""
 
     number: Count
     key: Digest
     ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_RANGES)]
     milliseconds: Count
-    """How long the reader waits: a duration, since clocks differ."""
+    """How long the reader waits. A duration, because clocks differ."""
 
 
 class KeyStates(Message, frozen=True, tag=7):
@@ -91,13 +91,13 @@ class KeyStates(Message, frozen=True, tag=7):
 
 
 class Lent(Message, frozen=True, tag=9):
-    """The part of each range that lies in the record follows."""
+    """Answers `Read`. The part of each range that lies in the record follows."""
 
     number: Count
     incarnation: Incarnation
     state: Annotated[int, Meta(ge=0, le=255)]
     size: Count
-    """Of the record, in bytes; 0 for one that is not held."""
+    """Size of the record in bytes; 0 if it is not held."""
 
 
 Question = AskKeys | Read
@@ -113,20 +113,20 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> bytes:
-    """A frame."""
+    """Return a message as a frame."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
 def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
-    """The message of a frame. Raises PeerFault for anything else."""
+    """Return the message of a frame. Raises PeerFault if there is none."""
     try:
         return decoder.decode(body)
-    # UnicodeDecodeError is a ValueError; RecursionError comes of arrays in arrays.
+    # UnicodeDecodeError is a ValueError; deeply nested arrays raise RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerFault("it does not speak the protocol of peers") from error
 
 
 def part_lengths(size: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """How much of each range lies in a record of `size` bytes."""
+    """Return how many bytes of each range lie in a record of `size` bytes."""
     return [max(0, min(length, size - offset)) for offset, length in ranges]

@@ -1,7 +1,8 @@
-"""Serves the records that a lender holds, from threads of its own, never from an engine's steps.
+"""Serves a lender's records to peers on the server's own threads, never within an engine's steps.
 
-One thread accepts, and each connection has a thread, which answers one question at a time, straight
-from the lender's memory. A reader that goes away, or does not read, ends its own connection only.
+The scheduler role of an engine with the option `serve` starts a `PeerServer`. One thread accepts;
+each connection has a thread, which answers one question at a time straight from the lender's
+memory. A reader that goes away or stops reading ends only its own connection.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ _HOST_AND_PORT = re.compile(
     r"(?:(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?|([0-9A-Fa-f:.%]+))", re.ASCII
 )
 _MAX_SAID = 16
-"""Reasons of refusals that the log has."""
+"""How many different reasons of refusals are logged."""
 _LEAVE_SECONDS = 1.0
-"""For the thread of a connection that was ended."""
+"""How long to wait for the thread of a connection that was ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen(PeerFiles):
-    """Where a server listens, and how others get there.
+    """Where a server listens, and where others reach it.
 
     Attributes:
         host: name or address to bind to.
-        port: 0 for one that is free.
-        advertise: `host` or `host:port` that others connect to, where that differs, as behind a
-            network address translation; it is what `PeerServer.address` says.
+        port: port to bind to; 0 takes a free one.
+        advertise: `host` or `host:port` that others connect to, if that differs, as behind network
+            address translation. `PeerServer.address` says it.
     """
 
     host: str = "127.0.0.1"
@@ -75,7 +76,7 @@ class Listen(PeerFiles):
 
     @classmethod
     def parse(cls, text: str) -> Listen:
-        """Read `host:port`, with the other attributes behind a `?`. Raises ConfigError."""
+        """Parse `host:port`, with the other attributes after a `?`. Raises ConfigError."""
         place, _, query = text.partition("?")
         found = _HOST_AND_PORT.fullmatch(place)
         host = found and (found[1] or found[2])
@@ -93,21 +94,21 @@ class Listen(PeerFiles):
         self.address_of(self.port)
 
     def address_of(self, port: int) -> tuple[str, int]:
-        """What others connect to where `port` is listened on. Raises ConfigError."""
+        """Return what others connect to if the server listens on `port`. Raises ConfigError."""
         found = _HOST_AND_PORT.fullmatch(self.advertise or self.host)
         if found is None or int(found[3] or 1) not in range(1, 1 << 16):
             raise ConfigError(f"advertise {self.advertise!r} is neither host nor host:port")
         return found[1] or found[2] or found[4], int(found[3] or port)
 
     def is_at(self, host: str, port: int | None) -> bool:
-        """Whether it is sure that this is the address of this server."""
+        """Whether this address certainly is the server's own."""
         is_everywhere = self.host == ("::" if ":" in host else "0.0.0.0")
         is_here = is_everywhere and port == self.port and is_loopback(host)
         return is_here or (host, port) in ((self.host, self.port), self.address_of(self.port))
 
     def for_engine(self, index: int) -> Listen:
-        """The same for one of several engines with one configuration: `index` is added to both
-        ports, but not to port 0. Raises ConfigError."""
+        """Return the settings of one of several engines with one configuration. `index` is added to
+        both ports, but not to port 0. Raises ConfigError."""
         host, advertised = self.address_of(0)  # 0: `advertise` names no port
         highest = max(self.port, advertised)
         if highest + index >= 1 << 16:
@@ -123,23 +124,23 @@ class Listen(PeerFiles):
 
 
 class PeerServer:
-    """Listens from its construction until `close`.
+    """A server that listens from its construction until `close`.
 
     Args:
-        lender: has the records.
-        namespace: returns that of the records now. Clients name theirs, and one that differs, also
-            by a later change, is refused.
-        listen: where; see there.
-        bounds: what it gives at most.
+        lender: the holder of the records.
+        namespace: returns the current namespace of the records. A client that names another one is
+            refused, also after a change while it is connected.
+        listen: where the server listens.
+        bounds: the server's limits.
         observer: counts `peer_served_records`, `peer_served_bytes` and `peer_refused`.
 
     Attributes:
-        incarnation: 16 bytes, other ones each time.
-        address: host and port for others.
+        incarnation: 16 random bytes, new for each server.
+        address: host and port that others connect to.
 
     Raises:
-        ConfigError: an address that does not resolve or cannot be listened on, or a key that is
-            missing, or not to be trusted.
+        ConfigError: the address does not resolve or cannot be bound, the key is missing or not to
+            be trusted, or the certificates cannot be used.
     """
 
     def __init__(
@@ -165,18 +166,18 @@ class PeerServer:
             raise ConfigError(f"serve: {error}") from None
         self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
-        self._connections: dict[_Client, threading.Thread] = {}  # the oldest first
+        self._connections: dict[_Client, threading.Thread] = {}  # oldest first
         self._said: set[str] = set()
         self._closed = False
         self._listener = _bind(listen)
         self.address = listen.address_of(self._listener.getsockname()[1])
-        self._wake = socket.socketpair()  # `close` writes to one, and the thread waits at the other
+        self._wake = socket.socketpair()  # `close` writes to [0]; the thread watches [1]
         self._thread = threading.Thread(target=self._accept, name="kvferry-serve", daemon=True)
         self._thread.start()
 
     @property
     def num_connections(self) -> int:
-        """Those that are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     def _accept(self) -> None:
@@ -191,13 +192,13 @@ class PeerServer:
     def _accept_one(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError:  # it went away again, or the process has as many files as it may have
+        except OSError:  # the client has gone, or the process has no free file descriptor
             time.sleep(0.01)
             return
         try:
             tls = self._tls
             client = _Client(Stream(accepted) if tls is None else TlsStream(accepted, tls))
-        except OSError:  # it went away again
+        except OSError:  # the client has gone
             accepted.close()
             return
         if not self._has_place():
@@ -211,12 +212,12 @@ class PeerServer:
             self._connections[client] = thread
         try:
             thread.start()
-        except RuntimeError:  # the process has as many threads as it may have
+        except RuntimeError:  # the process can start no more threads
             self._forget(client)
 
     def _has_place(self) -> bool:
-        """Whether there is a place for one more. Where all are taken, the oldest that has not
-        proved itself loses its own: those who have no key keep no peer out."""
+        """Whether there is a place for one more connection. If all are taken, the oldest one that
+        has not proved itself loses its place, so those without the key keep no peer out."""
         with self._lock:
             if len(self._connections) < self._desk.bounds.max_connections:
                 return not self._closed
@@ -250,7 +251,7 @@ class PeerServer:
             self._forget(client)
 
     def _say(self, reason: str) -> None:
-        """Once for each reason: who reaches the port can cause any number."""
+        """Log a refusal, once for each reason: anyone who reaches the port can cause many."""
         if reason not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(reason)
             logger.warning("a peer is refused: %s; no more is said of such", reason)
@@ -261,7 +262,7 @@ class PeerServer:
         client.stream.close()
 
     def close(self) -> None:
-        """End all connections, also in mid-answer, and wait for their threads, in bounded time.
+        """End all connections, also in mid-answer, and wait for their threads for a limited time.
         Idempotent."""
         with self._lock:
             was_closed, self._closed = self._closed, True
@@ -273,7 +274,7 @@ class PeerServer:
         self._wake[0].send(b"x")
         deadline = time.monotonic() + self._desk.bounds.close_seconds
         for thread in threads:
-            with suppress(RuntimeError):  # it has not started yet
+            with suppress(RuntimeError):  # the thread has not started yet
                 thread.join(max(0.0, deadline - time.monotonic()))
         for each in (self._listener, *self._wake):
             each.close()
@@ -290,7 +291,7 @@ class PeerServer:
 
 
 def _bind(listen: Listen) -> socket.socket:
-    """A socket that listens. Raises ConfigError."""
+    """Open a listening socket. Raises ConfigError."""
     place = join_host(listen.host, listen.port)
     try:
         (host, *_) = addresses_of(listen.host, _RESOLVE_SECONDS)
@@ -303,17 +304,17 @@ def _bind(listen: Listen) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """Who is at the other end of a connection."""
+    """The client at the other end of a connection."""
 
     stream: Stream
     namespace: bytes = b""
-    """Empty until it has proved itself."""
+    """Empty until the client has proved itself."""
     number: int = 0
-    """Of its last question."""
+    """Number of the client's last question."""
 
 
 class _Desk:
-    """What the threads of all connections do: greet, and answer."""
+    """The protocol on the server's side, for the threads of all connections: greet and answer."""
 
     def __init__(
         self,
@@ -331,7 +332,7 @@ class _Desk:
         self._room = _Room(bounds.max_bytes)
 
     def greet(self, client: _Client) -> None:
-        """Have both sides prove that they know the key. Raises TransferError."""
+        """Check that the client has the key, and prove that we have it. Raises TransferError."""
         stream = client.stream
         deadline = time.monotonic() + self.bounds.handshake_seconds
         stream.begin(deadline)
@@ -350,7 +351,7 @@ class _Desk:
         stream.send(Welcome(self._key.proof("server", *said)), deadline)
 
     def answer(self, client: _Client) -> int:
-        """Answer the next question; how many bytes of a record were sent. Raises TransferError."""
+        """Answer the next question; return the record bytes sent. Raises TransferError."""
         stream = client.stream
         deadline = time.monotonic() + self.bounds.idle_seconds
         question = stream.receive(QUESTIONS, MAX_FRAME_BYTES, deadline)
@@ -374,7 +375,7 @@ class _Desk:
 
     def _lend(self, stream: Stream, asked: Read, deadline: float) -> int:
         deadline = min(deadline, time.monotonic() + asked.milliseconds / 1000)
-        # Room first: who waits for it keeps no slot.
+        # Room comes before the loan, so that a wait for room keeps no slot lent.
         taken = self._room.enter(sum(length for _, length in asked.ranges), deadline)
         try:
             loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
@@ -416,14 +417,14 @@ class _Desk:
 
 
 class _Room:
-    """Bytes that may be on their way at once."""
+    """The bytes that may be in transit at once, over all connections."""
 
     def __init__(self, num_bytes: int) -> None:
         self._most = self._left = num_bytes
         self._changed = threading.Condition()
 
     def enter(self, num_bytes: int, deadline: float) -> int:
-        """Wait for room; what was taken, which is all of it at most. Raises TransferTimeout."""
+        """Wait for room and return the bytes taken, at most all. Raises TransferTimeout."""
         wanted = min(num_bytes, self._most)
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
@@ -439,7 +440,7 @@ class _Room:
 
 
 def cut(parts: list[memoryview], offset: int, length: int) -> list[memoryview]:
-    """The pieces of `parts` that hold `length` bytes from `offset` of their concatenation."""
+    """Return the pieces of `parts` that are `length` bytes at `offset` of their concatenation."""
     found = []
     for part in parts:
         if length <= 0:

@@ -1,7 +1,7 @@
-"""A connection of two peers: frames and bytes, each call with a deadline.
+"""A connection of two peers, which `client` and `server` use: frames and bytes with deadlines.
 
-Bytes go from and into the buffers that callers give, several in one system call, and large ones
-whole: the socket waits, with a timeout of the kernel's, so that no call returns for each segment.
+Bytes go straight from and into the callers' buffers, several buffers in one system call. The socket
+blocks with a kernel timeout, so one system call moves a large buffer whole, not segment by segment.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvferry.transfer.messages import (
 )
 
 _MAX_BUFFERS = 512
-"""In one system call; no system takes fewer than 1024."""
+"""Buffers in one system call. Every system takes at least 1024."""
 _EXACT_SECONDS = 0.02
-"""By so much a timeout may be late: it is not set again for less."""
+"""How late a timeout may be. The socket's timeout is not set again for a smaller difference."""
 _HEAD_BYTES = 4
 _AHEAD_BYTES = 256
-"""Read at once where a frame begins, which most frames fit. What is behind the frame is copied."""
+"""Bytes read at once at the start of a frame; most frames fit. What follows the frame is copied."""
 
 
 class Stream:
-    """Takes one thread at a time, but for `end`. Owns `stream`.
+    """A connection over a socket, which it owns. One thread at a time, except for `end`.
 
-    What fails raises TransferError, TransferTimeout where the deadline passed; then the connection
-    is of no use any more, since what comes late would be taken for the next answer.
+    A call that fails raises TransferError, or TransferTimeout if the deadline passed. Do not use
+    the connection after that: a late answer would be taken for the next one.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -45,21 +45,21 @@ class Stream:
         stream.settimeout(None)
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Infinite, as those of the socket are: a short one differs from them.
+        # Infinite, as a new socket's timeouts are, so the first deadline sets them.
         self._timeouts = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
         self._frame = memoryview(bytearray(_HEAD_BYTES + MAX_FRAME_BYTES))
-        self._ahead = self._frame[:0]  # what was read, and belongs to what comes next
+        self._ahead = self._frame[:0]  # bytes read ahead of the next call
 
     def begin(self, deadline: float) -> None:
-        """What both sides do before the first frame: here nothing."""
+        """Do what comes before the first frame: nothing here, a handshake with TLS."""
 
     def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
-        """Send a frame, and bytes behind it."""
+        """Send a frame, and the bytes of `buffers` after it."""
         views = [memoryview(encode(message)), *buffers]
         self._move(self._send_some, socket.SO_SNDTIMEO, views, deadline)
 
     def receive(self, decoder: Decoder[T], max_bytes: int, deadline: float) -> T:
-        """The next message. Of a longer frame, or another message, nothing is kept."""
+        """Receive the next message. Raises PeerFault for a longer frame or another message."""
         length = int.from_bytes(self._receive_ahead(_HEAD_BYTES, deadline), "little")
         if not 0 < length <= max_bytes:
             raise PeerFault("it does not speak the protocol of peers")
@@ -88,14 +88,14 @@ class Stream:
         return False
 
     def end(self) -> None:
-        """Wake the thread that uses the connection, which fails, and closes it. Any thread."""
+        """Make the thread that uses the connection fail and close it. Any thread may call this."""
         with suppress(OSError):
-            # Not that of TLS, which would let the other thread go on in clear.
+            # Not that of SSLSocket, after which the other thread would go on in clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that uses it: else another thread could read what belongs to another file
-        under its number. Idempotent."""
+        """Close the connection, on the thread that uses it. If another thread did, the user could
+        read from a new file with the same descriptor number. Idempotent."""
         self._socket.close()
 
     # -- parts ----------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Stream:
         return self._socket.sendmsg(views)
 
     def _receive_ahead(self, num_bytes: int, deadline: float) -> memoryview:
-        """The next bytes, which stay until the next call."""
+        """Return the next bytes, which stay valid until the next call."""
         if len(self._ahead) < num_bytes:
             num_read = len(self._ahead)
             self._frame[:num_read] = self._ahead
@@ -143,7 +143,7 @@ class Stream:
         views: list[memoryview],
         deadline: float,
     ) -> int:
-        """One call of the system; how many bytes it moved."""
+        """Make one system call; return how many bytes it moved."""
         try:
             self._arm(option, deadline)
             return some(views)
@@ -153,7 +153,7 @@ class Stream:
             raise TransferError(error.strerror or type(error).__name__) from None
 
     def _arm(self, option: int, deadline: float) -> None:
-        """Let the next call take as long as is left."""
+        """Set the timeout of the next system call to the time left until `deadline`."""
         left = seconds_left(deadline)
         if abs(left - self._timeouts[option]) < _EXACT_SECONDS:
             return
@@ -165,7 +165,7 @@ class Stream:
 
 
 def _rest(views: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of the views after the first `moved` bytes."""
+    """Return the views without their first `moved` bytes."""
     for index, view in enumerate(views):
         if moved < view.nbytes:
             return [view[moved:], *views[index + 1 :]]

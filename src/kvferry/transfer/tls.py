@@ -1,7 +1,7 @@
-"""TLS around the connections of peers, by option: both sides show a certificate, and check it.
+"""Optional TLS around connections of peers. Both sides show a certificate and check the other's.
 
-The certificate says which machine it is, the proof of the shared key (`auth`) that it is a peer:
-both are asked for.
+A certificate proves which machine a side is. The shared key (`auth`) proves that it is a peer, and
+is asked for as well.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvferry.transfer.stream import Stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFiles:
-    """What one side proves itself with; see `auth` for the key.
+    """The files with which one side proves itself; see `auth` for the key.
 
     Attributes:
-        key_file: of the key that all peers share. None, which only loopback may have: that of this
-            user's processes on this machine.
-        cert_file: PEM of this machine's certificate, and of those between it and the authority.
+        key_file: file of the key that all peers share. None, allowed on loopback only: the key of
+            this user's processes on this machine.
+        cert_file: PEM of this machine's certificate and of those between it and the authority.
             Clients check that it names the address that they connect to.
-        cert_key_file: PEM of its key, without a password.
+        cert_key_file: PEM of the certificate's key, without a password.
         ca_file: PEM of the authority that signed the certificates of all peers.
     """
 
@@ -38,14 +38,14 @@ class PeerFiles:
     ca_file: str | None = None
 
     def open_key(self) -> SharedKey:
-        """Raises ConfigError; see `read_key` and `user_key`."""
+        """Read the key. Raises ConfigError; see `read_key` and `user_key`."""
         return user_key() if self.key_file is None else read_key(self.key_file)
 
     def open_tls(self, side: Literal["client", "server"]) -> ssl.SSLContext | None:
-        """What one side speaks TLS 1.3 with; None without any file, which is a connection in clear.
+        """Make the TLS 1.3 context of one side; None if no file is given: connections are in clear.
 
         Raises:
-            ConfigError: not all three, or one that is absent or holds something else.
+            ConfigError: only some of the three files are given, or one cannot be read or used.
         """
         cert_file, cert_key_file, ca_file = self.cert_file, self.cert_key_file, self.ca_file
         files = {"cert_file": cert_file, "cert_key_file": cert_key_file, "ca_file": ca_file}
@@ -62,7 +62,7 @@ class PeerFiles:
             context.num_tickets = 0  # nothing is sent unasked: see `is_quiet`
         shown = f"{cert_file} and {cert_key_file}"
         try:
-            # A password, which is wrong: else one that is needed is asked for at the terminal.
+            # An empty password: else OpenSSL asks at the terminal for that of an encrypted key.
             context.load_cert_chain(cert_file, cert_key_file, password="")
             shown = ca_file
             context.load_verify_locations(ca_file)
@@ -74,11 +74,12 @@ class PeerFiles:
 
 
 class TlsStream(Stream):
-    """A `Stream` inside TLS. Python's own timeouts count: OpenSSL tries again after the kernel's.
+    """A `Stream` inside TLS. It uses Python's socket timeouts, because OpenSSL retries after the
+    kernel's.
 
     Args:
-        context: of `PeerFiles.open_tls`.
-        host: that the other side's certificate has to name; None at a server.
+        context: a context from `PeerFiles.open_tls`.
+        host: the host that the other side's certificate must name; None on a server.
     """
 
     _socket: ssl.SSLSocket

@@ -1,12 +1,14 @@
-"""All names of vLLM's V1 connectors: connectors written for them run here, and ours in their hosts.
+"""The names of vLLM's V1 connectors. A connector written for vLLM runs in our engine through these
+names, and ours runs in any host of V1 connectors.
 
-One file for each of vLLM's: `base` has the connector class, with the types around it in `types`;
+Most files follow vLLM's: `base` has the connector class, with the types around it in `types`;
 `mixin` the model-runner mixin, with uniform KV caches in `kv_allocation`; `utilities` and
-`block_copies` the connector utilities; `shared_storage` the connector of that name. Beside them,
-`facade` shows one of our roles as a V1 class, `host` reads the host's requests and steps for it and
-`running_model` the identity of its model; `driven` runs a V1 class as our roles.
+`block_copies` the connector utilities; `shared_storage` the connector of that name. Of our own,
+`facade` presents our roles as a V1 class, `host` translates the host's requests and steps for
+`facade`, and
+`running_model` the identity of the host's model; `driven` runs a V1 class as our roles.
 
-Nothing below this package knows these names. Those that need torch load on first use.
+No package that this one builds on imports these names. Names that need torch load on first use.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A connector written for vLLM's V1 base class runs here after a change of its imp
 
 Each docstring states when a host calls the method, which rules it enforces and what a violation
 costs. "The engine dies" means an assertion in the scheduler's process: every request is lost. The
-hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only the later ones make; each has a default.
+hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only later hosts make; each has a default.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class KVConnectorBase_V1(ABC):
         role: KVConnectorRole,
         kv_cache_config: object | None = None,
     ) -> None:
-        """Make one half. 0.32 refuses a class whose constructor lacks `kv_cache_config`, which has
-        the engine's KV groups; earlier hosts may pass None if there is one group.
+        """Make one half. `kv_cache_config` has the engine's KV groups: 0.32 refuses a class whose
+        constructor lacks it; earlier hosts may pass None if there is one group.
 
         Raises:
             ConfigError: `vllm_config.kv_transfer_config` is None.
@@ -133,7 +133,7 @@ class KVConnectorBase_V1(ABC):
         registration. The copy does nothing if the id lists are empty or differ in length."""
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """The memory pool in which the host allocates KV memory (0.32); None for the host's own."""
+        """The memory pool in which the host is to allocate KV memory (0.32); None for its own."""
         return None
 
     def handle_preemptions(self, kv_connector_metadata: object) -> None:
@@ -141,7 +141,7 @@ class KVConnectorBase_V1(ABC):
 
         Precedes `bind_connector_metadata`. The argument is the step's metadata, in every step
         (0.32), or the set of preempted request ids if there are any (0.14). Earlier hosts do not
-        call it: there, a save that outlives its step reads blocks of another request.
+        call it: on these, a save that outlives its step reads blocks of another request.
         """
 
     @abstractmethod
@@ -179,15 +179,15 @@ class KVConnectorBase_V1(ABC):
         and the model-runner mixin also in steps without."""
 
     def finish_forward(self) -> None:
-        """The forward was submitted (0.32)."""
+        """Called when the forward was submitted (0.32)."""
 
     def reset_capture_state(self) -> None:
-        """A graph capture begins (0.32)."""
+        """Called when a graph capture begins (0.32)."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose async work ended, as `(sent or saved, loaded)`. At the end of every
-        step; every worker reports each id exactly once. The argument names all requests that ended
-        since the last call, also those that the connector never handled.
+        """The requests whose async work ended, as `(sent or saved, loaded)`. Called at the end of
+        every step; every worker reports each id exactly once. The argument names all requests that
+        ended since the last call, also those that the connector never handled.
 
         - Sent: only ids for which `request_finished` returned True, and only after they appeared in
           `finished_req_ids` of this or an earlier call. Any other id kills the engine. An id that
@@ -210,9 +210,9 @@ class KVConnectorBase_V1(ABC):
 
         Report a sync load in its own step, an async load no later than the step that reports its id
         as loaded. The host recomputes the request from the first of these blocks, or fails it (the
-        default of 0.32). After the loss of an async load's first block the host asks the lookup
-        again: the same answer makes the engine loop for ever. With several KV groups any id here
-        kills the engine: use `failed_recving` instead.
+        default of 0.32). If an async load lost its first block, the host looks the request up
+        again, and the same answer makes the engine loop for ever. With several KV groups any id
+        here kills the engine: use `failed_recving` instead.
         """
         return set()
 
@@ -235,13 +235,13 @@ class KVConnectorBase_V1(ABC):
         return None
 
     def shutdown(self) -> None:
-        """The process ends. On both sides; idempotent, bounded in time."""
+        """Called on both sides when the process ends. Idempotent; bounded in time."""
 
     # Scheduler side: one process, one thread, inside schedule() and the handling of outputs. An
     # exception from one of these methods kills the engine.
 
     def on_new_request(self, request: V1Request) -> None:
-        """The request was queued (0.32). Bookkeeping only."""
+        """Called when a request was queued (0.32). Bookkeeping only."""
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -285,9 +285,9 @@ class KVConnectorBase_V1(ABC):
     def request_finished(
         self, request: V1Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: stopped, aborted or failed. Exactly once per request, also for one
-        that never ran (`block_ids` is empty); not for a preemption. Returns whether to hold the
-        request's blocks until all workers report it as sent (never for a request that is still
+        """Called when a request ended: stopped, aborted or failed. Exactly once per request, also
+        for one that never ran (`block_ids` is empty); not for a preemption. Returns whether to hold
+        the request's blocks until all workers report it as sent (never for a request that is still
         loading, see `get_finished`), and parameters for the final output.
         """
         return False, None
@@ -308,15 +308,15 @@ class KVConnectorBase_V1(ABC):
         return {}
 
     def get_loaded_kv_cache_group_ids(self, request: V1Request) -> tuple[int, ...] | None:
-        """KV groups that an async load fills, and hosts do not zero (0.32); None for all."""
+        """KV groups that an async load fills, so hosts do not zero them (0.32); None for all."""
         return None
 
     def has_pending_push_work(self) -> bool:
-        """True makes an idle engine continue to step (0.32). Always True: a busy loop."""
+        """True makes an idle engine continue to step (0.32). If always True, it never idles."""
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """True lets a request wait for blocks instead of preempting another (0.32). Always True:
+        """True lets a request wait for blocks instead of preempting another (0.32). If always True,
         the engine makes no progress."""
         return False
 
@@ -338,8 +338,8 @@ class KVConnectorBase_V1(ABC):
         """Take the host's block pool, once it exists (0.32)."""
 
     def get_finished_count(self) -> int | None:
-        """Number of reports per id that hosts wait for; None for one from each worker. Once, at
-        start-up. Too low a number releases blocks too early; too high a number never does."""
+        """Number of reports per id that hosts wait for; None for one from each worker. Called once,
+        at start-up. Too low a number releases blocks too early, too high a number never."""
         return None
 
     def reset_cache(self) -> bool | None:
@@ -355,7 +355,7 @@ class KVConnectorBase_V1(ABC):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same by (pipeline rank, tensor-parallel rank) (0.32).
+        """Take the same metadata by (pipeline rank, tensor-parallel rank) (0.32).
 
         Raises:
             ConfigError: a pipeline rank above 0, and the connector does not override this method.
@@ -384,15 +384,15 @@ class KVConnectorBase_V1(ABC):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether the layer hooks do work; full CUDA graphs replay without them (0.32). For earlier
-        hosts the operator must choose piecewise graphs."""
+        """Whether the layer hooks have work to do (0.32): full CUDA graphs replay without them. On
+        earlier hosts the operator must choose piecewise graphs."""
         return False
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """An object around `data`, the result of `KVConnectorStats.to_dict`; None: not logged."""
+        """Wrap `data`, the result of `KVConnectorStats.to_dict`, for the log; None: not logged."""
         return None
 
     @classmethod

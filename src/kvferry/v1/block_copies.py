@@ -2,10 +2,12 @@
 
 `copy_kv_blocks` copies whole blocks between two sets of KV tensors, as host buffers need it. The
 `kv_postprocess_*` functions correct, in place, blocks that were copied byte for byte from an engine
-of another layout. Their effects are vLLM's, up to what they refuse. There, logical axes are
-`[B, N, H, D]` until 0.14 (the default here) and `[B, H, N, D]` in 0.32: `axes` names them, whatever
-the strides. Head-major means that in memory all tokens of head 0 come before head 1. None of these
-is its own inverse: run exactly one of them, once, on each received block.
+of another layout. They differ from vLLM's functions only in what they refuse. `axes` names the
+logical axes of a tensor, whatever the strides: in vLLM these are `[B, N, H, D]` until 0.14 (the
+default here) and `[B, H, N, D]` in 0.32. Head-major means that in memory all tokens of head 0 come
+before head 1. No correction is its own inverse: run exactly one, once, on each received block.
+
+Written for connectors on a host's worker; kvferry's own cache does not use them.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ def copy_kv_blocks(
 
     Args:
         src_kv_caches: layer name to tensor.
-        dst_kv_caches: has these layers too, and may have more; blocks of the same shape and dtype.
-        src_block_ids: may be empty: then nothing is done.
-        dst_block_ids: as many, each once.
+        dst_kv_caches: the same layers, and maybe more, with blocks of the same shape and dtype.
+        src_block_ids: block ids to read; if there are none, nothing is done.
+        dst_block_ids: as many block ids to write, none of them twice.
         direction: "h2d" from the host to a device, "d2h" back.
         layout: a name that `layout.spec.parse` knows, for both sides. None: the block axis is the
             second one of `[2, num_blocks, ...]` tensors with five axes, and otherwise the first.
 
     Raises:
-        LayoutError: anything about the arguments does not fit; nothing was copied.
+        LayoutError: arguments that do not fit; nothing was copied.
     """
     if direction not in _HOST_SIDE:
         raise LayoutError(f"direction is {direction!r}; known: 'h2d', 'd2h'")
@@ -84,7 +86,7 @@ class _Pair(NamedTuple):
     src: torch.Tensor
     dst: torch.Tensor
     axis: int
-    """Of the blocks."""
+    """The block axis."""
 
 
 def _pair(
@@ -143,7 +145,7 @@ def _index(block_id: int) -> int:
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Maximal (first source, first target, count) in which both sides count up by one."""
+    """Yield the longest runs in which both sides count up by one: first source, target, count."""
     start = 0
     for i in range(1, len(sources) + 1):
         if i == len(sources) or (
@@ -179,7 +181,7 @@ Axes = Literal["BNHD", "BHND"]
 def kv_postprocess_layout_on_receive(
     cache: torch.Tensor, indices: torch.Tensor | Sequence[int], *, axes: Axes = "BNHD"
 ) -> None:
-    """Blocks arrived head-major where tokens are to be outermost: transpose them.
+    """Transpose blocks that arrived head-major but need tokens outermost.
 
     Args:
         cache: keys or values of one layer, four axes in the order of `axes`.
@@ -199,9 +201,9 @@ def kv_postprocess_blksize_on_receive(
     *,
     axes: Axes = "BNHD",
 ) -> None:
-    """Several smaller head-major blocks arrived in each head-major block: join them.
+    """Join the smaller head-major blocks that arrived in each head-major block.
 
-    For blocks whose memory is head-major here too; values are taken in that order.
+    For blocks whose memory is head-major here, too; values are taken in that order.
     `block_size_ratio` is the number of the sender's blocks in one of ours and divides the block
     size. Other arguments and errors as for `kv_postprocess_layout_on_receive`.
     """
@@ -215,7 +217,7 @@ def kv_postprocess_blksize_and_layout_on_receive(
     *,
     axes: Axes = "BNHD",
 ) -> None:
-    """Several smaller head-major blocks arrived in each block where tokens are to be outermost.
+    """Join the smaller head-major blocks that arrived in each block, and put tokens outermost.
 
     With ratio 1 this is `kv_postprocess_layout_on_receive`. Arguments and errors as for
     `kv_postprocess_blksize_on_receive`.
@@ -231,11 +233,11 @@ def _rearrange(
     *,
     to_tokens_first: bool,
 ) -> None:
-    """Read each block as `[ratio, H, N / ratio, D]` values in the order in which it lies, and
-    write them as tokens and heads.
+    """Read the values of each block in memory order as `[ratio, H, N / ratio, D]`, and write them
+    back as tokens and heads.
 
-    "In the order in which it lies" is `[N, H, D]` for blocks with tokens outermost, `[H, N, D]` for
-    head-major ones: decided by what the caller asks for, not by strides, as in vLLM.
+    Memory order is `[N, H, D]` for blocks with tokens outermost and `[H, N, D]` for head-major
+    blocks. As in vLLM, the caller's request decides which of them it is, not the strides.
     """
     cache = _tokens_first_view(cache, axes)
     block_ids = _checked_indices(cache, indices)
@@ -253,7 +255,7 @@ def _rearrange(
 
 
 def _tokens_first_view(cache: torch.Tensor, axes: str) -> torch.Tensor:
-    """`[B, N, H, D]` of the same memory, elements as integers of their size."""
+    """View the cache as `[B, N, H, D]`; elements of one byte as integers."""
     if axes not in ("BNHD", "BHND"):
         raise LayoutError(f"unknown axes {axes!r}; known: BNHD, BHND")
     if cache.dim() != 4:
@@ -267,7 +269,7 @@ def _tokens_first_view(cache: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def _checked_indices(cache: torch.Tensor, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Block ids as a tensor beside the cache; a range check waits for the device."""
+    """Return block ids as a tensor on the cache's device. The range check waits for a device."""
     block_ids = torch.as_tensor(indices)
     if not block_ids.numel():
         block_ids = block_ids.long()

@@ -5,7 +5,7 @@
 
 `V1SchedulerRole` and `V1WorkerRole` only translate. Wrap them in the guards, which enforce the
 contract and catch the connector's exceptions. Releases of vLLM name the fields of requests and
-steps differently; a connector sees every name. KV memory differs more; see `Release`.
+steps differently; a connector sees all these names. KV memory differs more; see `Release`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ They get a second pool, and the worker role copies blocks between the pools.
 
 
 class KVMemory:
-    """The engine's KV tensors in the layout of release 0.32: engine and connector share them.
+    """KV memory in the layout of release 0.32: engine and connector share the tensors.
 
     Attributes:
-        tensors: by layer name, for the connector.
-        context: of the connector's forwards.
+        tensors: the connector's KV tensors by layer name.
+        context: what the connector gets as the context of each forward.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ class KVMemory:
     def show(
         self, layer_name: str, kv_layer: torch.Tensor, block_ids: Collection[int]
     ) -> torch.Tensor:
-        """The tensor in which the connector finds blocks that the engine wrote to `kv_layer`."""
+        """Return the tensor in which the connector finds what the engine wrote to `kv_layer`."""
         return kv_layer
 
     def copy_back(self, layer_name: str, block_ids: Collection[int]) -> None:
@@ -114,13 +114,13 @@ class CopiedMemory(KVMemory):
 
 
 class V1Plan(Plan, frozen=True, kw_only=True):
-    """A connector's metadata, and the facts of the step that our contract needs.
+    """A plan that holds a connector's metadata and the facts of the step that our contract needs.
 
     Attributes:
         metadata: the result of `build_connector_meta`; picklable if the connector is sound.
         has_tokens: False in a step without a forward.
         blocks: block ids that the step's loads fill.
-        recving: requests whose async load starts, with its block ids; None if unknown.
+        recving: block ids by request of the async loads that start; None if unknown.
         preempted: requests that lost their blocks in this step.
         written: block ids that the forward writes.
     """
@@ -264,7 +264,8 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def empty_plan(self) -> Plan:
-        """The plan of an empty step. Call before the first request only: the connector sees it."""
+        """The plan of an empty step. Call before the first request only: the connector sees the
+        step."""
         metadata = self._connector.build_connector_meta(SchedulerOutput())
         return V1Plan(metadata=metadata, has_tokens=False)
 
@@ -308,7 +309,7 @@ class V1WorkerRole(WorkerRole):
     """
 
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
-        """Drive a connector that was built for `KVConnectorRole.WORKER`, and for `release`.
+        """Drive a connector that was built for `KVConnectorRole.WORKER` and written for `release`.
 
         Raises:
             ConfigError: a connector for the other role, or an unknown release.
@@ -327,10 +328,10 @@ class V1WorkerRole(WorkerRole):
         self._wants_preempted_ids = any("req" in name for name in parameters)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Pass the KV tensors to the connector, in the form of its release.
+        """Pass the KV tensors to the connector, in the layout of its release.
 
         Raises:
-            LayoutError: these tensors have no such form.
+            LayoutError: these tensors have no such layout.
         """
         self._memory = self._make_memory(kv_caches)
         self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}
@@ -421,13 +422,13 @@ def v1_config(
     dtype: str = "auto",
     kv_role: str = "kv_both",
 ) -> V1Config:
-    """A configuration for the constructors of V1 connectors, as far as these commonly read it.
+    """Make a configuration for the constructors of V1 connectors, with what they commonly read.
 
     Args:
         block_size: tokens per block, the same as the engine's.
-        options: the connector's own, `kv_connector_extra_config`.
+        options: the connector's own options (`kv_connector_extra_config`).
         model: path or name of the model.
-        dtype: of the model.
+        dtype: dtype of the model.
         kv_role: see `V1TransferConfig`.
     """
     return V1Config(

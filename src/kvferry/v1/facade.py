@@ -8,8 +8,8 @@ A connector of ours for such hosts is a subclass that builds its role and passes
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
 For a host that requires its own base class, a connector inherits from `OneRole` and that class, and
-returns the host's own types. The role runs behind its guard (`kvferry.contract.guard_worker`),
-driven by the one lifecycle (`kvferry.contract.lifecycle`).
+returns the host's own types. Each role runs behind its guard (`kvferry.contract.guard_scheduler`,
+`guard_worker`); the step lifecycle (`kvferry.contract.lifecycle`) drives the worker role.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SchedulerHalf(NamedTuple):
     role: GuardedScheduler
     requests: HostRequests
     quiet: PlanMetadata
-    """Of all steps that bring the role nothing new while it is idle."""
+    """The metadata of all steps that bring nothing new to an idle role."""
 
 
 class WorkerHalf:
@@ -72,11 +72,11 @@ class WorkerHalf:
         self._has_tokens = True
         self._saved = False
         self._saw_foreign = False
-        self._rests = False  # it was idle, and no plan has come since
+        self._rests = False  # the role was idle, and no plan but quiet ones has come since
 
     def begin(self, metadata: object) -> bool:
-        """Begin a step. False if this half does nothing in it: it is idle, or another connector
-        made the metadata, and its reports wait for the next one."""
+        """Begin a step. False if this half skips the step, because it is idle or another connector
+        made the metadata; its reports then wait for the next step."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True
@@ -110,8 +110,8 @@ class WorkerHalf:
 
 
 class OneRole:
-    """The methods of a V1 connector over one of our roles, for any base class. `attach` comes
-    first and brings a scheduler role or a worker role, never both.
+    """The methods of a V1 connector over one of our roles, for any base class. Call `attach` first:
+    it takes a scheduler role or a worker role, never both.
 
     A subclass whose roles handle several KV groups adds the host's `SupportsHMA` to its bases.
     """
@@ -122,7 +122,7 @@ class OneRole:
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
         self._half: SchedulerHalf | WorkerHalf | None = None
         self._step: WorkerHalf | None = None  # the worker half, during a step that concerns it
-        self._resting: PlanMetadata | None = None  # of a quiet step: idle, and given nothing since
+        self._resting: PlanMetadata | None = None  # for quiet steps while the role has nothing new
         # The exception that the caller was handling when the step began: a host may run steps
         # inside an `except` block.
         self._error_before: BaseException | None = None
@@ -140,11 +140,11 @@ class OneRole:
         item_identity: ItemIdentity = str,
         hands_over: bool = True,
     ) -> None:
-        """Take the role of the half that this instance is.
+        """Take the role that this instance shows to the host.
 
         Args:
-            role: of this half.
-            block_size: in tokens; hits are multiples of it.
+            role: the scheduler role in the scheduler's process, the worker role in a worker.
+            block_size: number of tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
             lora_identity, item_identity, hands_over: see `kvferry.v1.host`.
         """
@@ -161,7 +161,7 @@ class OneRole:
     def make_results(
         self, sending: AbstractSet[str], recving: AbstractSet[str], failed: AbstractSet[str]
     ) -> Any:  # noqa: ANN401
-        """The host's answer of `get_transfer_results` from sending, recving and failed ids."""
+        """Make what `get_transfer_results` returns, in the host's type, from the ids."""
         return KVConnectorOutput(
             finished_sending=set(sending),
             finished_recving=set(recving),
@@ -222,7 +222,7 @@ class OneRole:
             layers.save_layer(layer_name, kv_layer, attn_metadata)
 
     def wait_for_save(self) -> None:
-        # Hosts also call this after a forward that raised: its blocks hold arbitrary bytes.
+        # Hosts also call this after a forward that raised; its blocks then hold arbitrary bytes.
         if self._step is not None and sys.exc_info()[1] in (None, self._error_before):
             self._step.save()
 

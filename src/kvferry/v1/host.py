@@ -1,6 +1,6 @@
-"""Requests and steps of a V1 host, read into our views.
+"""Reads the requests and steps of a V1 host into our views. `facade` calls it for a scheduler role.
 
-Only this file knows how spellings differ from vLLM 0.10 to 0.32. Runs in: scheduler.
+It accepts the spellings of vLLM 0.10 to 0.32. Runs in: scheduler.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvferry.v1.utilities import resumed_flags
 logger = logging.getLogger(__name__)
 
 LoraIdentity = Callable[[Any], str | None]
-"""From a host's LoRA request to an identity of the adapter's content; None: do not cache it."""
+"""Maps a host's LoRA request to an identity of the adapter's content; None: do not cache."""
 
 ItemIdentity = Callable[[str], str | None]
-"""From a host's name of a multimodal item to an identity of its content; None likewise."""
+"""Maps a host's name of a multimodal item to an identity of its content; None: do not cache."""
 
 UNCACHEABLE = ExtraKeys(cacheable=False)
 
@@ -94,8 +94,8 @@ class V1Step(NamedTuple):
 
 
 class HostRequests:
-    """The host's requests and the block table of each. `hands_over` is False where requests are not
-    asked for handovers, and no answer holds anything: another connector answers."""
+    """The host's requests and the block table of each. With `hands_over=False`, handover fields of
+    requests are not read and nothing is explained: another connector hands over and answers."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class HostRequests:
         return view
 
     def forget(self, request_id: str) -> None:
-        """The request ended."""
+        """Forget a request that ended."""
         self._views.pop(request_id, None)
         self._tables.pop(request_id, None)
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> tuple[Sequence[int], ...]:
-        """The full block table of a request after an allocation. At the end of an async load, hosts
-        before 0.32 name only the added blocks; the call at its start named the others."""
+        """Return the full block table of a request after an allocation. At the end of an async
+        load, hosts before 0.32 name only the added blocks; the others came at its start."""
         table = [list(group) for group in block_ids]
         known = self._tables.get(request_id)
         if known is not None and num_external_tokens == 0 and len(known) == len(table):
@@ -145,8 +145,8 @@ class HostRequests:
         return tuple(table)
 
     def step(self, output: SchedulerOutput) -> StepView:
-        """One scheduler output, with full block tables. Call once per step, in order. Never raises:
-        an output in no known spelling gives an `UnreadableStep`."""
+        """Read one scheduler output; add full block tables. Call once per step, in order. Never
+        raises: an output in no known spelling gives an `UnreadableStep`."""
         try:
             return self._step(output)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -186,14 +186,14 @@ class HostRequests:
 
 
 def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
-    """Whether a step only computes on in blocks that are known: most steps of an engine."""
+    """Whether a step only continues requests in blocks that they already have. Most steps do."""
     try:
         cached = output.scheduled_cached_reqs
         return output.total_num_scheduled_tokens > 0 and not (
             output.scheduled_new_reqs
             or output.finished_req_ids
             or getattr(output, "preempted_req_ids", None)
-            or any(cached.new_block_ids)  # those of resumed requests are here, too
+            or any(cached.new_block_ids)  # resumed requests have new blocks, too
         )
     except (AttributeError, TypeError):  # in no known spelling
         return False
@@ -207,8 +207,8 @@ def has_answer(request: object) -> bool:
 
 
 def options_of(request: object, params: object) -> RequestOptions:
-    """The options of a request, in its `kv_transfer_params` or `extra_args`. Never raises: a host
-    would end with its connector, so wrong ones are logged, and the request runs without any."""
+    """Read a request's options in its `kv_transfer_params` or `extra_args`. Never raises, since an
+    error would end the host: wrong options are logged, and the request runs without any."""
     sampling = getattr(request, "sampling_params", None)
     try:
         return read_options(params, getattr(sampling, "extra_args", None))
@@ -221,7 +221,7 @@ def options_of(request: object, params: object) -> RequestOptions:
 def extra_keys_of(
     request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity
 ) -> ExtraKeys:
-    """The inputs, besides its tokens, that decide a request's KV. Once per request.
+    """Return the inputs, besides its tokens, that decide a request's KV. Called once per request.
 
     An input without an identity of its *content* makes the request uncacheable.
     """

@@ -5,7 +5,7 @@ those of vLLM 0.12 to 0.14; a `LayoutError` replaces vLLM's assertions. The stri
 attention backend decides where the layer axis lies in memory, so the layers of a block need not be
 contiguous.
 
-Runs in: worker, when KV memory is set up.
+Runs in: worker, when a model runner with the mixin (`mixin`) sets up KV memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class StridedBackend(AttentionBackend, Protocol):
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Axes of the shape, the layers before it, from outermost to innermost in memory."""
+        """The axes of `(layers, *shape)`, from the outermost to the innermost in memory."""
 
 
 @runtime_checkable
 class AttentionSpec(Protocol):
-    """A host's spec of an attention layer's KV; specs of other layers lack some of these."""
+    """A host's spec of an attention layer's KV. Specs of other layers lack some of the members."""
 
     @property
     def block_size(self) -> int: ...
@@ -76,12 +76,12 @@ class KVCacheConfig(Protocol):
 
 
 class UniformKVCaches(NamedTuple):
-    """One tensor, and its parts by layer."""
+    """The tensor over all layers, and its parts by layer."""
 
     kv_caches: dict[str, torch.Tensor]
     """Layer name to a view of the shape that the backend wants."""
     cross_layers_kv_cache: torch.Tensor
-    """All of it, axes in the order in which they lie in memory: contiguous."""
+    """The whole tensor, contiguous: its axes are in memory order."""
     attn_backend: StridedBackend
 
 
@@ -123,9 +123,9 @@ def allocate_uniform_kv_caches(
         kv_cache_config: the tensors that the host planned, equal in size.
         attn_groups: one group with one attention group.
         cache_dtype: the host's name of the KV dtype.
-        device: of the tensor.
-        kernel_block_sizes: one number: tokens per block of the attention kernel, and of the views.
-            It divides the block size.
+        device: device of the tensor.
+        kernel_block_sizes: one number, the tokens per block of the attention kernel and of the
+            views. It divides the block size.
 
     Raises:
         LayoutError: plans that are not uniform, or sizes that do not divide; nothing is allocated.
@@ -177,7 +177,7 @@ def _only_group(
 def _kernel_blocks(
     kv_cache_config: KVCacheConfig, spec: AttentionSpec, kernel_block_sizes: Sequence[int]
 ) -> tuple[int, int]:
-    """How many blocks the kernel sees, and of how many tokens."""
+    """Return the number of blocks that the kernel sees, and their size in tokens."""
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
     if len(sizes) != 1:
         raise LayoutError(f"one tensor needs layers of one size; planned are {sorted(sizes)} bytes")
@@ -208,8 +208,8 @@ def _shape_of_layer(
 
 
 def _stride_order(backend: StridedBackend) -> tuple[int, ...] | None:
-    """The order with the layer axis; None from a backend that has none."""
+    """Return the backend's stride order with the layer axis; None if the backend has none."""
     try:
         return tuple(backend.get_kv_cache_stride_order(include_num_layers_dimension=True))
     except (AttributeError, NotImplementedError, TypeError):
-        return None  # TypeError: a backend from before the argument
+        return None  # TypeError: a backend that is older than the argument

@@ -3,8 +3,9 @@
 For model runners written around these calls. Where vLLM's mixin reads a process-wide connector,
 this one reads `self.kv_connector`; its methods are instance methods for that reason.
 
-Unlike there, a step without tokens runs `wait_for_save` (a queue drained nowhere else would stall),
-a forward that raised is not saved, and a fault of the connector does not reach the engine.
+Unlike vLLM's mixin, this one runs `wait_for_save` in steps without tokens (a queue drained nowhere
+else would stall), saves nothing after a forward that raised, and keeps a connector's faults from
+the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
 
 class StepMessage(Protocol):
     """The part of a scheduler's output that the mixin reads. The metadata is a
-    `KVConnectorMetadata` for a V1 connector, and a `Plan` for a worker role."""
+    `KVConnectorMetadata` for a V1 connector and a `Plan` for a worker role of ours."""
 
     @property
     def kv_connector_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
@@ -60,11 +61,12 @@ class KVConnectorModelRunnerMixin:
     Runs in: worker, on the model runner's thread.
 
     Attributes:
-        kv_connector: a V1 connector built for the worker, one of our worker roles, or None: every
-            call then does nothing. Set between steps.
+        kv_connector: a V1 connector built for the worker, or one of our worker roles. With None,
+            every call does nothing. Set between steps.
         kv_observer: receives counts of the connector's faults and violations.
-        empty_model_runner_output: returned by a step without tokens whose report is empty; a copy
-            of it carries a report. Hosts set their own, with an attribute `kv_connector_output`.
+        empty_model_runner_output: what a step without tokens returns if its report is empty; a copy
+            carries a report. Hosts set an object of their own with the attribute
+            `kv_connector_output`.
     """
 
     kv_connector: KVConnectorBase_V1 | WorkerRole | None = None
@@ -116,7 +118,7 @@ class KVConnectorModelRunnerMixin:
             lifecycle.open(self._plan(scheduler_output))
 
     def maybe_wait_for_kv_save(self) -> None:
-        """After a forward that succeeded: its blocks may be overwritten when this returns."""
+        """Save after a forward that succeeded. Its blocks may be overwritten when this returns."""
         lifecycle = self._lifecycle()
         if lifecycle is not None:
             lifecycle.save()
@@ -124,7 +126,7 @@ class KVConnectorModelRunnerMixin:
     def get_finished_kv_transfers(
         self, scheduler_output: StepMessage
     ) -> tuple[set[str] | None, set[str] | None]:
-        """End the step: which requests' sends and loads ended; None instead of an empty set."""
+        """End the step. Return the ids whose sends and whose loads ended; None for an empty set."""
         lifecycle = self._lifecycle()
         if lifecycle is None:
             return None, None
@@ -139,8 +141,8 @@ class KVConnectorModelRunnerMixin:
     def kv_connector_no_forward(
         self, scheduler_output: StepMessage, vllm_config: object | None = None
     ) -> Any:  # noqa: ANN401 - the host's
-        """A step without tokens. Returns the shared `empty_model_runner_output` if the report is
-        empty. Hosts pass `vllm_config`, which is not read."""
+        """Run a step without tokens. Returns the shared `empty_model_runner_output` if the report
+        is empty. Hosts pass `vllm_config`, which is not read."""
         with self.maybe_get_kv_connector_output(scheduler_output) as kv_connector_output:
             pass
         if kv_connector_output is None or kv_connector_output.is_empty():
@@ -152,8 +154,8 @@ class KVConnectorModelRunnerMixin:
     def maybe_get_kv_connector_output(
         self, scheduler_output: StepMessage
     ) -> AbstractContextManager[KVConnectorOutput | None]:
-        """A whole step around the forward. Yields an output that is filled when the block is left,
-        by an error or not; None without a connector."""
+        """Run a whole step around the forward. Yields an output that is filled when the block is
+        left, even by an error; yields None without a connector."""
         if self.kv_connector is None:
             return nullcontext()
         return self._get_kv_connector_output(scheduler_output)
@@ -186,7 +188,7 @@ class KVConnectorModelRunnerMixin:
     def use_uniform_kv_cache(
         self, attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]], cache_dtype: str
     ) -> bool:
-        """Whether to allocate by `allocate_uniform_kv_caches`, and to register the one tensor by
+        """Whether to allocate with `allocate_uniform_kv_caches` and register its one tensor with
         `register_cross_layers_kv_cache` instead of `register_kv_caches`."""
         connector = self.kv_connector
         return kv_allocation.use_uniform_kv_cache(attn_groups, cache_dtype, connector=connector)

@@ -4,8 +4,8 @@ The configuration is the model directory's `config.json` and this host's deviati
 overrides by the operator, dtypes, a quantisation done while loading. Engines without deviations
 agree on a model's identity, whatever library version read it.
 
-Every connector of a V1 host takes its identity from here. A host that lacks an attribute which a
-vLLM has (the running `hf_config`, a registry of model classes) deviates in nothing there.
+Every connector of a V1 host takes its model's identity from here. A host that lacks an attribute of
+vLLM's (the running `hf_config`, a registry of model classes) counts as without deviations there.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 """Load formats that read the same tensors from a model directory."""
 
 _FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
-"""Load formats that read other files of it, which may hold other weights. With a format in neither
-list, the weights may not be those of the files."""
+"""Load formats that read other files of a model directory, which may hold other weights. With a
+format in neither list, the weights may not be those of the files."""
 
 _LORA_SETTINGS = (
     "target_modules",
@@ -75,12 +75,12 @@ def model_identity(
     weights_version: str | None,
     load_config: ConfigReader | None = None,
 ) -> ModelIdentity:
-    """The identity of the model that `vllm_config` describes.
+    """Return the identity of the model that `vllm_config` describes.
 
     Args:
-        weights_version: from the operator; stands for the weights where they cannot be hashed.
-        load_config: None for that of the host in this process, if it has one. Without any, there is
-            nothing to compare the running configuration with, so all of it is identity.
+        weights_version: the operator's name for the weights, used where they cannot be hashed.
+        load_config: reader of the model's written configuration; None for the reader of the vLLM in
+            this process. Without any, all of the running configuration enters the identity.
 
     Raises:
         ConfigError: KV that cannot be identified, or weights that cannot be read and have no
@@ -127,8 +127,8 @@ def model_identity(
 
 def _refuse_recent(source: Path, files: str, changed: float) -> None:
     """Refuse files that changed since the engine's process started: hosts load them before they
-    ask for their identity. Hub snapshots are content-addressed and are not checked, nor are engines
-    inside a caller's process, which may have started long after it."""
+    ask for their identity. Hub snapshots are content-addressed and are not checked. Nor is an
+    engine inside a caller's process: it may have started long after that process."""
     if is_engine_process() and changed > process_start():
         raise ConfigError(
             f"the {files} in {source} changed after this process had started, so others may be "
@@ -158,8 +158,8 @@ def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's
-    """The path of the weights: a directory, a single file, or Hugging Face's snapshot on this
-    disk. None for a model of another hub: the snapshot of that name may hold other weights."""
+    """The path of the weights: a directory, a single file, or Hugging Face's snapshot on this disk.
+    None if there is none, or on another hub: a snapshot of that name may hold other weights."""
     model = vllm_config.model_config
     path = Path(str(getattr(model, "model_weights", "") or model.model))
     if path.exists():
@@ -190,15 +190,16 @@ def _custom_code(
     stored_map: object,
     weights_version: str | None,
 ) -> str | None:
-    """Digest of all Python files of the model's directory, if vLLM may run them; else None.
+    """Return what identifies the model's own Python code; None if vLLM runs none of it.
 
-    Only `trust_remote_code` allows code, and only that which an `auto_map` names. vLLM may have a
-    class of its own for the model and run no code. This is unknown here, so the digest enters.
+    That is a digest of all Python files in the model's directory, or the class names of code
+    elsewhere. vLLM runs such code only with `trust_remote_code`, and only what an `auto_map` names.
+    It may have a class of its own for the model; as this is unknown here, the code counts.
 
     Args:
         source: the model's directory, or its snapshot of a hub.
         stored_map: `auto_map` of the model's config.json.
-        weights_version: names code, too, that is not in the directory.
+        weights_version: stands, too, for code that is not in the directory.
 
     Raises:
         ConfigError: code that is not in the directory and has no version.
@@ -227,7 +228,7 @@ def _custom_code(
 
 
 def _classes(auto_map: object) -> list[str]:
-    """`file.Class`, or `repository--file.Class`, of all entries of an `auto_map`."""
+    """List all entries of an `auto_map`, as `file.Class` or `repository--file.Class`."""
     if not isinstance(auto_map, Mapping):
         return []
     names = [
@@ -243,7 +244,7 @@ def _code_directory(
     source: Path | None,
     named: list[str],
 ) -> Path | None:
-    """The model's own directory, if all code is from there; None if some is from elsewhere."""
+    """The model's own directory if all its code is from there, else None."""
     model = vllm_config.model_config
     repositories = {name.partition("--")[0] for name in named if "--" in name}
     own_revisions = (None, getattr(model, "revision", None))
@@ -256,7 +257,7 @@ def _code_directory(
     path = Path(str(model.model))
     if path.is_dir():
         return path
-    # Weights with a directory of their own may be of another commit than the code.
+    # Weights in a directory of their own may be of another commit than the code.
     apart = getattr(getattr(vllm_config, "load_config", None), "download_dir", None)
     return source if source is not None and source.is_dir() and not apart else None
 
@@ -316,12 +317,12 @@ def _dtype(model: Any) -> str:  # noqa: ANN401 - the host's
 
 
 def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
-    """Options and variables with which equal files make other KV, where the operator set them."""
+    """The options and variables that the operator set and that make other KV of equal files."""
     found = {
         f"lora_{name}": getattr(getattr(vllm_config, "lora_config", None), name, None)
         for name in _LORA_SETTINGS
     }
-    # Read by platforms of others, in ways that only they know.
+    # Third-party platforms read this, in ways that only they know.
     found["additional_config"] = getattr(vllm_config, "additional_config", None)
     overrides = getattr(vllm_config.model_config, "hf_overrides", None)
     if isinstance(overrides, Mapping) and overrides.get("quantization_config_file"):
@@ -331,9 +332,9 @@ def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
 
 
 def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
-    """The model's class and those it inherits from, where they are not vLLM's own for the
-    architecture: of plug-ins, with the digests of their files, or of Transformers. A class of the
-    latter may order a key's elements otherwise (the rotated part, in DeepSeek's models)."""
+    """The classes that run the model, if not vLLM's own: a plug-in's class and its bases, with the
+    digests of their files, or "transformers". Classes of Transformers may order a key's elements
+    in another way (the rotated part, in DeepSeek's models)."""
     by_transformers = getattr(model, "using_transformers_backend", None)
     if by_transformers is not None and by_transformers():
         return ["transformers"]
@@ -349,7 +350,7 @@ def _foreign_classes(model: Any) -> list[str]:  # noqa: ANN401 - the host's
 
 
 def _file_digest(code: type) -> str:
-    """Of the file that defines `code`; random if there is none to read."""
+    """Digest of the file that defines `code`; random if there is none to read."""
     path = getattr(sys.modules.get(code.__module__), "__file__", None)
     try:
         return blake3(Path(path or "").read_bytes()).hexdigest(16)
@@ -362,8 +363,9 @@ def _changed_fields(
     is_written: bool,
     load_config: ConfigReader | None,
 ) -> dict[str, Any]:
-    """Fields in which the running config differs from the one that vLLM loads, which is
-    `config.json` if there is one, whatever other config the operator names."""
+    """The fields in which the running config differs from the one that vLLM reads from the model:
+    `config.json` if there is one, even if the operator names another. All fields if there is no
+    reader or it fails."""
     running = _running_config(model)
     if running is None:
         return {}
@@ -380,7 +382,7 @@ def _changed_fields(
         )
         loaded = _plain(config.to_dict())
     except (OSError, ValueError, TypeError) as error:
-        # Nothing to compare with: all of it counts.
+        # There is nothing to compare with, so all of it counts.
         logger.warning("the model's config cannot be read again (%s): all of it is identity", error)
         return runs
     return {
@@ -397,7 +399,7 @@ def _running_config(model: Any) -> Mapping[str, Any] | None:  # noqa: ANN401 - t
 
 
 def _config_reader() -> ConfigReader | None:
-    """That of the vLLM which runs in this process; None in other hosts."""
+    """The config reader of the vLLM that runs in this process; None in other hosts."""
     return getattr(sys.modules.get("vllm.transformers_utils.config"), "get_config", None)
 
 
@@ -408,8 +410,8 @@ def uses_modelscope() -> bool:
 
 
 def numeric_variables() -> dict[str, str]:
-    """The variables of `_NUMERIC_VARIABLES` that are set, with their values as vLLM reads them: the
-    text may name a file."""
+    """The variables of `_NUMERIC_VARIABLES` that are set, with the values that vLLM reads from
+    their texts, as these may name files."""
     envs = _variables()
     return {
         name: repr(getattr(envs, name, os.environ[name]))

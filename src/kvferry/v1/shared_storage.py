@@ -1,8 +1,9 @@
-"""Our shared-storage connector in vLLM's one-class shape, under the names of vLLM's.
+"""kvferry's cache as one connector class, under the names of vLLM's shared-storage connector.
 
-`SharedStorageConnector` is what hosts of that shape construct. `ReqMeta`, `make_meta`,
-`SharedStorageConnectorMetadata` and `align_to_block_size` are kept for code that was written
-against them, with their arithmetic; this connector's own saves and loads do not use them.
+Hosts that expect such a class construct `SharedStorageConnector`, once in the scheduler's process
+and once per worker. `ReqMeta`, `make_meta`, `SharedStorageConnectorMetadata` and
+`align_to_block_size` keep vLLM's arithmetic for code written against them; this connector's own
+saves and loads do not use them.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
 
 
 def align_to_block_size(num_tokens: int, block_size: int) -> int:
-    """Whole blocks of all tokens but the last, in tokens.
+    """Return the size in tokens of all whole blocks that do not need the last token.
 
-    Note what it is not: for 0 tokens it is negative, and a multiple of `block_size` loses a block.
+    This is vLLM's arithmetic: 0 tokens give a negative size, and a multiple of `block_size` loses a
+    block.
     """
     return (num_tokens - 1) // block_size * block_size
 
 
 @dataclass
 class ReqMeta:
-    """Tokens of one request and the slots of their KV.
+    """Tokens of one request, and where the host's KV tensors hold their KV.
 
     Attributes:
         token_ids: `[num_tokens]`, whole blocks.
-        slot_mapping: `[num_tokens]`, slot = block id x block size + offset.
+        slot_mapping: `[num_tokens]`, slot = block id x block size + offset in the block.
         is_store: True to save, False to load.
     """
 
@@ -61,7 +63,7 @@ class ReqMeta:
     def make_meta(
         token_ids: Sequence[int], block_ids: Sequence[int], block_size: int, is_store: bool
     ) -> ReqMeta:
-        """Align to whole blocks of `block_size` tokens and work out the slots; `block_ids` are in
+        """Keep the tokens of `align_to_block_size` and work out their slots. `block_ids` are in
         token order."""
         num_tokens = align_to_block_size(len(token_ids), block_size)
         blocks = torch.tensor(block_ids, dtype=torch.long)
@@ -75,7 +77,7 @@ class ReqMeta:
 
 @dataclass
 class SharedStorageConnectorMetadata(KVConnectorMetadata):
-    """A list of `ReqMeta`, as the original connector sent to its workers."""
+    """A list of `ReqMeta`, which vLLM's connector sent to its workers."""
 
     requests: list[ReqMeta] = field(default_factory=list)
 
@@ -87,14 +89,14 @@ class SharedStorageConnectorMetadata(KVConnectorMetadata):
 
 
 class SharedStorageConnector(RolesAsV1, SupportsHMA):
-    """Prefix reuse through a store, for hosts that drive the one-class shape.
+    """A connector that reuses prefixes through a store, for hosts that drive one class.
 
-    Options stand in `kv_connector_extra_config`: the fields of `SharedStorageConfig`, and
-    `kv_layout` (axes of the host's layer tensors, see `kvferry.layout.ops.LAYOUTS`; default
-    "2BNHD"). `shared_storage_path` is read as `store=file://<path>`.
+    Options are in `kv_connector_extra_config`: the fields of `SharedStorageConfig`, and `kv_layout`
+    (axes of the host's layer tensors, see `kvferry.layout.spec.LAYOUTS`; default "2BNHD").
+    `shared_storage_path` is read as `store=file://<path>` if there is no `store`.
 
-    Hosts must carry worker metadata to the scheduler; where the first output shows that one does
-    not, nothing is loaded or saved.
+    Hosts must carry worker metadata to the scheduler. If an output shows that a host does not,
+    nothing is loaded or saved from then on.
 
     Raises:
         ConfigError: an unknown option, a store or model directory that cannot be used, or a host
@@ -176,7 +178,7 @@ def _refuse_windows(
 
 
 def _describe(vllm_config: V1Config, layout: str, weights_version: object) -> EngineSpec:
-    """The engine of a host's configuration, with one full-attention group."""
+    """Describe the engine of a host's configuration, with one full-attention group."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size != 1:
         raise ConfigError(
@@ -210,7 +212,7 @@ def _as_it_runs(identity: ModelIdentity) -> dict[str, Any]:
 
 
 def _geometry(config: Mapping[str, Any], name: str) -> int:
-    """A number of the model's configuration, by the defaults of decoder models."""
+    """Return a number of the model's configuration, or the usual default of decoder models."""
     value = config.get(name)
     if value is None and name == "num_key_value_heads":
         value = config.get("num_attention_heads")

@@ -1,4 +1,4 @@
-"""vLLM's types around the connector class, under its names, and our roles' values as such types.
+"""vLLM's types around the connector class, and what carries our roles' messages in V1 hosts.
 
 Configuration, requests and steps have the attributes that connectors read; in a host, connectors
 get that host's own objects instead. "(0.32)" marks names of the later releases.
@@ -36,7 +36,7 @@ class V1TransferConfig:
     Attributes:
         kv_role: "kv_producer", "kv_consumer" or "kv_both".
         kv_connector_extra_config: the connector's own options.
-        engine_id: new for each configuration object: never part of a stored key.
+        engine_id: new for each configuration object, so never part of a stored key.
     """
 
     kv_role: str | None
@@ -45,7 +45,7 @@ class V1TransferConfig:
     engine_id: str | None = None
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:  # noqa: ANN401 - free-form
-        """An option of the connector's own."""
+        """Return one of the connector's own options."""
         return self.kv_connector_extra_config.get(key, default)
 
 
@@ -59,7 +59,7 @@ class V1CacheConfig:
 
 @dataclass(kw_only=True)
 class V1ModelConfig:
-    """`vllm_config.model_config`; hosts have a `torch.dtype`."""
+    """`vllm_config.model_config`; in hosts, `dtype` is a `torch.dtype`."""
 
     model: str
     dtype: Any
@@ -91,12 +91,13 @@ class V1Config:
 class V1Request:
     """A request as scheduler-side methods see it. Read only; one object for the request's life.
 
-    Features that the embedded engine lacks have their neutral value.
+    Attributes of features that the embedded engine lacks have neutral values.
 
     Attributes:
         view: the request as our roles see it.
         num_computed_tokens: tokens whose KV is in the blocks.
-        num_shown: blocks per group that the connector saw; None: no step yet, (): preempted.
+        num_shown: blocks per group that the connector was told of; None before the first step, ()
+            after a preemption.
     """
 
     kv_transfer_params: dict[str, Any] | None = None
@@ -169,8 +170,8 @@ class CachedRequestData:
     """Requests after their first step; parallel lists.
 
     `new_block_ids[i]` is None if the request got no block, else a list per KV group. The blocks are
-    appended to the request's table, or replace it if the request was resumed. Resumed requests are
-    named by `resumed_req_ids` (since 0.12) or `resumed_from_preemption` (before).
+    appended to the request's table, or replace it if the request was resumed: see `resumed_req_ids`
+    (since 0.12) or `resumed_from_preemption` (before).
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -189,8 +190,8 @@ class CachedRequestData:
 
 @dataclass(kw_only=True)
 class SchedulerOutput:
-    """One step of vLLM's scheduler. Connectors see the host's own object, which has a part of these
-    fields; earlier hosts lack `preempted_req_ids`, and in later ones it may be None."""
+    """One step of vLLM's scheduler. Connectors see the host's own object, which has some of these
+    fields; earlier hosts lack `preempted_req_ids`, and on later hosts it may be None."""
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -214,14 +215,14 @@ class MLACommonMetadata(AttentionMetadata):
 
 
 class ForwardContext:
-    """The surroundings of a forward.
+    """What a connector can know of a forward.
 
     Attributes:
         attn_metadata: an entry per layer; None in steps without tokens, which may have loads to do.
             Other hosts have None, a list or a dict, and None in warm-up runs and replayed graphs.
-        no_compile_layers: the attention layers by name. Each has an attribute `kv_cache`: its KV
-            tensor, or, for release 0.14, a list of it by virtual engine.
-        virtual_engine: the index into that list; for release 0.14 alone.
+        no_compile_layers: the attention layers by name. The attribute `kv_cache` of each is its KV
+            tensor, for release 0.14 a list of such tensors by virtual engine.
+        virtual_engine: the index into that list; for release 0.14 only.
     """
 
     virtual_engine: int
@@ -246,7 +247,8 @@ class KVConnectorRole(enum.Enum):
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024 - a mark; connectors put in what they need
-    """The scheduler half's message to the worker halves for a step. Pickled: no device tensors."""
+    """The scheduler half's message to the worker halves for a step. It is pickled, so it must hold
+    no device tensors."""
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - likewise
@@ -264,7 +266,7 @@ class KVConnectorWorkerMetadata(ABC):
 
 @dataclass
 class KVConnectorStats(ABC):
-    """Counters of one interval. They cross processes as the dict `data`, and hosts mutate them:
+    """Counters of one interval. They cross processes as the dict `data`. Hosts change them, so
     return a new object or a `clone` each time."""
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -296,8 +298,8 @@ class KVConnectorOutput:
     """The report of the worker halves after a step: one per rank, merged for the scheduler.
 
     The fields are those of `WorkerOutput`; `failed_recving` and `kv_connector_worker_meta` are new
-    in 0.32. Besides, `expected_finished_count` is the number of reports per id to wait for; 0
-    leaves it as it is.
+    in 0.32. The only other field, `expected_finished_count`, is the number of reports per id to
+    wait for; 0 leaves it as it is.
     """
 
     finished_sending: set[str] | None = None
@@ -345,7 +347,7 @@ class PlanMetadata(KVConnectorMetadata):
     has_tokens: bool
     """Whether the step computes anything."""
     is_quiet: bool = False
-    """Whether the plan is the empty one and no request ends: idle workers leave the step out."""
+    """Whether the plan is the empty one and no request ends. Idle workers skip such a step."""
 
 
 @dataclass(frozen=True)
@@ -376,10 +378,10 @@ class CounterStats(KVConnectorStats):
 
 
 def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any release
-    """A V1 report as a value of ours; `EMPTY_OUTPUT` itself if it holds nothing.
+    """Convert a V1 report to ours; `EMPTY_OUTPUT` itself if it holds nothing.
 
-    Reports of vLLM before 0.30 lack some fields; without a field for workers' messages, these are
-    on the stats. Stats and messages of another connector stay as they are.
+    Reports of vLLM before 0.30 lack some fields; without a field for workers' messages, the stats
+    carry them. Stats and messages of another connector stay as they are.
     """
     if not any(vars(output).values()):
         return EMPTY_OUTPUT

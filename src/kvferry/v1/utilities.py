@@ -1,10 +1,10 @@
 """vLLM's connector utilities under their own names; those that move tensors are in `block_copies`.
 
-The aggregator folds the reports of all ranks. `TpKVTopology` has the conventions of vLLM 0.14:
-replication there means that the tensor-parallel size is *at least* the number of kv heads, which
-later releases mean otherwise; target ranks are all that hold wanted heads, also where several hold
-the same. The host queries take arguments where vLLM reads a process-wide configuration. Where vLLM
-asserts, an error names the two values.
+`KVOutputAggregator` folds the reports of all ranks. `TpKVTopology` follows vLLM 0.14: KV counts as
+replicated if the tensor-parallel size is *at least* the number of kv heads (later releases differ),
+and target ranks are all ranks that hold wanted heads, also where several hold the same. Functions
+that ask a host take arguments where vLLM reads a process-wide configuration. Where vLLM asserts, an
+error names the two values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvferry.v1.types import KVConnectorOutput, from_v1_output, to_v1_output
 
 
 class RunnerOutput(Protocol):
-    """What a host's model runner returns; only this attribute is read, and set on a copy."""
+    """What a host's model runner returns. Only this attribute is read, and set on a copy."""
 
     kv_connector_output: Any
 
 
 class SupportsFinishedCount(Protocol):
-    """A connector that can say how many reports stand for the end of a transfer."""
+    """A connector that can say how many reports complete a transfer."""
 
     def get_finished_count(self) -> int | None: ...
 
@@ -44,21 +44,21 @@ class KVOutputAggregator:
     """Folds the `kv_connector_output` of all ranks' model-runner outputs.
 
     As in vLLM, workers may say in their output how many reports to expect per id
-    (`expected_finished_count`), once they know. Here this holds for all ids, also for those of
-    which some ranks have reported before: kept on their old count they would wait for ever for
-    ranks that do not report.
+    (`expected_finished_count`), once they know. Here a new count holds for all ids, also for ids
+    that some ranks have reported already: with the old count, these would wait for ever for ranks
+    that do not report.
 
-    The rest is as for `WorkerOutputFold`.
+    The rest is as in `WorkerOutputFold`.
     """
 
     def __init__(self, expected_finished_count: int, *, observer: Observer | None = None) -> None:
         """Begin with no report; arguments and errors as for `WorkerOutputFold`."""
         self._fold = WorkerOutputFold(expected_finished_count, observer=observer)
-        self._held = EMPTY_OUTPUT  # folded, but there was no output to put it into
+        self._held = EMPTY_OUTPUT  # folded reports that no output carried yet
 
     @classmethod
     def from_connector(cls, connector: SupportsFinishedCount, world_size: int) -> Self:
-        """For a connector's own count of reports, or else one from each of `world_size` ranks.
+        """Make an aggregator for the connector's own count of reports, by default one per rank.
 
         Raises:
             ConfigError: more reports than there are ranks, or a count that is not at least 1.
@@ -75,15 +75,15 @@ class KVOutputAggregator:
         return f"<{type(self).__name__} {self._fold!r}>"
 
     def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
-        """The output of `output_rank`, in a copy that carries the folded reports of all ranks.
+        """Return the output of `output_rank`, copied, with the folded reports of all ranks.
 
         Args:
             outputs: one per rank, in rank order; None for a rank that returned nothing.
             output_rank: the rank whose output goes to the scheduler.
 
         Returns:
-            A shallow copy with its own `kv_connector_output`; None if `output_rank` returned
-            nothing: the reports of the others then come with the next output that it returns.
+            A shallow copy with its own `kv_connector_output`. None if `output_rank` returned
+            nothing: all reports then come with the next output that it returns.
 
         Raises:
             ContractError: `output_rank` is not one of the ranks.
@@ -93,7 +93,7 @@ class KVOutputAggregator:
         reports = [_report_of(output) for output in outputs]
         counts = [report.expected_finished_count for report in reports if report is not None]
         if (count := max(counts, default=0)) > 0:
-            # Ranks that disagree: the larger count releases late, the smaller one too early.
+            # If ranks disagree, the larger count releases late, but the smaller one too early.
             self._fold.expected_reports = count
         folded = self._fold.fold(
             [None if report is None else from_v1_output(report) for report in reports]
@@ -110,8 +110,8 @@ class KVOutputAggregator:
 
 
 def _report_of(output: RunnerOutput | None) -> KVConnectorOutput | None:
-    """The report in an output, if any; a host's own class as ours. Hosts before 0.32 have fewer of
-    the fields."""
+    """Return the report in an output, if any; convert a host's own class to ours. Hosts before 0.32
+    have fewer of the fields."""
     report = None if output is None else output.kv_connector_output
     if report is None or isinstance(report, KVConnectorOutput):
         return report
@@ -143,13 +143,13 @@ class TpKVTopology:
     """How the tensor-parallel ranks of a local engine and of remote ones map onto each other.
 
     Attributes:
-        tp_rank: of this worker.
+        tp_rank: tensor-parallel rank of this worker.
         remote_tp_size: tensor-parallel size by engine, this one included. Engines may be added
             later.
-        is_mla: the model has multi-head latent attention: one latent, the same on each rank.
-        total_num_kv_heads: of the model, over all ranks.
+        is_mla: True for multi-head latent attention: one latent, the same on each rank.
+        total_num_kv_heads: kv heads of the model, over all ranks.
         attn_backend: the attention backend's class.
-        engine_id: of this engine.
+        engine_id: id of this engine.
         remote_block_size: tokens per block by engine, this one included.
     """
 
@@ -192,8 +192,8 @@ class TpKVTopology:
         return _of_engine(self.remote_block_size, self.engine_id, "block size")
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Local ranks per remote rank; negative, the number of remote ranks per local rank, where
-        the remote engine has more.
+        """Local ranks per remote rank. Where the remote engine has more ranks, remote ranks per
+        local rank, as a negative number.
 
         Raises:
             TopologyError: neither size is a multiple of the other.
@@ -236,7 +236,7 @@ class TpKVTopology:
     def is_kv_replicated(self, engine_id: EngineId) -> bool:
         """Whether an engine has at least as many ranks as there are kv heads.
 
-        True also where they are equal and nothing is stored twice: the meaning of vLLM 0.14.
+        True also where both are equal and nothing is stored twice, as in vLLM 0.14.
         """
         return self._tp_size_of(engine_id) // self.total_num_kv_heads >= 1
 
@@ -292,15 +292,15 @@ def get_kv_connector_cache_layout(
     vllm_config: Any = None,  # noqa: ANN401 - the host's
     connector_class: Any | None = None,  # noqa: ANN401 - the same
 ) -> str:
-    """The KV layout that the connector wants; "NHD" without a connector or a wish.
+    """Return the KV layout that the connector wants; "NHD" without a connector or a wish.
 
     Args:
         vllm_config: the host's configuration; its `kv_transfer_config` names the connector.
-        connector_class: that class, where the configuration gives no module to import it from; has
-            a class method `get_required_kvcache_layout(vllm_config)`.
+        connector_class: the connector's class, with a class method
+            `get_required_kvcache_layout(vllm_config)`. None: import it from the configured module.
 
     Raises:
-        ConfigError: a connector is named, and its class can be found nowhere.
+        ConfigError: a connector is named, but its class is not found.
         LayoutError: the connector wants a layout that no host knows.
     """
     if vllm_config is None or vllm_config.kv_transfer_config is None:
@@ -333,7 +333,7 @@ def _named_class(kv_transfer_config: Any) -> Any:  # noqa: ANN401 - the host's
 def get_current_attn_backend(
     vllm_config: Any,  # noqa: ANN401 - the host's
 ) -> type[Any]:
-    """The attention backend's class: that of the first attention layer.
+    """Return the attention backend's class of the first attention layer.
 
     Args:
         vllm_config: the host's configuration; `compilation_config.static_forward_context` has every
@@ -365,15 +365,15 @@ def resumed_flags(cached: Any) -> Sequence[bool]:  # noqa: ANN401 - the host's, 
 def yield_req_data(
     scheduler_output: Any,  # noqa: ANN401 - the host's, of any version
 ) -> Iterator[tuple[str, tuple[list[int], ...] | None, bool]]:
-    """The requests of a step with the blocks they got.
+    """Yield the requests of a step with the blocks they got.
 
     Args:
-        scheduler_output: a `SchedulerOutput` of ours, or that of any host.
+        scheduler_output: a `SchedulerOutput` of ours or of any host.
 
     Yields:
         Request id; new block ids per KV group, None if no block was added; whether the request was
-        preempted and now resumes: its new blocks then replace those it had. (vLLM 0.33 says True
-        for new requests, too: there the blocks are the whole table.)
+        preempted and now resumes, so that the new blocks replace those it had. (vLLM 0.33 says True
+        for new requests, too: their blocks are the whole table.)
 
     Raises:
         ContractError: parallel lists of the step differ in length.

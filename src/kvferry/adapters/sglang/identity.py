@@ -1,5 +1,7 @@
-"""The namespace of SGLang's pages: the model by content, and all that gives a page's hash and its
-bytes their meaning. The only file that knows where SGLang says so."""
+"""The namespace of SGLang's pages: the model by content, and all that hashes and bytes depend on.
+
+Only this file knows where SGLang keeps these facts, and how it changes weights.
+"""
 
 # ruff: noqa: ANN401 - configurations and pools are the host's
 
@@ -28,7 +30,7 @@ from kvferry.keys import JsonValue, Namespace
 logger = logging.getLogger("sglang.kvferry")
 
 MAMBA = "mamba"
-"""The pool that every rank has a part of, also where KV is the same on all."""
+"""The pool of which each rank has a part of its own, even where KV is the same on all ranks."""
 
 _NUMERIC = (
     "custom_weight_loader",
@@ -47,11 +49,11 @@ _NUMERIC = (
     "speculative_draft_model_revision",
     "torchao_config",
 )
-"""Arguments with which the same files make other KV, beside those that `model_identity` asks for.
-Drafts count because their layers may lie in the pages of the model."""
+"""Server arguments that change the KV of the same weight files, beside those that `model_identity`
+reads. Draft models count because their layers may lie in the pages of the model."""
 
 _VARIABLES = ("QUANT", "FP8", "FP4", "INT8", "INT4", "KV_CACHE_LAYOUT", "KVCACHE", "EXTERNAL_MODEL")
-"""Parts of the names of SGLang's environment variables that quantise, order KV in memory, or bring
+"""Parts of names: SGLang's environment variables with them quantise, order KV in memory, or bring
 models from elsewhere."""
 
 _POOL = (
@@ -66,7 +68,7 @@ _POOL = (
     "kv_cache_dim",
     "storage_format_tag",
 )
-"""Attributes of a host pool that say in what order a page's bytes stand, and of which layers."""
+"""Attributes of a host pool that say in what order a page's bytes are, and of which layers."""
 
 
 class ServedModel:
@@ -91,11 +93,11 @@ class ServedModel:
         self._adapters = adapters_name(options, logger) if has_adapters else None
 
     def namespace(self, storage_config: Any, pool: Any, name: str, pages: Pages) -> Namespace:
-        """The namespace of the pages of one pool of this rank.
+        """Return the namespace of the pages of one pool of this rank.
 
         Args:
             storage_config: SGLang's `HiCacheStorageConfig`.
-            name: of the pool.
+            name: SGLang's name of the pool.
         """
         variables = {
             variable: value
@@ -123,7 +125,7 @@ class ServedModel:
 
 
 def _ranks(storage_config: Any, name: str) -> JsonValue:
-    """Whose part of the model a page is; ranks that hold the same share its records."""
+    """Return the ranks that say which part of the model a page holds; equal parts share records."""
     names = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size"]
     if not storage_config.is_mla_model or name == MAMBA:
         names += ["tp_rank", "tp_size"]
@@ -135,7 +137,7 @@ def _plain(value: Any) -> JsonValue:
 
 
 def _as_vllm(arguments: Mapping[str, Any], model: Any) -> Any:
-    """SGLang's configuration under the names that `model_identity` reads."""
+    """Return SGLang's configuration under the names that `model_identity` reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=str(model.model_path),
@@ -162,8 +164,8 @@ def _read_config(model: Any, *, trust_remote_code: bool, revision: Any, **_other
 def watch_weights(changed: Callable[[], None]) -> None:
     """Call the bound method `changed` whenever the weights of this process changed in place.
 
-    SGLang does not tell its storage of that, and its page hashes stay the same. So the two methods
-    that each update ends with are wrapped, once for a process; what is watched is not kept alive.
+    SGLang does not tell its storage of that, and its page hashes stay the same. So this wraps, once
+    per process, the two methods that end an update. It does not keep the watching object alive.
     """
     for name in ("record_weight_version_after_update", "flush_cache_after_weight_update"):
         found = getattr(Updater, name)

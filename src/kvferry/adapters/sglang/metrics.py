@@ -1,4 +1,4 @@
-"""What kvferry counts, among SGLang's own metrics."""
+"""Shows kvferry's counts among SGLang's own metrics, whenever SGLang calls `get_stats`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from prometheus_client import CollectorRegistry, Counter
 from kvferry.observe import Counters
 
 MAX_CALLS = 4096
-"""Calls whose sizes are kept until SGLang asks for them."""
+"""Number of calls whose sizes are kept until SGLang asks for them."""
 
 
 class StorageCounts:
     """Counts for SGLang's `/metrics`, as `kvferry_events_total`, and calls for its histograms.
 
-    SGLang collects from the files of several processes, so the registry does not matter; one of our
+    SGLang collects metrics from the files of several processes, so any registry will do; one of our
     own lets a process attach a back end twice.
 
     Args:
-        labels: of every sample.
+        labels: labels of every sample.
 
     Attributes:
         loads, stores: pages and seconds of each call since SGLang last asked.
@@ -45,7 +45,7 @@ class StorageCounts:
 
 
 def taken(calls: deque[tuple[int, float]], page_bytes: int) -> tuple[list[int], list[float]]:
-    """Pages, and GB a second, of each call; the calls are forgotten."""
+    """Empty `calls`, and return the pages and the GB per second of each."""
     found = [calls.popleft() for _ in range(len(calls))]
     pages = [number for number, _ in found]
     return pages, [number * page_bytes / 1e9 / max(seconds, 1e-9) for number, seconds in found]

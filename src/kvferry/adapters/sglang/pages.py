@@ -1,4 +1,7 @@
-"""Pages of SGLang's host pools: as bytes, and as records of a store. Knows no type of SGLang's."""
+"""Pages of SGLang's host pools: as bytes, and as records of a store. Imports no type of SGLang.
+
+`KVFerryStorage` calls this on SGLang's threads; I/O threads copy between pages and records.
+"""
 
 # ruff: noqa: ANN401 - pools are the host's
 
@@ -29,23 +32,24 @@ STORE_SECONDS = 30.0
 """After this, a page that is not stored yet is given up, and SGLang may use its memory again."""
 
 CLEAR_SECONDS = 30.0
-"""How long `clear` waits; the rest is deleted behind it."""
+"""How long `clear` waits; the rest is deleted in the background."""
 
 _POLL_SECONDS = 0.001
 
 R = TypeVar("R", bound=str)
 
 Copy = Callable[[int, memoryview], None]
-"""Gets a place in a batch and the payload of its record, to copy from or to. Must not block."""
+"""Copies from or to a payload. Gets the place of a record in its batch, and the record's payload,
+which is all but its head. Must not block."""
 
 
 class Pages(Protocol):
     """The pages of one host pool.
 
     Attributes:
-        order: in which order a page's bytes stand in a record.
-        num_bytes: of a page; 0 for a pool that only counts places.
-        tokens: of a page.
+        order: name of the order of a page's bytes in a record.
+        num_bytes: bytes of a page; 0 for a pool that only counts places.
+        tokens: tokens of a page.
     """
 
     order: ClassVar[str]
@@ -60,9 +64,9 @@ class Pages(Protocol):
 
 
 def pages_of(pool: Any) -> Pages:
-    """Raises ConfigError for a layout whose pages SGLang gives to no storage back end."""
+    """Return a pool's pages. Raise ConfigError for a layout without pages for storage back ends."""
     try:
-        # First as one tensor, which also the calls that carry tensors read and write.
+        # Preferred, because calls that carry tensors can read and write only flat pages.
         return FlatPages(pool)
     except (NotImplementedError, ValueError):
         pass
@@ -76,17 +80,17 @@ def pages_of(pool: Any) -> Pages:
 
 
 def tokens_of(pool: Any) -> int:
-    """Tokens of a page, as SGLang counts indices."""
+    """Return the tokens of a page, as SGLang counts indices."""
     return int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
 
 
 class FlatPages:
-    """Pages that the pool shows as one tensor."""
+    """Pages that the pool shows as one tensor each."""
 
     order: ClassVar[str] = "flat"
 
     def __init__(self, pool: Any) -> None:
-        """Raises NotImplementedError or ValueError, of the pool, if it does not."""
+        """Raises NotImplementedError or ValueError if it does not."""
         self._pool = pool
         self.tokens = tokens_of(pool)
         value = pool.get_dummy_flat_data_page()
@@ -106,12 +110,12 @@ class FlatPages:
 
 
 class PiecePages:
-    """Pages of which the pool shows only where their pieces lie."""
+    """Pages in pieces, of which the pool shows only addresses and sizes."""
 
     order: ClassVar[str] = "pieces"
 
     def __init__(self, pool: Any) -> None:
-        """Raises NotImplementedError or ValueError, of the pool, if it does not."""
+        """Raises the pool's NotImplementedError or ValueError if it does not."""
         self._pool = pool
         self.tokens = tokens_of(pool)
         self.num_bytes = sum(map(len, self._pieces(0)))
@@ -149,13 +153,13 @@ def copy_from(payload: memoryview, target: torch.Tensor) -> None:
 
 
 class PageRecords:
-    """Records of the pages of one pool, by SGLang's keys. Thread-safe; every call blocks, and is
-    bounded.
+    """The records of the pages of one pool, by SGLang's keys. Thread-safe; every call blocks, for a
+    bounded time.
 
     Args:
-        store: closed with this.
-        schema: from `RecordSchema.for_rows`.
-        load_seconds: after this, pages that have not arrived are misses.
+        store: the store, which `close` closes.
+        schema: schema from `RecordSchema.for_rows`.
+        load_seconds: time after which pages that have not arrived are misses.
     """
 
     def __init__(
@@ -175,14 +179,14 @@ class PageRecords:
         self._clearing = IOPool(1, "kvferry-clear")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Which pages are there. What a server does not say within `ASK_SECONDS` is not."""
+        """Return for each page whether the store says within `ASK_SECONDS` that it is there."""
         if self._client.is_stalled:
             return [False] * len(keys)
         records = self._records(keys)
         until = time.monotonic() + ASK_SECONDS
         self._store.probe(records)
         found = [self._store.contains(record) for record in records]
-        # Only leading pages are of use: no answer behind the first that is absent is waited for.
+        # Only leading pages are of use, so do not wait for answers behind the first absent page.
         while None in takewhile(lambda each: each is not False, found):
             if time.monotonic() >= until:
                 self._observer.count("lookup_deadline")
@@ -192,7 +196,7 @@ class PageRecords:
         return [each is True for each in found]
 
     def load(self, keys: Sequence[str], land: Copy) -> list[bool]:
-        """Read pages, and give those that are right, verified, to `land`: which they were."""
+        """Read pages, and give verified ones to `land`. Return for each whether it was right."""
         if self._client.is_stalled:
             self._observer.count("loads_skipped")
             return [False] * len(keys)
@@ -218,7 +222,8 @@ class PageRecords:
         return right
 
     def store(self, keys: Sequence[str], fill: Copy) -> list[bool]:
-        """Store pages that `fill` copies, unless they are there: which are there now."""
+        """Store the pages that are not there; `fill` copies them. Return for each whether it is now
+        there."""
         records = self._records(keys)
         done = [self._store.contains(record) is True for record in records]
         wanted = [place for place, is_there in enumerate(done) if not is_there]
@@ -251,13 +256,13 @@ class PageRecords:
         return [opaque_key(namespace, key.encode()) for key in keys]
 
     def begin_epoch(self) -> None:
-        """Nothing that was stored before is read from now on, and nothing that follows by another
-        process."""
+        """Switch to a random namespace, because weights changed: nothing stored before is read from
+        now on, and no other process reads what is stored from now on."""
         self._schema = self._schema.with_namespace(secrets.token_bytes(32))
         self._client.switch_namespace(self._schema)
 
     def clear(self) -> None:
-        """Delete all pages of this namespace; what is left after `CLEAR_SECONDS`, behind it.
+        """Delete all pages of this namespace; after `CLEAR_SECONDS`, the rest in the background.
 
         Raises:
             StoreError: the store cannot list its values, or failed.
@@ -281,6 +286,6 @@ class PageRecords:
 
 
 def _end(batch: Batch[R], result: R) -> None:
-    """Give a batch up: from now on no thread touches the host's memory."""
+    """Give a batch up: once this returns, no thread of it touches the host's memory."""
     batch.give_up(result)
     batch.wait(STORE_SECONDS)  # a copy under way; memory only

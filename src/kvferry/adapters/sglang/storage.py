@@ -1,4 +1,4 @@
-"""The class that SGLang constructs; see the package."""
+"""`KVFerryStorage`, the storage back end that SGLang constructs; see the package."""
 
 # ruff: noqa: ANN401 - pools, indices and configurations are the host's
 
@@ -53,18 +53,18 @@ OF_SGLANG = frozenset(
         "tp_lcm_size",
     }
 )
-"""Keys of the extra configuration that SGLang reads or adds, and does not always take out."""
+"""Keys of the extra configuration that SGLang reads or adds, and does not always remove."""
 
 _RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
 class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not installed for mypy
     """A `HiCacheStorage` on a store of kvferry. SGLang constructs one in each rank's scheduler,
-    registers its host pools, and calls it from several threads at a time. No call raises once it is
-    attached, and each is bounded.
+    registers its host pools, and calls it from several threads at a time. Once it is attached, no
+    call raises, and each takes a bounded time.
 
     Attributes:
-        counters: what happened, since the last `get_stats` where SGLang's metrics are on.
+        counters: counts of what happened; `get_stats` empties them if SGLang's metrics are on.
     """
 
     def __init__(self, storage_config: Any, _options: dict[str, Any] | None = None) -> None:
@@ -89,7 +89,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     # ---- attaching
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the store for KV. Raises ConfigError where it, or the pool, cannot be used."""
+        """Open the store for KV. Raises ConfigError if the store or the pool cannot be used."""
         super().register_mem_pool_host(mem_pool_host)
         self._open(mem_pool_host, KV)
 
@@ -125,7 +125,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         )
 
     def begin_epoch(self) -> None:
-        """The weights changed in place: what was stored is not read any more."""
+        """Stop reading what was stored: the weights changed in place. See `watch_weights`."""
         logger.info("kvferry: the weights changed; what was stored before is not read any more")
         for _, records in list(self._pools.values()):
             records.begin_epoch()
@@ -136,7 +136,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the leading pages are there."""
+        """Return how many leading pages are stored."""
         return self._faults.call(
             self._num_leading, keys, otherwise=0, then="its pages are computed"
         )
@@ -152,7 +152,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Which leading pages can be restored with what other pools keep for them."""
+        """Return how many leading pages can be restored with what other pools store for them."""
         return self._faults.call(
             self._restorable,
             keys,
@@ -183,13 +183,14 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Fill pages of the KV pool: which are right now. The others were not written."""
+        """Fill pages of the KV pool. Return for each whether it is right now. Only verified bytes
+        are written."""
         return self._move(self._load, KV, keys, host_indices, "its pages are computed")
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages of the KV pool: which are stored now."""
+        """Store pages of the KV pool. Return for each whether it is stored now."""
         return self._move(self._save, KV, keys, host_indices, "its pages are not stored")
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -216,7 +217,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         host_indices: Any,
         then: str,
     ) -> list[bool]:
-        """Which pages `move` moved; none if it fails."""
+        """Return which pages `move` moved; none if it raises."""
         return self._faults.call(
             move, name, keys, host_indices, otherwise=[False] * len(keys), then=then
         )
@@ -263,7 +264,8 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill tensors of a page each, or new ones of bytes: those that are right, else None."""
+        """Fill the given tensors, one per page, or new ones of bytes. Return each, or None for a
+        page that is not right."""
         return self._faults.call(
             self._load_values, keys, target_locations or [None] * len(keys),
             otherwise=[None] * len(keys), then="its pages are computed",
@@ -296,7 +298,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store tensors of a page each; True if all are stored."""
+        """Store tensors, one per page; True if all are stored."""
         return self._faults.call(
             self._save_values, keys, target_locations if values is None else values,
             otherwise=False, then="its pages are not stored",
@@ -312,7 +314,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         return all(self._timed("stores", self._pools[KV][1].store, keys, fill))
 
     def _are_pages(self, values: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors are pages in the order of this pool's records."""
+        """Whether the KV pool's pages are flat, and each tensor has the size of one."""
         pages = self._pools[KV][0]
         is_flat = isinstance(pages, FlatPages) and pages.num_bytes > 0
         return is_flat and all(value.nbytes == pages.num_bytes for value in values)
@@ -320,7 +322,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     # ---- administration
 
     def clear(self) -> None:
-        """Delete what this rank stored for this model; others' records stay."""
+        """Delete all records in the namespaces of this rank's pools; others stay."""
         for name, (_, records) in self._pools.items():
             try:
                 records.clear()
@@ -328,7 +330,8 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
                 logger.warning("kvferry: pages of pool %s are not deleted: %s", name, error)
 
     def get_stats(self) -> StorageMetrics | None:
-        """Calls since the last time, for SGLang's histograms; None where its metrics are off."""
+        """Publish counts, and return the sizes and rates of the calls since the last time, for
+        SGLang's histograms; None where its metrics are off."""
         if self._counts is None or KV not in self._pools:
             return None
         self._counts.publish()
@@ -346,12 +349,12 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
 
 def _text(name: Any) -> str:
-    """A pool's name, which may be an enumeration."""
+    """Return a pool's name as text; it may be given as an enumeration."""
     return str(getattr(name, "value", name))
 
 
 def _starts(keys: Sequence[str], host_indices: Any, pages: Pages) -> list[int]:
-    """Where each page begins in its pool."""
+    """Return the index at which each page begins in its pool."""
     if host_indices is None or len(host_indices) != len(keys) * pages.tokens:
         raise ValueError(
             f"{len(keys)} pages of {pages.tokens} tokens have "

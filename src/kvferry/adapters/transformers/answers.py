@@ -1,4 +1,4 @@
-"""What became of the rows that a cache was loaded for, in the words of an engine's answers."""
+"""What `StoredKV.load(explain=True)` says of each row, in the form of an engine's answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def explained_rows(
     chunk_tokens: int,
     off: LookupMiss | None,
 ) -> list[dict[str, Any]]:
-    """What was hit of each row, and why the rest was not.
+    """Return, for each row, what was hit and why the rest was not.
 
     Args:
-        cache: as loaded.
-        chains: the keys of each row.
-        limit: tokens of a row that could be loaded, padding included.
-        off: why nothing was looked for; None: it was.
+        cache: the cache as loaded.
+        chains: the chunk keys of each row.
+        limit: tokens of a row that `load` may load at most, padding included.
+        off: why the store was not searched; None if it was.
     """
     found = []
     for prompt, keys in zip(cache.prompts, chains, strict=True):
@@ -56,7 +56,7 @@ def explained_rows(
 def _why(
     store: Store, key: ChunkKey, cache: LoadedCache, *, is_limited: bool
 ) -> tuple[LookupMiss, str]:
-    """Why the first chunk that was not loaded was not."""
+    """Return why the first missing chunk was not loaded: a reason, and words if there are any."""
     if is_limited:
         return LookupMiss.NOT_LOADING, "load was asked for no more"
     if not store.contains(key):

@@ -1,4 +1,4 @@
-"""Arguments of callers: options, token ids, masks and caches, made plain or refused."""
+"""Arguments of `StoredKV` and its methods (options, ids, masks, caches), converted or refused."""
 
 # ruff: noqa: ANN401 - token ids and caches come in many types.
 
@@ -35,21 +35,21 @@ class Prompt(NamedTuple):
     num_padding: int
     """Hidden tokens in front."""
     token_ids: list[int]
-    """The tokens behind them, up to the next that is hidden. Their KV depends on them alone."""
+    """The tokens behind them, up to the next hidden token. Their KV depends on them alone."""
 
 
 class CacheShape(NamedTuple):
-    """The tokens that a cache was computed from."""
+    """The number of rows and tokens that a cache was computed from."""
 
     num_rows: int
     num_tokens: int  # of each row, padding included
 
 
 def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids by row, all of one length: of `[rows, num_tokens]`, `[num_tokens]`, or lists.
+    """Return ids by row, all of one length, from `[rows, num_tokens]`, `[num_tokens]` or lists.
 
     Raises:
-        ConfigError: rows of several lengths, or no ids of this vocabulary.
+        ConfigError: rows of several lengths, or values that are no ids of this vocabulary.
     """
     rows = given.tolist() if hasattr(given, "tolist") else given
     try:
@@ -75,13 +75,13 @@ def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
 
 
 def read_prompts(rows: list[list[int]], attention_mask: Any, model: HostModel) -> list[Prompt]:
-    """What can be stored of each row: by the mask, else by what looks like padding.
+    """Return what can be stored of each row: by the mask, else by what looks like padding.
 
-    A mask may end before the rows do: what is generated is visible. It may have a row for several
-    of `rows`, which `generate` returned for one prompt.
+    A mask may be shorter than the rows: generated tokens are visible. One row of it may stand for
+    several of `rows`, which `generate` returned for one prompt.
 
     Raises:
-        ConfigError: no mask of these rows.
+        ConfigError: the mask cannot be of these rows.
     """
     if attention_mask is None:
         return [Prompt(0, row[: model.num_visible(row)]) for row in rows]
@@ -111,7 +111,7 @@ def _visible(row: list[int], mask: list[int]) -> Prompt:
 
 
 def shape_of(cache: Any, model: HostModel) -> CacheShape:
-    """The rows and tokens that a cache of `model` was computed from.
+    """Return how many rows and tokens a cache of `model` was computed from.
 
     Raises:
         ConfigError: a cache of another kind, or of another model.

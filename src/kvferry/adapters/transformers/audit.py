@@ -1,4 +1,7 @@
-"""Compares hits with what the model computes: is a record bad, or is it another model's?"""
+"""Compares hits with what the model computes: is a record bad, or is it another model's?
+
+`StoredKV.load` asks the `Auditor` before it uses a hit; `save` asks what may be stored.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,22 @@ class StoredPrefix(NamedTuple):
     keys: Sequence[ChunkKey]
     images: list[memoryview]
     token_ids: list[int]
-    """Of the prompt, without padding."""
+    """The whole prompt, without padding."""
 
 
 class Auditor:
-    """Decides how much of a hit may be used. A wrong model and a wrong record look alike at first:
-    another prompt of the same store decides. Until then nothing is saved.
+    """Decides how much of a hit may be used. Where a record differs from what the model computes,
+    either may be wrong. A later record of the prompt that agrees, or a hit of another prompt,
+    decides; until then nothing is saved.
 
     Args:
         rows: the record layout.
-        store: where records that differ are taken out.
+        store: the store, from which wrong records are discarded.
         rate: the option `audit`.
 
     Attributes:
-        is_other: the model computes other KV than is stored under its identity.
-        draw: makes a random number from 0 to 1, without 1.
+        is_other: whether what is stored under the model's identity is another model's.
+        draw: returns a random number from 0 to 1, without 1.
     """
 
     draw = staticmethod(random.random)  # replaced by tests
@@ -61,38 +65,38 @@ class Auditor:
         self._has_passed = False
         # Records that differed. True: the model has stored the record again.
         self._differed: dict[ChunkKey, bool] = {}
-        # Those of them that show a wrong record or another model, which is not known yet.
+        # Differed, and not decided yet: wrong records, or records of another model.
         self._suspects: list[ChunkKey] = []
-        # Records before them, which agree: a hit of these alone decides nothing.
+        # Records before the suspects, which agreed: a hit of these alone decides nothing.
         self._not_evidence: set[ChunkKey] = set()
         self.is_other = False
 
     @property
     def is_undecided(self) -> bool:
-        """Whether some record differs, and it is not known yet whether the model does."""
+        """Whether a record differs, and it is not known yet which is wrong, it or the model."""
         return bool(self._suspects)
 
     def usable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The leading keys whose records may be read."""
+        """Return the leading keys whose records may be read."""
         return list(takewhile(lambda key: self._differed.get(key, True), keys))
 
     def savable(self, keys: list[ChunkKey], num_loaded: int) -> list[ChunkKey]:
-        """The leading keys that a cache may be saved under whose first tokens were loaded: none
-        behind a record that has been found wrong since."""
+        """Return the leading keys under which a cache may be saved that has `num_loaded` tokens
+        from the store: those before the first loaded record that has differed since."""
         loaded = keys[: -(-max(0, num_loaded) // self._rows.schema.chunk_tokens)]
         first = next((i for i, key in enumerate(loaded) if key in self._differed), len(keys))
         return keys[:first]
 
     def stored(self, keys: Iterable[ChunkKey]) -> None:
-        """These were computed by the model itself, and stored."""
+        """Note that the model itself computed these chunks, and that they were stored."""
         self._differed.update(dict.fromkeys(self._differed.keys() & set(keys), True))
 
     def num_right(self, hit: StoredPrefix) -> int | None:
-        """How many leading chunks of a hit may be used; the records behind them are not read again.
+        """Return how many leading chunks of a hit may be used; later records are not read again.
         None if the model failed.
 
-        The first chunk is computed from nothing, and one of the others on top of those before it.
-        If either differs, all are computed from nothing: this shows which records differ.
+        Computes the first chunk from nothing, and one other on top of the stored ones before it. If
+        either differs, computes all from nothing, which shows the records that differ.
         """
         if not self._is_due():
             return len(hit.images)
@@ -125,12 +129,13 @@ class Auditor:
     # ---- comparisons
 
     def _difference(self, hit: StoredPrefix, number: int) -> Difference | None:
-        """Of one chunk, computed on top of those before it. None if the model failed."""
+        """Compare one chunk, computed on top of the stored ones before it; None if that failed."""
         cache = cache_of(hit.token_ids, hit.images[:number], self._rows, self._model)
         return self._of_next(hit, number, cache)
 
     def _all_differences(self, hit: StoredPrefix) -> dict[int, Difference] | None:
-        """The chunks that differ from what the model computes from nothing. None if it failed."""
+        """Return the chunks that differ from what the model computes from nothing, by number; None
+        if it failed."""
         cache = cache_of(hit.token_ids, (), self._rows, self._model)
         differ = {}
         for number in range(len(hit.images)):
@@ -142,7 +147,7 @@ class Auditor:
         return differ
 
     def _of_next(self, hit: StoredPrefix, number: int, cache: Any) -> Difference | None:  # noqa: ANN401
-        """Append a chunk to a cache, and compare it with its record."""
+        """Append a chunk's KV to a cache, and compare it with its record; None if that failed."""
         size = self._rows.schema.chunk_tokens
         first = number * size
         token_ids = hit.token_ids[first : first + size]
@@ -154,14 +159,14 @@ class Auditor:
     # ---- verdicts
 
     def _pass(self, hit: StoredPrefix) -> None:
-        """A whole hit agrees with the model."""
+        """Note that the compared chunks of a hit agree with the model."""
         if self._suspects and set(hit.keys) <= self._not_evidence:
             return
         self._has_passed = True
         self._clear(())
 
     def _judge(self, hit: StoredPrefix, differ: dict[int, Difference]) -> None:
-        """Some records differ from what the model computes for their tokens."""
+        """Decide whether the records that differ are wrong, or another model's."""
         first = min(differ)
         bad = [hit.keys[number] for number in differ]
         self._differed.update(dict.fromkeys(bad, False))
@@ -174,7 +179,7 @@ class Auditor:
             differ[first].describe(self._rows),
         )
         if len(differ) < len(hit.keys) - first:
-            # One behind it agrees: so the model is the one that stored it.
+            # A record behind the first that differs agrees: so this model is the one that stored.
             self._clear(bad)
         elif not self._suspects:
             self._suspects = bad
@@ -194,8 +199,8 @@ class Auditor:
             )
 
     def _clear(self, bad: Sequence[ChunkKey]) -> None:
-        """The model is the right one: the records that differ are taken out, and may be stored
-        again."""
+        """Take the suspects and `bad` out of the store: the model is the right one. They may be
+        stored again."""
         taken = [*self._suspects, *bad]
         for key in taken:
             self._store.discard(key, OTHER_KV)

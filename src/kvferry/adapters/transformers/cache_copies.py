@@ -1,8 +1,11 @@
-"""Copies between the layers of a Transformers cache and images of records.
+"""Copies KV between a Transformers cache and record images. An image is a record in memory.
 
-A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included; a record
-component holds `[layers, heads, tokens, K|V]` of visible tokens. A row of a cache is one sequence
-of the batch. In a cache, latents are the keys and rotated keys the values.
+A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included. A row is one
+sequence of the batch (but `CacheLayer.row` is a layer's index in its group). A group of a record
+holds `[layers, heads, tokens, K|V]`, without padding. For latent attention (MLA), the cache keeps
+latents as keys and rotated keys as values.
+
+Callers: `StoredKV` (`fill` to load, `gather` to save), audit.py and recompute.py (`cache_of`).
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
-    """The namespace of a model's records, and where each layer's rows stand in one."""
+    """Return the namespace of a model's records, and where each layer's rows lie in a record."""
     namespace = Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
     schema = RecordSchema.for_groups(
         namespace=namespace.digest, chunk_tokens=config.chunk_tokens, groups=model.groups
@@ -38,15 +41,15 @@ def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, 
 
 
 def first_kept(cache: Any) -> int:
-    """The first token that every layer still has: sliding-window layers drop earlier ones."""
+    """Return the first token that every layer has; sliding-window layers drop earlier ones."""
     length = int(cache.get_seq_length())
     return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
 
 
 def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
-    """A new image of one chunk, `head | group 0 | ...` as in the file but with an empty head, from
-    one row of a cache that has its tokens in every layer. `first_token` counts from the row's
-    first, padding included."""
+    """Make the image of one chunk from one row of a cache: `head | group 0 | ...` as in the record
+    file, with an empty head. Every layer must still have the chunk's tokens (see `first_kept`).
+    `first_token` counts from the row's first token, padding included."""
     image = memoryview(mmap.mmap(-1, rows.slot_bytes))
     into = tensors_of(rows, image)
     length = cache.get_seq_length()
@@ -62,12 +65,12 @@ def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: 
 
 
 class StoredRow(NamedTuple):
-    """What is stored of one row of a batch."""
+    """The stored chunks of one row of a batch."""
 
     num_padding: int
     images: list[memoryview]
-    """Of its leading chunks after the padding. They reach to the last of the tokens to fill; the
-    last chunk may go past it."""
+    """Images of the row's leading chunks, behind the padding. They must cover all tokens to fill;
+    only the last chunk may go past their end."""
 
 
 def fill(
@@ -77,7 +80,7 @@ def fill(
     model: HostModel,
     num_tokens: int,
 ) -> None:
-    """Put the first tokens of each row into a new cache: zeros for padding, then chunks."""
+    """Fill a new cache with `num_tokens` of each row, padding included: zeros, then the chunks."""
     tensors = [[tensors_of(rows, image) for image in each.images] for each in stored]
     size = rows.schema.chunk_tokens
     for number, place in enumerate(model.layers):
@@ -99,7 +102,7 @@ def fill(
 def cache_of(
     token_ids: list[int], images: Sequence[memoryview], rows: RankRows, model: HostModel
 ) -> LoadedCache:
-    """A new cache of one prompt without padding, with its leading chunks in it."""
+    """Make a cache of one prompt without padding, filled with its leading chunks."""
     from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
     cache = LoadedCache([token_ids], [Prompt(0, token_ids)])

@@ -3,8 +3,8 @@
 A model changed after loading (trained, merged, quantised, pruned) computes different KV from the
 model in its directory. This module refuses every change that it can detect, and names it.
 
-Made by `StoredKV`; `load` and `save` ask `is_unchanged`, and so does `Provenance` in hooks of the
-caller's forwards.
+`StoredKV` makes one; its `load` and `save` ask `is_unchanged`, and so do the hooks of `Provenance`
+in the caller's forwards.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -47,32 +47,32 @@ _ROUNDING = 0.02
 """Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
 
 _SAMPLES_PER_LOOK = 16
-"""Parameters whose values one look compares; the next look goes on with others."""
+"""Number of parameters of which one look compares values; the next look goes on with others."""
 
 _VALUES_PER_SAMPLE = 64
 """At least so many values of a parameter are compared, if it has them."""
 
 
 class CacheLayer(NamedTuple):
-    """One layer of the model's cache, and where its KV stands in a record."""
+    """One layer of the model's cache, and where its KV lies in a record."""
 
     group: int
     row: int
-    """Its index within the layers of the group."""
+    """Index of the layer among those of its group."""
     num_kv_heads: int
     key_size: int
     """Elements per token and head of the cache's keys; the latent of latent attention."""
     value_size: int
-    """Of the cache's values; the rotated key of latent attention."""
+    """Elements per token and head of the cache's values; the rotated key of latent attention."""
     has_pairs_apart: bool
-    """Of the values, where they are rotated keys; see `engine.kv_pool.pairs_together`."""
+    """Whether the values are rotated keys as `engine.kv_pool.pairs_apart` makes them."""
     dtype: torch.dtype
 
     def mismatch(
         self, layer: Any, num_tokens: int | None = None, *, num_rows: int = 1
     ) -> tuple[str, str] | None:
-        """The actual and the expected form of the first tensor that does not match; None if keys
-        and values both match. `num_tokens` None accepts any number of tokens."""
+        """Return the actual and the expected form of the first tensor that does not match; None if
+        keys and values both match. `num_tokens` None accepts any number of tokens."""
         for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
             count = tensor.shape[-2] if num_tokens is None else num_tokens
             shape = (num_rows, self.num_kv_heads, count, size)
@@ -82,18 +82,18 @@ class CacheLayer(NamedTuple):
 
 
 class Watcher:
-    """Base class for observers: their hooks do not change the model's computation."""
+    """Base class of objects whose hooks only observe, and so do not count as a change."""
 
 
 class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity, groups: as the embedded engine's, so that both share records.
-        tolerances: for comparisons of KV.
-        layers: in the order of the model's cache.
-        layer_devices: where the KV of each layer is.
-        vocab_size: token ids are below it.
+        identity, groups: equal to the embedded engine's, so that both share records.
+        tolerances: tolerances for comparisons of KV.
+        layers: layers in the order of the model's cache.
+        layer_devices: the device of each layer's KV.
+        vocab_size: bound that all token ids are below.
 
     Raises:
         ConfigError: the model's KV has no certain identity or no record form; names the reason.
@@ -163,9 +163,10 @@ class HostModel:
         ]
 
     def num_visible(self, token_ids: list[int]) -> int:
-        """The number of leading tokens before the first that seems to be masked padding, where the
-        caller gave no mask. `generate` then masks padding tokens, unless padding also ends
-        sequences; in that case two of them in front mean a padded batch, and nothing is usable."""
+        """Return how many leading tokens are visible if the caller gave no mask: those before the
+        first padding token, which `generate` then masks. Where the padding token also ends
+        sequences, `generate` masks none; two in front then mean a padded batch: nothing is usable.
+        """
         padding, ends = self._padding_and_ends()
         if padding is None or padding not in token_ids:
             return len(token_ids)
@@ -174,9 +175,9 @@ class HostModel:
         return token_ids.index(padding)
 
     def num_answered(self, token_ids: list[int], first: int) -> int:
-        """The number of leading tokens up to the end of the first answer: through its end token, or
-        up to padding, at or after `first`; without either, all. In a batch, padding follows the end
-        token, and a later turn may mask it."""
+        """Return the number of tokens up to the end of the first answer, which starts at `first`:
+        through its end token, or up to padding; all if there is neither. In a batch, padding
+        follows the end token, and a later turn may mask it."""
         padding, ends = self._padding_and_ends()
         for position in range(first, len(token_ids)):
             if token_ids[position] in ends:
@@ -191,7 +192,7 @@ class HostModel:
         return getattr(generation, "pad_token_id", None), ends if isinstance(ends, list) else [ends]
 
     def _look(self) -> object:
-        """A value that changes with an optimizer step, a merge, a move, a cast, a switch to
+        """Return a value that changes with an optimizer step, a merge, a move, a cast, a switch to
         training, a new hook, function or setting of a module, and under autocast."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         return (
@@ -261,8 +262,8 @@ class HostModel:
 
 
 def _settings(module: Any) -> tuple[Any, ...]:
-    """What decides a module's computation besides its tensors: its class, its numbers and switches,
-    and the functions that it calls."""
+    """Return what decides a module's computation besides its tensors: class, hooks, numbers,
+    switches and functions."""
     own = vars(module)
     hooks = (own.get("_forward_pre_hooks"), own.get("_forward_hooks"))
     return (
@@ -284,7 +285,7 @@ def _settings(module: Any) -> tuple[Any, ...]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few values, evenly spaced."""
+    """Copy a few values, evenly spaced, to the CPU."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, flat.numel() // _VALUES_PER_SAMPLE)].to("cpu", copy=True)
 
@@ -306,8 +307,8 @@ def _layers_of_run(
 
 
 def _differ_before_last(layer: Any, other: Any) -> bool:
-    """Whether KV before the last token differs by more than rounding, which may depend on the last
-    token where experts are chosen."""
+    """Whether KV before the last token differs by more than rounding. Rounding may depend on the
+    last token where experts are chosen."""
     for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
         ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
         if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
@@ -373,7 +374,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _directory_of(model: Any) -> Path:
-    """The directory that the model was loaded from; may be in the cache of a model hub."""
+    """Return the directory that the model was loaded from, maybe in the cache of a model hub."""
     from transformers.utils.hub import cached_file
 
     name = model.name_or_path

@@ -1,7 +1,7 @@
-"""The identity of a loaded model, as far as it is in memory: settings, code, buffers and dtypes.
+"""The part of a loaded model's identity that only memory shows: settings, code, buffers, dtypes.
 
-The rest of it is in the model's directory. A model as `from_pretrained(directory, dtype=...)` makes
-it deviates in nothing, so it shares records with the engines that load the same directory.
+The rest is in the model's directory. A model as `from_pretrained(directory, dtype=...)` makes it
+has no deviations, so it shares records with engines that load that directory. `HostModel` calls it.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -36,8 +36,8 @@ from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, relevant_config
 
 _WITHOUT_EFFECT = {"architectures", "dtype", "pad_token_id", "pretraining_tp", "torch_dtype"}
-"""Fields that users set on a loaded model's config, or that loading sets, and that no KV byte
-depends on; the dtype enters the identity as the model has it."""
+"""Config fields that users or loading may set, and on which no KV byte depends. The model's own
+dtype enters the identity separately."""
 
 _ATTENTION_KINDS = {
     "eager": "eager",
@@ -47,14 +47,14 @@ _ATTENTION_KINDS = {
     "flash_attention_3": "flash",
     "flash_attention_4": "flash",
 }
-"""Names of implementations that compute plain attention alike, each with the beginning of the names
-of its functions. Those that start with `paged|` need a cache of their own."""
+"""Attention implementations that compute plain attention alike, each with the prefix of its
+functions' names. Not those named `paged|...`, which need a cache of their own."""
 
 _BUFFER_TOLERANCE = 1e-6
 """Relative; devices differ in the last bits of a power."""
 
 _UNMAKEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, ImportError)
-"""Errors of a class that cannot be made of its config alone."""
+"""Errors of a model class that cannot be made from its config alone."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -65,7 +65,7 @@ _MAX_ROW_BYTES = 64 * 1024
 
 
 def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
-    """What decides the model's KV and is not in its directory; part of the identity.
+    """Return the part of the identity that decides the model's KV and is not in its directory.
 
     Args:
         model: a loaded causal LM.
@@ -75,8 +75,8 @@ def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
         Empty for a model as `from_pretrained` makes it. Otherwise some of: `overrides`, the fields
         in which the running config differs; `code`, the names of functions and classes that are not
         Transformers' own; `attention`, the implementations that may ignore what the model asks of
-        attention; `buffers`, a digest of those that the class does not make of the config;
-        `dtypes`, of tensors that are kept in another one than the model.
+        attention; `buffers`, a digest of the buffers that differ from those that the class makes;
+        `dtypes`, the dtypes of tensors that are not kept as `from_pretrained` keeps them.
     """
     found: dict[str, JsonValue] = {
         "overrides": _overrides(model, stored_config),
@@ -99,8 +99,8 @@ def refuse_other_code(model: Any) -> None:
 
 
 def called_functions(model: Any) -> tuple[object, ...]:
-    """The functions of no module that compute the model's attention, masks and experts; compares
-    unequal when one of them was replaced or another implementation was chosen."""
+    """Return the functions, not methods, that modules of the model call. The result compares
+    unequal once one was replaced, or another attention or expert implementation was chosen."""
     return tuple(_called(model).items())
 
 
@@ -108,7 +108,7 @@ def called_functions(model: Any) -> tuple[object, ...]:
 
 
 def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
-    """Fields in which the running model's config differs from that of its directory."""
+    """Return the fields in which the running model's config differs from its directory's."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     stored, running = (
@@ -117,7 +117,7 @@ def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
     )
     own_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored_config)]
     if type(model) is own_class:
-        # Some types of config run the class of another: one loaded by that class has its type.
+        # A config type may share another type's model class; a loaded model then has that type.
         running["model_type"] = stored.get("model_type")
     return {
         name: running.get(name)
@@ -127,8 +127,8 @@ def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
 
 
 def _decisive(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`config` without the fields of no effect, also inside its sub-configs, which loading gives a
-    dtype, too."""
+    """Return `config` without the fields of no effect, also in its sub-configs, to which loading
+    adds a dtype."""
     return {
         name: _decisive(value) if isinstance(value, Mapping) and name.endswith("_config") else value
         for name, value in relevant_config(config).items()
@@ -140,8 +140,8 @@ def _decisive(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _called(model: Any) -> dict[tuple[str, str, str], Any]:
-    """Functions of Transformers' interfaces and of modeling files that the model's modules call,
-    by file, place and name; None for a name without a function."""
+    """Return the functions of Transformers' interfaces and of modeling files that the model's
+    modules call, by file, place and name; None for a name without a function."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     found: dict[tuple[str, str, str], Any] = {}
@@ -167,8 +167,8 @@ def _called(model: Any) -> dict[tuple[str, str, str], Any]:
 
 
 def _forwards(model: Any) -> Iterator[tuple[FunctionType, Any]]:
-    """The innermost `forward` and the config, if any, of the model's modules; once for modules of
-    one class and config."""
+    """Yield the innermost `forward` and the config, if any, of the model's modules; once for
+    modules of one class and config."""
     found = {}
     for module in model.modules():
         config = vars(module).get("config")
@@ -180,7 +180,7 @@ def _forwards(model: Any) -> Iterator[tuple[FunctionType, Any]]:
 
 
 def _other_code(model: Any) -> Iterator[str]:
-    """Names of the functions and classes that compute the model and are not Transformers' own."""
+    """Yield names of functions and classes that compute the model and are not Transformers' own."""
     for kind in dict.fromkeys(map(type, model.modules())):
         if not is_library_class(kind):
             yield f"class {_name(kind)}"
@@ -204,7 +204,7 @@ def _other_code(model: Any) -> Iterator[str]:
 
 
 def _name(code: Any) -> str:
-    """Without the path that a dynamic module has in its name."""
+    """Return file and name of a function or class, without the path in a dynamic module's name."""
     file = str(getattr(code, "__module__", "")).rpartition(".")[2]
     return f"{file}.{getattr(code, '__qualname__', type(code).__name__)}"
 
@@ -213,9 +213,9 @@ def _name(code: Any) -> str:
 
 
 def _unsure_attention(model: Any) -> list[str]:
-    """Implementations of the model's attention, if it asks for more than plain attention: only
-    "eager" is certain to do so. Others may ignore it (Gemma 2's soft-capping by "sdpa" before
-    Transformers 5, sinks), which depends on their versions. Empty if all compute the same."""
+    """If the model asks for more than plain attention, return its implementations other than
+    "eager", and library versions: some ignore it (Gemma 2's soft-capping by "sdpa" before
+    Transformers 5, sinks). Empty if all compute the same."""
     names = {config._attn_implementation for config in _attention_configs(model)} - {None, "eager"}
     if not names or not _asks_for_more(model):
         return []
@@ -271,7 +271,7 @@ def _asks_for_more(model: Any) -> bool:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes the tensors of `torch.empty`, as parameters are, without memory. Of this thread."""
+    """A mode of this thread: `torch.empty`, which makes the parameters, takes no memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -283,9 +283,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _changed_buffers(model: Any) -> str | None:
-    """Digest of the buffers that no file holds and that the model's class does not make of the
-    config; None if there are none. `model.to(torch.bfloat16)` rounds rotary frequencies,
-    `from_pretrained(dtype=torch.bfloat16)` does not."""
+    """Return a digest of the buffers that no file holds and that differ from those that the model's
+    class makes from the config; None without any. For example, `model.to(torch.bfloat16)` rounds
+    rotary frequencies, `from_pretrained(dtype=torch.bfloat16)` does not."""
     in_files = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name not in in_files}
     expected = _made_buffers(model) if buffers else {}
@@ -300,7 +300,7 @@ def _changed_buffers(model: Any) -> str | None:
 
 
 def _made_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """The buffers of a model of this class, config and dtype; none if it cannot be made."""
+    """Make a model of this class, config and dtype, and return its buffers; none if that fails."""
     try:
         with LOADING, quiet_transformers(), torch.random.fork_rng(devices=[]), _EmptyOnMeta():
             made = type(model)._from_config(
@@ -320,7 +320,7 @@ def _is_same(value: torch.Tensor, expected: torch.Tensor | None) -> bool:
 
 
 def _other_dtypes(model: Any) -> dict[str, JsonValue]:
-    """The dtypes of parameters and stored buffers that are not kept as `from_pretrained` does."""
+    """Return the dtypes of parameters and stored buffers not kept as `from_pretrained` does."""
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if model.dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -339,12 +339,12 @@ def _other_dtypes(model: Any) -> dict[str, JsonValue]:
 def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Refuse tensors that differ from those stored under their names in `directory`.
 
-    Compares some rows of every tensor. Identity is the digest of all bytes; this check catches a
-    model that was trained, merged or patched in memory after it was loaded, which no digest of
-    files can see and which changes nearly every row.
+    Compares some rows of every tensor. The identity is a digest of the files, which cannot show
+    that a model was trained, merged or patched in memory after it was loaded. Such a change alters
+    nearly every row, so a few rows show it.
 
-    Reads the files that Transformers would load. Passes over tensors that it renames or builds from
-    several, other formats than safetensors, and files that cannot be read.
+    Reads the files that Transformers would load. Skips tensors that Transformers renames or builds
+    from several, formats other than safetensors, and files that cannot be read.
 
     Raises:
         ConfigError: a tensor that differs.
@@ -364,7 +364,7 @@ def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> 
 
 
 def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
-    # By hand, because the library maps files, and one that is cut short then kills the process.
+    # By hand: the library maps files, and a mapped file that is cut short kills the process.
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes")
@@ -377,7 +377,7 @@ def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The files that Transformers loads: one whole file, else the files of the index."""
+    """Return the files that Transformers loads: one whole file, else the files of the index."""
     whole = directory / "model.safetensors"
     if whole.is_file():
         return [whole]

@@ -1,4 +1,4 @@
-"""The cache that `StoredKV.load` returns. The one module here that needs Transformers to import."""
+"""The cache that `StoredKV.load` returns, and checks of it for `save`. Imports Transformers."""
 
 # ruff: noqa: ANN401 - the signatures of the methods are Transformers'.
 
@@ -19,22 +19,22 @@ logger = logging.getLogger(__name__)
 class LoadedCache(DynamicCache):
     """A `DynamicCache` that keeps all tokens in every layer, and knows the prompts it is for.
 
-    Beam search and `num_return_sequences` compute several rows for each prompt: the cache repeats
-    its rows when that begins.
+    Beam search and `num_return_sequences` compute several rows for each prompt; the first `update`
+    with more rows repeats the loaded rows.
 
-    Assisted generation (an assistant model, prompt look-up) computes the whole prompt on top of any
-    cache, as if it were empty: the cache drops the loaded tokens when that begins.
+    Assisted generation (an assistant model, prompt look-up) computes the whole prompt as if the
+    cache were empty; the cache drops its loaded tokens when that begins.
 
     Attributes:
         rows: token ids of the prompts, padding included.
-        prompts: what can be stored of them.
-        num_prompt_tokens: of each row, padding included.
-        attention_mask: that of the prompts, if one was given.
+        prompts: what can be stored of each row.
+        num_prompt_tokens: tokens of each row's prompt, padding included.
+        attention_mask: the mask of the prompts, if one was given.
         num_loaded: tokens of each row that come from the store, padding included.
-        num_certain: tokens of each row that are sure to be those that `generate` returns; all if
-            None.
-        explanation: of each row, what was hit and why the rest was not, as an engine says it of a
-            request; None where `load` was not asked.
+        num_certain: number of leading tokens whose KV surely belongs to the sequence that
+            `generate` returns in the same place; None: all of them.
+        explanation: for each row, what was hit and why the rest was not, in the form of the
+            embedded engine's explanations; None unless `load` was asked to explain.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoadedCache(DynamicCache):
         self._was_dropped = False
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put in loaded KV; `[rows, heads, tokens, size]` each."""
+        """Put loaded KV into an empty layer; `[rows, heads, tokens, size]` each."""
         super().update(keys, values, layer)
         self.num_loaded = keys.shape[-2]
 
@@ -70,7 +70,7 @@ class LoadedCache(DynamicCache):
         """See `DynamicCache.update`.
 
         Raises:
-            ContractError: the first tokens do not follow those that are here.
+            ContractError: the first new tokens do not follow the loaded ones.
         """
         if self._is_new:
             self._check_first(key_states.shape[-2])
@@ -83,8 +83,8 @@ class LoadedCache(DynamicCache):
         return result
 
     def activate_past_recording(self) -> None:
-        """See `Cache.activate_past_recording`. Called before the first tokens by assisted
-        generation alone."""
+        """See `Cache.activate_past_recording`. Only assisted generation calls it before the first
+        tokens are computed."""
         if self._is_new and self.num_loaded > 0:
             logger.info(
                 "assisted generation computes the whole prompt: %d tokens that were loaded are "
@@ -97,19 +97,20 @@ class LoadedCache(DynamicCache):
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """See `Cache.reorder_cache`. From then on, rows are those of beams that go on, not of the
-        sequences that are returned."""
+        """See `Cache.reorder_cache`. From then on, the rows are those of the running beams, not of
+        the sequences that `generate` returns."""
         self.num_certain = self.num_prompt_tokens
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """See `Cache.batch_select_indices`. From then on, any row may be of any prompt."""
+        """See `Cache.batch_select_indices`. From then on, a row may belong to any prompt."""
         self.num_certain = 0
         super().batch_select_indices(indices)
 
     def _check_first(self, num_new: int) -> None:
-        """Refuse first tokens that cannot be those behind the loaded ones."""
-        # One that `generate` got is marked, and `generate` computes what is not loaded yet.
+        """Refuse a first call whose tokens do not complete the prompt: all of it on top of loaded
+        tokens, or a part of it after these were dropped."""
+        # `generate` marks the cache that it is given, and computes only what is not loaded yet.
         is_whole = num_new >= self.num_prompt_tokens
         if self.num_loaded and is_whole and not getattr(self, "_is_user_defined", False):
             raise ContractError(
@@ -135,13 +136,13 @@ def _repeat_rows(layer: Any, num_rows: int) -> None:
 def num_savable(
     cache: Any, shape: CacheShape, rows: list[list[int]], num_tokens: int | None
 ) -> int:
-    """The tokens of each row of a cache that are sure to be those of `rows`, padding included.
+    """Return how many leading tokens of each cache row are surely those of `rows`, with padding.
 
-    Beam search leaves the KV of beams that go on, in an order of their own, and returns others:
-    only the prompts' is sure.
+    Beam search leaves the KV of its running beams, in any order, and returns other sequences: only
+    the KV of the prompts is sure.
 
     Raises:
-        ConfigError: rows or tokens that the cache cannot be of.
+        ConfigError: the cache cannot have been computed from these rows or tokens.
     """
     certain, num_prompts = num_tokens, 1
     if isinstance(cache, LoadedCache):
@@ -160,7 +161,7 @@ def num_savable(
             f"the cache has {shape.num_rows} rows for {num_prompts} prompts, and {len(rows)} "
             "sequences are given; give what generate returned for these prompts"
         )
-    # The last token that was sampled was not computed.
+    # The KV of the last sampled token was not computed.
     if certain is None and not 0 <= len(rows[0]) - shape.num_tokens <= 1:
         raise ConfigError(
             f"the cache holds {shape.num_tokens} tokens and {len(rows[0])} ids are given; give all "
@@ -173,11 +174,11 @@ def num_savable(
 def refuse_other_prompts(
     cache: Any, shape: CacheShape, rows: list[list[int]], prompts: list[Prompt]
 ) -> None:
-    """Raises ConfigError if a cache was loaded for other rows, or for another padding of them."""
+    """Raise ConfigError if a cache was loaded for other rows, or for rows with other padding."""
     if not isinstance(cache, LoadedCache):
         return
-    # A conversation may leave the prompt where nothing was loaded. Several rows may have changed
-    # places, which only whole prompts show.
+    # A single row need agree in its loaded tokens only: a conversation may change what follows.
+    # Several rows may have changed places, which only whole prompts show.
     is_alone = shape.num_rows == len(rows) == 1
     end = cache.num_loaded if is_alone else cache.num_prompt_tokens
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):

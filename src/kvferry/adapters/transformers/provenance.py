@@ -1,7 +1,7 @@
-"""What each cache was computed from: notes of the forwards of a model, taken by hooks.
+"""What each cache was computed from: notes that hooks take of a model's forwards.
 
-A cache is known as long as nothing but plain forwards of the model touched it. What is not known is
-computed again before it is stored, so every doubt here costs time, and nothing else.
+A cache is known as long as only plain forwards of the model touched it. `StoredKV.save` computes an
+unknown cache again before it stores it, so every doubt here costs time, and nothing else.
 
 Not seen: edits by `.data`, which leave no trace on a tensor, and changes of the model that are
 taken back before the next prompt.
@@ -27,23 +27,23 @@ _PLAIN_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"),
     *("labels", "output_attentions", "output_hidden_states", "cache_position"),
 }
-"""Arguments of a forward that do not change KV, or are looked at here."""
+"""Arguments of a forward that do not change KV, or that `Provenance` looks at."""
 
 
 class _Forward(NamedTuple):
-    """Copies of what a forward was given, where the model is: to read them here would wait."""
+    """Copies of a forward's arguments, on the model's device: to read them would wait for it."""
 
     num_before: int
-    """Tokens of each row that were in the cache before."""
+    """Tokens of each row that were in the cache before the forward."""
     input_ids: torch.Tensor
     """`[rows, tokens]`."""
     position_ids: torch.Tensor | None
     """`[rows or 1, tokens]`."""
     num_visible: torch.Tensor | None
-    """`[rows]`, of the tokens in the cache and the new ones; all of them if None."""
+    """`[rows]`: visible tokens, of those in the cache and the new ones; None: all are visible."""
     num_before_each: torch.Tensor | None
-    """`[rows]`: how many tokens are visible up to each, summed. The least if all that are hidden
-    are in front."""
+    """`[rows]`: the number of visible tokens up to each token, summed over the tokens. With n
+    visible tokens it is n(n+1)/2 if all hidden tokens are in front, else more."""
 
     @property
     def num_after(self) -> int:
@@ -57,10 +57,11 @@ class _Row(NamedTuple):
     token_ids: list[int]
     position_ids: list[int]
     num_hidden: int
-    """Tokens in front; -1 if others are hidden."""
+    """Hidden tokens in front; -1 if tokens elsewhere are hidden."""
 
     def is_plain(self, num_padding: int) -> bool:
-        """Whether exactly these tokens in front were hidden, and positions count from there."""
+        """Whether exactly `num_padding` tokens in front were hidden, and positions start at 0
+        behind them."""
         after = self.num_before + len(self.token_ids)
         if self.num_hidden != min(num_padding, after):
             return False
@@ -71,7 +72,7 @@ class _Row(NamedTuple):
 
 
 class _History:
-    """What one cache was computed from."""
+    """What one cache was computed from: loaded prompts, and the forwards that went on from them."""
 
     def __init__(self, loaded: Sequence[Prompt] = (), num_loaded: int = 0) -> None:
         self._loaded = loaded
@@ -87,7 +88,7 @@ class _History:
         self._forwards.append(forward)
 
     def note_tensors(self, cache: Any) -> bool:
-        """Note the tensors of a cache; False if edits of them would not be seen."""
+        """Note the tensors of a cache; False if edits of them would go unnoticed."""
         self._noted = []
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values):
@@ -97,7 +98,7 @@ class _History:
         return True
 
     def is_unchanged(self, cache: Any) -> bool:
-        """Whether a cache has the tensors that were noted, unchanged."""
+        """Whether a cache still has the noted tensors, unedited."""
         tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
         return len(tensors) == len(self._noted) and all(
             (one := reference()) is not None and one is tensor and one._version == version
@@ -105,7 +106,7 @@ class _History:
         )
 
     def prompts(self) -> list[Prompt | None]:
-        """Of each row, its padding and the tokens behind it; None if it is not certain."""
+        """Return each row's padding and the tokens behind it; None for a row that is uncertain."""
         num_rows = len(self._forwards[-1].input_ids) if self._forwards else len(self._loaded)
         read = [_rows_of(forward, num_rows) for forward in self._forwards]
         return [
@@ -127,7 +128,7 @@ class _History:
 
 
 def _rows_of(forward: _Forward, num_rows: int) -> list[_Row]:
-    """What a forward was given for each row; rows that were repeated since have it in common."""
+    """Return what a forward was given for each row; rows that were repeated since share it."""
     before, after = forward.num_before, forward.num_after
     ids = forward.input_ids.tolist()
     at = [list(range(before, after))]
@@ -142,10 +143,10 @@ def _rows_of(forward: _Forward, num_rows: int) -> list[_Row]:
 
 
 class Provenance(Watcher):
-    """Knows what the caches were computed from that a model filled since this was made.
+    """The histories of the caches that a model filled since this object was made.
 
     Args:
-        host: the model whose KV is stored. If there is none, nothing is known.
+        host: the model whose KV is stored; None: nothing is noted.
     """
 
     def __init__(self, host: HostModel | None = None) -> None:
@@ -155,18 +156,18 @@ class Provenance(Watcher):
         self._hooks = [] if host is None else host.watch(self._before, self._after)
 
     def __reduce__(self) -> Any:
-        """A copy of the model gets hooks that do nothing."""
+        """Copy without the model: a copied model gets hooks that do nothing."""
         return (Provenance, ())
 
     def loaded(self, cache: Any, prompts: Sequence[Prompt]) -> None:
-        """A new cache was filled from the store."""
+        """Note that a new cache was filled from the store."""
         trace = _History(prompts, cache.get_seq_length())
         if trace.note_tensors(cache):
             self._traces[cache] = trace
 
     def prompts_of(self, cache: Any) -> list[Prompt | None]:
-        """What each row of a cache was computed from, its padding included; None if that is not
-        certain. No rows if nothing is known."""
+        """Return what each row of a cache was computed from, with its padding; None for a row that
+        is uncertain. An empty list if nothing is known of the cache."""
         trace = self._traces.get(cache)
         return trace.prompts() if trace is not None and trace.is_unchanged(cache) else []
 
@@ -199,7 +200,7 @@ class Provenance(Watcher):
         cache = _cache_in(arguments)
         if cache is not None:
             trace = self._traces.pop(cache, None)
-        else:  # the model made one
+        else:  # the model made its own
             cache, trace = _cache_in(output), _History()
         if cache is None or trace is None:
             return
@@ -214,7 +215,7 @@ class Provenance(Watcher):
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def _forward_of(self, model: Any, arguments: dict[str, Any], before: int) -> _Forward | None:
-        """Copies of the arguments of a forward; None if it is not a plain one of this model."""
+        """Copy the arguments of a forward; None unless it is a plain one of the unchanged model."""
         unknown = (value for name, value in arguments.items() if name not in _PLAIN_ARGUMENTS)
         ids: Any = arguments.get("input_ids")
         mask: Any = arguments.get("attention_mask")
@@ -224,7 +225,7 @@ class Provenance(Watcher):
         num_rows, num_new = ids.shape
         if model.training or torch.is_autocast_enabled(ids.device.type):
             return None
-        # For one token more this would take too long.
+        # Not for each single token of an answer: the check would take too long.
         if (before == 0 or num_new > 1) and not (self._host and self._host.is_unchanged):
             return None
         if at is not None and not (_is_matrix(at, num_new) and len(at) in (1, num_rows)):
@@ -239,7 +240,7 @@ class Provenance(Watcher):
 
 
 def _cache_in(found: Any) -> Any:
-    """The cache among the arguments of a forward, or in its output."""
+    """Return the cache among the arguments of a forward, or in its output; None without one."""
     for name in _CACHE_NAMES:
         cache = found.get(name) if isinstance(found, dict) else None
         if hasattr(cache, "layers"):

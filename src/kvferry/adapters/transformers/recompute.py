@@ -1,7 +1,7 @@
-"""Computes a cache of unknown origin again before it is stored.
+"""Computes a cache of unknown origin again before `StoredKV.save` stores it.
 
 A cache does not show what it was computed from: another prompt, other positions, another model or
-an edit leave tensors of the same shapes. What the model computes for the given tokens shows it.
+an edit leave tensors of the same shapes. Computing the given tokens again shows it.
 """
 
 # ruff: noqa: ANN401 - caches share no typed surface.
@@ -25,7 +25,7 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _TOKENS_AT_ONCE = 512
-"""A forward makes logits of all its tokens, which take more memory than their KV."""
+"""Tokens per forward, which makes logits of them all; these take more memory than their KV."""
 
 
 class CachedChunk(NamedTuple):
@@ -34,15 +34,15 @@ class CachedChunk(NamedTuple):
     row: int
     prompt: Prompt
     first_token: int
-    """Counted from the first behind the padding."""
+    """Position in the prompt, without its padding."""
 
 
 Image = tuple[ChunkKey, int, memoryview]
-"""Key, first token and image (head still empty) of a record."""
+"""Key, first token and image (the bytes in memory, head still empty) of a record."""
 
 
 class Recomputer:
-    """Computes chunks of a cache again, and refuses a cache that has others."""
+    """Computes chunks of a cache again, and refuses a cache whose KV differs."""
 
     def __init__(self, model: HostModel, rows: RankRows, observer: Observer) -> None:
         self._model = model
@@ -57,15 +57,15 @@ class Recomputer:
         stored: Sequence[memoryview],
         deadline: float,
     ) -> Iterator[Image]:
-        """Chunks of one row, as the model computes them now: a comparison tolerates rounding, and
-        with it small edits, which must not be stored. No chunk if the model fails, and only those
-        that were computed before the deadline.
+        """Yield chunks of one row as the model computes them now, not those of the cache: their
+        comparison tolerates rounding, and so small edits, which must not be stored. Yield none if
+        the model fails, and only those that were computed before the deadline.
 
         Args:
-            stored: records of the row's first chunks, to go on from.
+            stored: images of the row's first chunks, to compute the others on top of.
 
         Raises:
-            ConfigError: the cache has others.
+            ConfigError: the cache has other KV.
         """
         self._tell()
         size = self._rows.schema.chunk_tokens
@@ -104,7 +104,7 @@ class Recomputer:
     def _computed(
         self, token_ids: list[int], stored: Sequence[memoryview], deadline: float
     ) -> Any | None:
-        """A cache of these tokens, as far as time allows; None if the model fails."""
+        """Compute a cache of these tokens, as far as time allows; None if the model fails."""
         cache = cache_of(token_ids, stored, self._rows, self._model)
         first = len(stored) * self._rows.schema.chunk_tokens
         for start in range(first, len(token_ids), _TOKENS_AT_ONCE):
@@ -118,7 +118,7 @@ class Recomputer:
         return cache
 
     def _difference(self, cache: Any, own: Any, chunks: Iterable[CachedChunk]) -> str | None:
-        """Where a cache differs from what was computed by more than rounding."""
+        """Say where a cache differs from what was computed by more than rounding; None: nowhere."""
         for row, prompt, token in chunks:
             computed = gather(self._rows, own, self._model, 0, token)
             found = gather(self._rows, cache, self._model, row, prompt.num_padding + token)

@@ -1,4 +1,4 @@
-"""The front end: a cache for `model.generate`, filled from a store, and stored afterwards."""
+"""`StoredKV`, the front end: loads a cache for `model.generate`, and saves it afterwards."""
 
 # ruff: noqa: ANN401 - the models, caches and token ids of Transformers share no typed surface.
 
@@ -56,7 +56,7 @@ READY_SECONDS = 0.5
 
 
 def _num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """The chunks that begin within the first tokens."""
+    """Return how many chunks begin within the first `num_tokens`."""
     return max(0, -(-num_tokens // chunk_tokens))
 
 
@@ -72,10 +72,10 @@ def _is_of(known: Prompt | None, prompt: Prompt, num_tokens: int) -> bool:
 class StoredKV:
     """The KV of one model in a store: read before `model.generate`, written after it.
 
-    Guarantee: `load` verifies every byte that it returns against the checksums of its record. The
-    first hit is compared with what the model computes, too: its first chunk and one other; the
-    option `audit` compares more hits, or none. A store that fails or stalls costs a bounded time,
-    and is counted.
+    Guarantee: `load` verifies every byte that it returns against the checksums of its record. It
+    also audits the first hit: it computes the first chunk and one other, and compares them with
+    their records. The option `audit` sets whether more hits are audited, or none. A store that
+    fails or stalls costs a bounded time, and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -99,9 +99,9 @@ class StoredKV:
 
         Args:
             model: a causal LM from `from_pretrained`, on its device and in eval mode.
-            store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, those
-                of several tiers, nearest first, or an open store, which is closed with this.
-            model_dir: with the model's config.json and weights, unless `name_or_path` leads there.
+            store: URL of a store, for example `file:///var/cache/kvferry?max_bytes=10GiB`, URLs of
+                several tiers, nearest first, or an open store, which `close` closes.
+            model_dir: directory of config.json and weights; None: the model's `name_or_path`.
             observer: receives counts.
             config: fields of `StoredKVConfig`.
 
@@ -136,7 +136,7 @@ class StoredKV:
 
     @property
     def namespace(self) -> str:
-        """Of all records that this reads and writes, in hexadecimal, as `kvferry ls` shows it."""
+        """The namespace of all records read and written here, in hexadecimal as in `kvferry ls`."""
         return self._rows.schema.namespace.hex()
 
     # ---- loading
@@ -149,26 +149,26 @@ class StoredKV:
         max_load_tokens: int | None = None,
         explain: bool = False,
     ) -> Any:
-        """A new cache with the longest prefix of `input_ids` that is stored, but never the last
-        token, which `generate` needs. Empty if there is none.
+        """Return a new cache with the longest stored prefix of `input_ids`, but never the last
+        token, which `generate` has to compute. Empty if nothing is stored.
 
-        In a batch, all rows begin at one token: the prefix ends where the first row knows no more.
+        All rows of a batch load equally many tokens: the first that misses a chunk ends the prefix.
 
-        Layers with a sliding window keep all tokens, too, so that all of them can be stored.
+        Sliding-window layers of this cache keep all tokens, too, so that `save` can store them.
 
         Args:
             input_ids: one prompt: `[1, num_tokens]`, `[num_tokens]` or a list of token ids. A
                 batch: `[rows, num_tokens]`, padded on the left.
             attention_mask: the mask for `generate`, of the same shape. Without one, padding is
-                judged by the ids, and nothing is read behind it.
-            max_load_tokens: read so many of each row at most; None: all that are there.
-            explain: say in `explanation` of the cache, for each row, what was hit and why the rest
+                recognised by its id, and nothing is loaded from the first padding token on.
+            max_load_tokens: tokens to load of each row at most; None: all that are stored.
+            explain: put into the cache's `explanation`, for each row, what was hit and why the rest
                 was not (docs/request-options.md).
 
         Returns:
             A `DynamicCache` to pass to `generate` as `cache` (`past_key_values` before Transformers
-            5.24), with all of `input_ids` and the mask. `get_seq_length()` is how many tokens of
-            a row are there, padding included.
+            5.24), with all of `input_ids` and the mask. `get_seq_length()` is the number of loaded
+            tokens of each row, padding included.
 
         Raises:
             ConfigError: malformed ids or a malformed mask.
@@ -199,7 +199,7 @@ class StoredKV:
         return cache
 
     def _load_into(self, cache: LoadedCache, chains: list[list[ChunkKey]], limit: int) -> None:
-        """Fill a new cache with what is stored of its rows, `limit` tokens of each at most."""
+        """Fill a new cache with the stored chunks of its rows, at most `limit` tokens of each."""
         started = time.perf_counter()
         prompts, num_rows = cache.prompts, len(cache.prompts)
         found = self._read_right(prompts, chains, limit)
@@ -220,7 +220,8 @@ class StoredKV:
     def _read_right(
         self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
     ) -> tuple[list[StoredRow], int] | None:
-        """What `_read` finds, as far as it is right where it is audited; None if there is none."""
+        """Return what `_read` finds, unless an audit refuses it: then read again without the
+        records found wrong. None if nothing usable is stored."""
         while not self._auditor.is_other:
             stored, num_tokens = self._read(prompts, chains, limit)
             longest = max(range(len(stored)), key=lambda number: len(stored[number].images))
@@ -240,8 +241,8 @@ class StoredKV:
     def _read(
         self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
     ) -> tuple[list[StoredRow], int]:
-        """What is stored of the first tokens of each row, and how many tokens of every row that
-        is, at most `limit`, padding included."""
+        """Return the stored chunks of each row's first tokens, and how many tokens of a row these
+        are, padding included: as many for every row, at most `limit`."""
         deadline = time.monotonic() + self._config.load_timeout_seconds
         size = self._config.chunk_tokens
         known: dict[ChunkKey, memoryview] = {}
@@ -267,10 +268,10 @@ class StoredKV:
         num_tokens: int | None = None,
         pin: float = 0.0,
     ) -> int:
-        """Store the whole chunks of a cache that are not stored yet, of every row.
+        """Store the whole chunks of every row of a cache that are not stored yet.
 
-        A cache that is not known to be computed by this model, from these tokens, is computed again
-        and compared first.
+        Unless it is known that this model computed the cache from these tokens, computes its KV
+        again first, and compares.
 
         Blocks until they are written, but not much longer than `save_timeout_seconds`. After beam
         search, only the prompts are stored: the cache holds other answers than those returned.
@@ -278,19 +279,19 @@ class StoredKV:
         Args:
             token_ids: all tokens that the cache was computed from: the output of `generate`, or the
                 prompts alone after a forward. The keys of the records are made of them.
-            cache: a `DynamicCache`, from `load` or not. Where layers dropped tokens behind their
-                sliding window, these are not stored. One of several rows that is not from `load`
+            cache: a `DynamicCache`, from `load` or not. Chunks with tokens that a sliding-window
+                layer has dropped are not stored. A cache of several rows that is not from `load`
                 needs `num_tokens`.
-            attention_mask: the mask that was used, or its part for the prompts. Without one, that
-                of `load`, and rows of a batch are stored up to the end of their first answer; if
-                there was none, padding is judged by the ids.
-            num_tokens: store only so many of each row, padding included, for example those of the
-                prompt and not the answer.
-            pin: seconds from now for which these chunks are kept from eviction, a day at most, by a
-                store that can (docs/request-options.md).
+            attention_mask: the mask that was used, or its part for the prompts. None: the mask that
+                `load` was given; rows of a batch are then stored up to the end of their first
+                answer. Without any mask, padding is recognised by its id.
+            num_tokens: tokens of each row to store at most, padding included; for example those of
+                the prompt, without the answer.
+            pin: seconds from now for which a store that can pin keeps these chunks from eviction, a
+                day at most (docs/request-options.md).
 
         Returns:
-            Tokens newly stored.
+            Number of tokens newly stored.
 
         Raises:
             ConfigError: a cache of another kind, model, length, prompt or mask, or with other KV
@@ -326,13 +327,13 @@ class StoredKV:
         chains: list[list[ChunkKey]],
         pin_seconds: float,
     ) -> int:
-        """Store these chunks of a cache; the number of those stored. All of `chains` count as
-        used, and are kept for so long."""
+        """Store the chunks `wanted` of a cache, and return how many were stored. Touch all keys of
+        `chains`, and pin them for `pin_seconds`."""
         deadline = time.monotonic() + self._config.save_timeout_seconds
         num_stored = self._records.put_all(self._images(cache, wanted, chains), deadline)
         if num_stored == len(wanted):
             self._auditor.stored(wanted)
-        # After the writes, each of which counts as a use: prefixes must not be evicted first.
+        # After the writes, because each counts as a use, and prefixes must not be evicted first.
         for keys in chains:
             self._store.touch(keys)
             if pin_seconds > 0.0 and not self._store.pin_for(keys, pin_seconds):
@@ -340,7 +341,7 @@ class StoredKV:
         return num_stored
 
     def _prompts_of(self, cache: Any, rows: list[list[int]], attention_mask: Any) -> list[Prompt]:
-        """What can be stored of each row, by the mask or by the one that `load` was given."""
+        """Return what can be stored of each row, by this mask or by the one given to `load`."""
         from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
         if attention_mask is not None or not isinstance(cache, LoadedCache):
@@ -356,7 +357,7 @@ class StoredKV:
     def _not_stored(
         self, cache: Any, num_rows: int, prompts: list[Prompt], chains: list[list[ChunkKey]]
     ) -> dict[ChunkKey, CachedChunk]:
-        """The chunks of a cache that are not stored yet."""
+        """Return the chunks that every layer of a cache still has and that are not stored yet."""
         size, kept = self._config.chunk_tokens, first_kept(cache)
         if kept:
             self._observer.count("save_windowed")
@@ -371,12 +372,13 @@ class StoredKV:
     def _images(
         self, cache: Any, wanted: dict[ChunkKey, CachedChunk], chains: list[list[ChunkKey]]
     ) -> Iterator[Image]:
-        """Records of the chunks of a cache.
+        """Yield images of chunks of a cache. A row that is not known to be computed from its prompt
+        is computed again.
 
         Raises:
             ConfigError: the cache has other KV than the model computes.
         """
-        # The other half is for writing.
+        # The other half of the time is for writing.
         deadline = time.monotonic() + self._config.save_timeout_seconds / 2
         size, known = self._config.chunk_tokens, self._provenance.prompts_of(cache)
         for row, each in groupby(wanted.items(), key=lambda item: item[1].row):
@@ -396,8 +398,8 @@ class StoredKV:
     # ---- checks
 
     def _keys(self, prompt: Prompt, num_tokens: int) -> list[ChunkKey]:
-        """The keys of the chunks in the first tokens of a row, between its padding and any that is
-        hidden after it: behind that, KV depends on more than tokens."""
+        """Return the keys of the whole chunks in the first `num_tokens` of a row, from its padding
+        to the next hidden token: behind that token, KV depends on more than token ids."""
         visible = prompt.token_ids[: max(0, num_tokens - prompt.num_padding)]
         if prompt.num_padding + len(visible) < num_tokens:
             self._observer.count("requests_padded")
@@ -406,7 +408,8 @@ class StoredKV:
         return chain.keys
 
     def _serves(self) -> bool:
-        """Whether the model still is the one whose KV was to be kept."""
+        """Whether the model is unchanged, and no audit found records of another model. Warns once
+        of a change."""
         if self._auditor.is_other:
             return False
         if self._model.is_unchanged:
@@ -424,7 +427,7 @@ class StoredKV:
     # ---- the end
 
     def close(self) -> None:
-        """Wait at most `CLOSE_SECONDS` for reads and writes; close the store. Idempotent."""
+        """Wait at most `CLOSE_SECONDS` for reads and writes, and close the store. Idempotent."""
         if self._closed:
             return
         self._closed = True

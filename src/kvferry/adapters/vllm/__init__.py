@@ -6,7 +6,7 @@
 The name is known to vLLM through the entry point `register`; without entry points, add
 `"kv_connector_module_path": "kvferry.adapters.vllm"`. `docs/vllm.md` has the options.
 
-host.py       the types and functions of this vLLM; the only file that knows versions
+host.py       the types and functions of the installed vLLM; most differences between versions
 plugin.py     the class that vLLM constructs, on vLLM's own base class
 connector.py  how such a class is made for any host; its options, its log at start
 spec.py       vLLM's configuration as an `EngineSpec`, its tensors in a layout of ours
@@ -14,7 +14,7 @@ request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events
 tier.py       a tier of vLLM's own offloading: the class, its options
-tier_rows.py  what it does: look-ups, jobs, each reported once
+tier_rows.py  the tier's work: look-ups, and jobs, each reported once
 tier_identity.py  what gives vLLM's block hashes and rows their meaning
 """
 
@@ -31,8 +31,8 @@ CONNECTOR = "KVFerryConnector"
 
 
 def register() -> None:
-    """Make `"kv_connector": "KVFerryConnector"` enough. Entry point of
-    `vllm.general_plugins`, which every process of vLLM runs, some more than once."""
+    """Make the name `KVFerryConnector` known to vLLM. An entry point of `vllm.general_plugins`,
+    which every process of vLLM calls, some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:

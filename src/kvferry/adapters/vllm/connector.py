@@ -1,4 +1,4 @@
-"""Builds `KVFerryConnector` for any vLLM release: `OneRole` plus options and start-up log."""
+"""Makes the class `KVFerryConnector` for any vLLM: `OneRole` plus options and start-up log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ START_SECONDS = 5.0
 """How long start-up waits for the store to list its records; look-ups before that may miss."""
 
 GAUGE_SECONDS = 1.0
-"""Between two reports of gauges."""
+"""Seconds between two reports of gauges."""
 
 
 class FerryConnector(OneRole):
@@ -52,7 +52,7 @@ class FerryConnector(OneRole):
     Holds the scheduler role or one rank's worker role, and delegates all decisions and transfers.
 
     Attributes:
-        host: the vLLM that constructs it.
+        host: types of the vLLM that constructs it.
         stats_class: `make_stats_class(host.stats)`, importable: its objects cross processes.
         prom_class: `make_prom_class(host.prom_metrics)`.
     """
@@ -173,8 +173,8 @@ class FerryConnector(OneRole):
         layers = self._host_config.compilation_config.static_forward_context
         super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
 
-    # For the sleep mode of vLLM 0.33 and later: between these two calls the memory of the tensors
-    # is not mapped. Their addresses stay, so the same tensors are registered again.
+    # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
+    # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
@@ -196,7 +196,8 @@ class FerryConnector(OneRole):
         if self._step is None or self.host.worker_meta is not None:
             return self.stats_class(data=counted) if counted else None
         # Hosts without a field for worker messages carry them on the stats. They ask the scheduler
-        # for stats only if a worker returned some, so a worker has some in every step with a plan.
+        # for stats only if a worker returned some, so a worker returns some in every step with a
+        # plan.
         stats = self.stats_class(data=counted)
         meta = self._step.lifecycle.output.meta
         stats.carried_meta = None if meta is None else CarriedMeta(meta)
@@ -221,7 +222,7 @@ class FerryConnector(OneRole):
 
 
 def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[Any]) -> type[Any]:
-    """`KVFerryConnector` for `host`; arguments as the attributes of `FerryConnector`."""
+    """Make `KVFerryConnector` for `host`. The arguments become the attributes of the class."""
     # Hosts check that messages are of their own types.
     host.metadata.register(PlanMetadata)
     if host.worker_meta is not None:
@@ -239,11 +240,11 @@ def _addresses(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def connector_options(extra: object) -> dict[str, Any]:
-    """The connector's options from `kv_connector_extra_config`, with a default store. The
+    """Return the connector's options from `kv_connector_extra_config`, with a default store. The
     connector's constructor checks their names and types.
 
     Raises:
-        ConfigError: not an object.
+        ConfigError: `extra` is not an object.
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(f"{WHERE} is a {type(extra).__name__}, not an object")
@@ -256,7 +257,7 @@ def connector_options(extra: object) -> dict[str, Any]:
 
 
 def _default_store() -> str:
-    """In this user's cache directory, where no other user can write."""
+    """Return a URL in this user's cache directory, where no other user can write."""
     try:
         root = user_cache()
     except ConfigError as error:

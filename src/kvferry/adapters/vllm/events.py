@@ -1,7 +1,7 @@
-"""Stored and removed chunks, as vLLM's KV events.
+"""Stored and removed chunks, as vLLM's KV events. Called by `FerryConnector.take_events`.
 
-The hashes are our chunk keys, not vLLM's block hashes: chunks and blocks differ in size, and
-subscribers match events by their tokens.
+The events' hashes are our chunk keys, not vLLM's block hashes: chunks and blocks differ in size,
+and subscribers match events by their tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ logger = logging.getLogger("vllm.kvferry")
 
 
 class EventTranslator:
-    """Makes KV events of vLLM.
+    """Translates events of the scheduler role into KV events of vLLM.
 
     Args:
         events: the host's module of KV events.
-        medium: tier of the store, as the host names it: "STORAGE" or "CPU".
+        medium: the host's name for the tier of the store: "STORAGE" or "CPU".
     """
 
     def __init__(self, events: Any, medium: str) -> None:  # noqa: ANN401 - a module of the host's
@@ -30,9 +30,9 @@ class EventTranslator:
         self._is_known = True
 
     def translate(self, events: Iterable[object]) -> list[Any]:
-        """The host's events, in order; none once the host refused one. A chunk whose
-        content depends on more than its tokens is left out where the host's event has no field for
-        that: a subscriber would take it for the chunk of the tokens alone."""
+        """Return the host's events, in order; none once the host refused one. A chunk whose content
+        depends on more than its tokens is left out where the host's event has no field for that: a
+        subscriber would take it for the chunk of the tokens alone."""
         if not self._is_known:
             return []
         try:
@@ -63,14 +63,14 @@ class EventTranslator:
                 yield self._make(self._events.BlockRemoved, block_hashes=list(event.keys))
 
     def _make(self, kind: type[Any], **values: object) -> Any:  # noqa: ANN401 - the host's
-        """An event, with those of the fields that this vLLM has."""
+        """Make an event, with those of `values` that this vLLM has fields for."""
         values["medium"] = self._medium
         fields = kind.__struct_fields__
         return kind(**{name: value for name, value in values.items() if name in fields})
 
 
 def _extra(extra: ExtraKeys) -> tuple[Any, ...]:
-    """The inputs besides its tokens that decide a chunk's content."""
+    """Return the inputs besides its tokens that decide a chunk's content."""
     found: list[Any] = [] if extra.lora is None else [extra.lora]
     found += [(item.digest, item.offset) for item in extra.items]
     found += [] if extra.cache_salt is None else [extra.cache_salt]

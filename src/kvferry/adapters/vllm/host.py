@@ -1,5 +1,6 @@
-"""The types and functions of this vLLM, looked up once. Only this file of the adapter knows how
-versions differ. It looks for names: builds from source have no version numbers.
+"""The types and functions of the installed vLLM, looked up once. Most version differences are here.
+
+This looks for names, not version numbers: builds from source have none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NEEDED_HOOKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One release of vLLM, as far as a connector sees it.
+    """The types and functions of one vLLM that a connector uses.
 
     Attributes:
         base: its `KVConnectorBase_V1`.
@@ -48,7 +49,7 @@ class Host:
         results: its `KVConnectorTransferResults`; None before 0.30.
         hit_sources: its `CacheHitSource`; None before 0.32.
         events: its module of KV events.
-        load_config: its `get_config`: a model's configuration as it is written.
+        load_config: its `get_config`, which reads a model's configuration as it is written.
     """
 
     base: type[Any]
@@ -64,7 +65,7 @@ class Host:
 
 
 def load_host() -> Host:
-    """Look at the vLLM that is installed.
+    """Look up the types and functions of the installed vLLM.
 
     Raises:
         ConfigError: there is none, or it lacks a hook without which wrong KV might be served.
@@ -101,9 +102,9 @@ def load_host() -> Host:
 
 
 def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  # noqa: ANN401
-    """The instruction set of this vLLM's CPU attention kernels, which decides a block's layout.
-    None if it does not run on a CPU, or for latent attention, which has other kernels.
-    `block_sizes` are those of the KV groups, in tokens."""
+    """Return the instruction set of this vLLM's CPU attention kernels, which decides a block's
+    layout. None if it does not run on a CPU, or for latent attention, which has other kernels.
+    `block_sizes` are the block sizes of the KV groups, in tokens."""
     model = vllm_config.model_config
     if not _on_cpu() or model.use_mla:
         return None
@@ -127,10 +128,10 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
 
 
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
-    """`output` with the stats of the connector class `name` alone; else `output` as it is.
+    """Return `output` with only the stats of connector class `name`, if it holds several classes'.
 
-    Up to 0.17 our workers' messages travel on stats, and `MultiConnector` hands the stats of all
-    its children, by class, to each of them.
+    Up to 0.17, our workers' messages travel on stats, and `MultiConnector` hands the stats of all
+    its children, by class, to each of them. Other `output` is returned as it is.
     """
     stats = output.kv_connector_stats
     held = getattr(stats, "data", None)
@@ -151,11 +152,11 @@ def _on_cpu() -> bool:
 
 
 def constructing_config() -> Any:  # noqa: ANN401 - a `VllmConfig`, or None
-    """The configuration of the engine whose connector is being constructed in this thread; None if
-    there is none.
+    """Return the configuration of the engine whose connector is being constructed in this thread;
+    None if there is none.
 
     vLLM hands a tier names and sizes, but neither the running model's configuration nor where its
-    weights are. The connector that constructs the tier has them: it is among this call's callers.
+    weights are. The connector that constructs the tier has them, so look for it among the callers.
     """
     current = getattr(_module("vllm.config"), "get_current_vllm_config_or_none", None)
     config = None if current is None else current()

@@ -1,6 +1,6 @@
 """Counters of the connector's two halves on their way to vLLM's log line and to Prometheus.
 
-Scheduler half and worker half each add up their counts between two questions of vLLM. vLLM adds up
+The scheduler half and each worker half add up their counts until vLLM asks for them. vLLM adds up
 ranks and halves, hands each sum to Prometheus in the API server, and logs the sum of an interval.
 Gauges travel beside the counts, once a second at most.
 """
@@ -19,19 +19,20 @@ PREFIX = "vllm:kvferry"
 """`LLM.get_metrics` shows only names that begin with vllm:"""
 
 NOW = "now"
-"""Where in the data the gauges are."""
+"""Key of the gauges in the data of stats."""
 
 _BUCKET = "_bucket/"
 
 MULTIPROCESS = "mostrecent"
-"""How Prometheus puts gauges of several API servers together."""
+"""How Prometheus combines gauges of several API servers."""
 
 MAX_REASONS = 32
-"""Of states, in labels of all tiers together; Prometheus keeps each that it has seen."""
+"""Different reasons for states of tiers in labels, at most; Prometheus keeps each that it has seen.
+Further ones are shown as "other"."""
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:
-    """A host's `KVConnectorStats` over our counters.
+    """Make a subclass of a host's `KVConnectorStats` that holds our counters.
 
     `carried_meta` is for hosts without messages from workers to the scheduler: it is merged like
     such messages, and is no part of `data`, which goes on to log and metrics.
@@ -41,8 +42,8 @@ def make_stats_class(base: type[Any]) -> type[Any]:
         carried_meta: CarriedMeta | None = None
 
         def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - the host's
-            """`MultiConnector` reads `stats["data"]`, as of stats that crossed processes, also of
-            those that did not because engine and API share one."""
+            """Serve `MultiConnector`: it reads `stats["data"]` as if stats had crossed processes,
+            also where engine and API server share one."""
             if name != "data":
                 raise KeyError(name)
             return self.data
@@ -86,7 +87,7 @@ class PromFamilies:
 
     Args:
         metric_types: the host's class for each of prometheus_client's.
-        labelnames: of every metric.
+        labelnames: the host's labels of every metric.
     """
 
     def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
@@ -112,13 +113,13 @@ class PromFamilies:
         self._reasons: set[str] = set()
 
     def start(self, labels: list[object]) -> None:
-        """Show an engine before anything happens in it."""
+        """Show an engine's metrics before anything happens in it."""
         self.observe(dict.fromkeys(FROM_ZERO, 0), labels)
         for metric in self._times.values():
             metric.labels(*labels)
 
     def observe(self, data: dict[str, Any], labels: list[object]) -> None:
-        """Add what was counted, and show values as they are now."""
+        """Add counts and durations, and set gauges."""
         data = dict(data)
         for name, value in data.pop(NOW, {}).items():
             self._set(name, value, labels)
@@ -150,7 +151,7 @@ class PromFamilies:
 
 
 def make_prom_class(base: type[Any]) -> type[Any]:
-    """A host's `KVConnectorPromMetrics` for our counters."""
+    """Make a subclass of a host's `KVConnectorPromMetrics` for our counters."""
 
     class FerryPromMetrics(base):  # type: ignore[misc]
         def __init__(
@@ -173,8 +174,9 @@ def make_prom_class(base: type[Any]) -> type[Any]:
 
 
 def _durations(name: str, data: dict[str, Any]) -> list[float]:
-    """Take the durations of one name out of `data`: as many in each bucket as were measured, with
-    the same sum. Where they lay within their buckets is not known; all lie equally far up."""
+    """Take the durations of one name out of `data`. Return as many for each bucket as were
+    measured, with the same sum: where they lay within buckets is not known, so all lie at the same
+    fraction of their bucket."""
     total = data.pop(f"{name}_seconds", 0.0)
     edges = (0.0, *TIME_BOUNDS, max(2 * TIME_BOUNDS[-1], total))
     spans: list[tuple[float, float, int]] = []

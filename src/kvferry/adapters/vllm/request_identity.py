@@ -1,5 +1,6 @@
-"""Identities by content of the things besides tokens that a request brings to a vLLM: LoRA adapters
-and multimodal items. The identity of the model is in `kvferry.v1.running_model`.
+"""Content identities of a vLLM request's LoRA adapter and multimodal items.
+
+The scheduler half of the connector asks for them. `kvferry.v1.running_model` identifies the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RECHECK_SECONDS = 5.0
 
 
 class LoraIdentities:
-    """Digests of LoRA adapters by content. A thread hashes them: the scheduler's does no I/O.
+    """Content digests of LoRA adapters. An I/O thread hashes: the scheduler's thread does no I/O.
 
     Requests with an adapter are not cached until the adapter is hashed, nor after its files changed
     under a running engine. Runs in: scheduler, except for the jobs.
@@ -38,7 +39,7 @@ class LoraIdentities:
         self._next_check: dict[tuple[int, str], float] = {}
 
     def __call__(self, lora_request: Any) -> str | None:  # noqa: ANN401 - the host's
-        """The adapter's identity; None while or if it has none."""
+        """Return the adapter's identity; None while it is being hashed, or if it has none."""
         path = getattr(lora_request, "lora_path", None) or getattr(
             lora_request, "lora_local_path", None
         )
@@ -49,7 +50,7 @@ class LoraIdentities:
         if name not in self._jobs and self._clock() >= self._next_check.get(name, 0.0):
             self._pool = self._pool or IOPool(1, "kvferry-lora")
             self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
-        # While its files are looked at again, they may be others.
+        # While the files are hashed again, they may have changed.
         return None if name in self._jobs else self._digests.get(name)
 
     def _collect(self, name: tuple[int, str]) -> None:
@@ -89,13 +90,13 @@ _SETTINGS = (
 """Fields of vLLM's multimodal configuration that decide what the model sees of an item."""
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Of the model, on how items are prepared."""
+"""Files of the model that say how items are prepared."""
 
 
 class ItemIdentities:
     """Identities of the multimodal items of one engine: vLLM's hash of an item's content, and a
-    digest of the way in which this engine reads items. vLLM's hash covers the item and the
-    request's options, but not the operator's. Runs in: scheduler.
+    digest of how this engine reads items. vLLM's hash covers the item and the request's options,
+    but not the operator's options. Runs in: scheduler.
     """
 
     def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's
@@ -107,14 +108,14 @@ class ItemIdentities:
         self._reading = None if config is None else _reading(config, source)
 
     def __call__(self, identifier: str) -> str | None:
-        """The identity of an item by vLLM's name for it; None if the name is not of its content."""
+        """Return the identity of the item that vLLM calls `identifier`; None if that is no hash."""
         if not self._hashed:
             return None
         return identifier if self._reading is None else f"{self._reading}:{identifier}"
 
 
 def _reading(config: Any, source: Path | None) -> str | None:  # noqa: ANN401 - the host's
-    """Digest of the settings and files that decide how items are read; None without any."""
+    """Return a digest of the settings and files that decide how items are read, if any."""
     found: dict[str, str] = {}
     for name in _SETTINGS:
         value = getattr(config, name, None)

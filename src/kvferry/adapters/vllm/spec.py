@@ -1,8 +1,8 @@
-"""vLLM's configuration as an `EngineSpec`, and its tensors as layouts of ours.
+"""vLLM's configuration as an `EngineSpec`, and its KV tensors as layouts of ours.
 
 vLLM sorts layers into KV groups as suits its allocator. A record sorts them by their content (kv
-heads, size, dtype, window), so that engines with other groups share records. Layers whose KV we
-cannot store are refused here, when the engine starts.
+heads, size, dtype, window), so that engines with other groups share records. When the engine
+starts, `FerryConnector` calls this, which refuses layers whose KV we cannot store.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Layer:
     """One attention layer of the model that this vLLM runs.
 
     Attributes:
-        name: vLLM's.
+        name: vLLM's name of the layer.
         number: position in the model.
-        table: its KV group, and so its block table.
-        block_size: of that table, in tokens.
-        table_window: tokens that the table keeps, for a drafter more than the window; None for all.
-        kind: a group of this layer alone; layers of one kind share a component of records.
+        table: index of its KV group in vLLM, and so of its block table.
+        block_size: tokens per block of that table.
+        table_window: tokens that the table keeps (with a drafter, more than the window); None: all.
+        kind: the form of its KV, as a group of one layer; layers of one kind make a record's group.
     """
 
     name: str
@@ -58,9 +58,10 @@ def engine_spec(
     *,
     publishes: bool,
 ) -> EngineSpec:
-    """The spec of this engine and this rank, without a layout.
+    """Return the spec of this engine and this rank, without a layout (see `with_layout`).
 
-    `kv_cache_config` is None on hosts that do not pass it: then one group of full attention.
+    Hosts that do not pass `kv_cache_config` give None: all layers then form one full-attention
+    group.
 
     Raises:
         ConfigError: a parallel configuration or a kind of layer that is not served.
@@ -91,7 +92,7 @@ def engine_spec(
 
 
 def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
-    """The model's layers by kind, and where each stands in vLLM's tables."""
+    """Group the model's layers by kind; return the groups and each layer's place in the tables."""
     of_kind: dict[KVGroup, list[Layer]] = {}
     for layer in sorted(layers, key=lambda layer: (layer.number, layer.name)):
         of_kind.setdefault(layer.kind, []).append(layer)
@@ -114,7 +115,7 @@ def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[
 
 
 def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
-    """Raises ConfigError for a split of KV that is not served."""
+    """Raise ConfigError for a split of KV that is not served."""
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",
@@ -126,8 +127,8 @@ def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
 
 
 def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
-    """Every layer whose KV is stored, in no particular order. Without the draft layers of
-    speculative decoding: their KV depends on another model, and a wrong draft is only slow."""
+    """Return every layer whose KV is stored, in any order. Draft layers of speculative decoding are
+    left out: their KV depends on another model, and a wrong draft only costs time."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_layers = _num_target_layers(model)
     found, place = [], 0
@@ -157,7 +158,7 @@ def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: 
 
 
 def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN401 - the host's
-    """The form of a layer's KV, without window; block size 0, since any is stored alike."""
+    """Return the form of a layer's KV, without window; block size 0, since all are stored alike."""
     kind = type(spec).__name__
     if kind not in _FULL | _SLIDING:
         raise ConfigError(
@@ -170,7 +171,7 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN
                 f"layer {name} has {attribute}={getattr(spec, attribute)}, which kvferry does not "
                 "store; serve this model without it"
             )
-    # Others have scales in the blocks or beside them, or are of a platform's own.
+    # Other modes have scales in the blocks or beside them, or belong to one platform.
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     if mode not in ("NONE", "FP8_PER_TENSOR"):
         raise ConfigError(
@@ -201,8 +202,8 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN
 
 
 def _window_of(number: int, spec: Any, model: Any) -> int | None:  # noqa: ANN401 - the host's
-    """The window of a layer. vLLM may keep all tokens of layers with and without a window in one
-    group, whose spec does not tell them apart; the model's configuration does."""
+    """Return the window of a layer. vLLM may keep all tokens of layers with and without a window in
+    one group, whose spec does not tell them apart; the model's configuration does."""
     window = getattr(spec, "sliding_window", None)
     config = getattr(model, "hf_text_config", None) or model.hf_config
     kinds = getattr(config, "layer_types", None)
@@ -212,14 +213,14 @@ def _window_of(number: int, spec: Any, model: Any) -> int | None:  # noqa: ANN40
 
 
 def _table_window(spec: Any) -> int | None:  # noqa: ANN401 - the host's
-    """Tokens that vLLM keeps of a layer; None if all."""
+    """Return how many tokens vLLM keeps of a layer; None if all."""
     if type(spec).__name__ not in _SLIDING:
         return None
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def _total_heads(per_rank: int, model: Any, tp: int) -> int:  # noqa: ANN401 - the host's
-    """Distinct kv heads over all ranks; with one per rank, ranks may hold copies."""
+    """Return the distinct kv heads over all ranks; with one per rank, ranks may hold copies."""
     if per_rank > 1:
         return per_rank * tp
     return int(min(tp, max(1, model.get_total_num_kv_heads())))
@@ -235,13 +236,13 @@ def _num_target_layers(model: Any) -> int:  # noqa: ANN401 - the host's
 
 
 def _number_of(name: str, place: int) -> int:
-    """The position in the model: the first number in the layer's name, or the host's order."""
+    """Return the position in the model: the first number in the name, or the host's order."""
     match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
     return place if match is None else int(match.group(1))
 
 
 def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
-    """All layers, full attention: from the model's configuration alone."""
+    """Return one full-attention group of all layers, from the model's configuration alone."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
         raise ConfigError(
@@ -261,8 +262,8 @@ def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
 # --- layouts --------------------------------------------------------------------------------------
 #
 # Since 0.30 every layer is a view `[block, head, token, content]` in any memory order. Before, each
-# attention backend had a shape of its own. Only the shape that the backend gives for a cache with
-# recognisable sizes shows the order of its axes.
+# attention backend had a shape of its own. The order of its axes shows only in the shape that the
+# backend gives for a cache whose sizes all differ.
 #
 # Within a block, the CPU kernels have an order of their own, and the axes of the tensor mean
 # nothing. Most of them keep keys transposed, which is one of our layouts. The blocks of the others
@@ -276,17 +277,17 @@ _ACROSS_KERNELS = ("vec", "vec16")
 """Instruction sets whose kernels keep keys transposed. (With "neon" it depends on the build.)"""
 
 _PLAIN_DTYPES = ("float32", "float16", "bfloat16")
-"""KV of other types is packed otherwise by the same kernels."""
+"""The same kernels pack KV of other dtypes otherwise."""
 
 # Sizes that no two axes share, so that a shape shows its order.
 _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE = 1013, 1024, 7, 576
 
 
 def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object) -> EngineSpec:
-    """`spec` with the layout of this vLLM's blocks.
+    """Return `spec` with the layout of this vLLM's blocks.
 
     Args:
-        cpu_kernels: the instruction set of its CPU kernels; None if it runs elsewhere.
+        cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them.
 
     Raises:
@@ -310,10 +311,10 @@ def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object)
 def layer_views(
     tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Any], layout: str
 ) -> dict[str, torch.Tensor]:
-    """The host's tensors as one of the layouts that `layout` names.
+    """Return the host's tensors in one of the layouts that `layout` names.
 
     Args:
-        tensors: by layer.
+        tensors: KV tensors by layer name.
         layers: the host's layers by name; their backends name the order of five axes.
         layout: from `with_layout`.
 
@@ -329,7 +330,7 @@ def layer_views(
 
 
 def _axes_of(layer: Any) -> list[int]:  # noqa: ANN401 - the host's
-    """The positions of the axes `[2, block, token, head, dim]` in a tensor of the backend."""
+    """Return the positions of the axes `[2, block, token, head, dim]` in the backend's tensors."""
     backend = layer.get_attn_backend()
     shape = tuple(backend.get_kv_cache_shape(_BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE))
     wanted = (2, _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE)

@@ -6,9 +6,9 @@
             "secondary_tiers": [{"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier",
                 "store": "file:///var/cache/kvferry?max_bytes=200GiB"}]}}'
 
-vLLM copies between the GPU and chunks of host memory. A row is one such chunk, byte for byte: this
-stores rows under vLLM's keys, and verifies them when they come back. Importing this module imports
-vLLM.
+vLLM copies between the GPU and chunks of host memory. A row is one such chunk, byte for byte. The
+tier stores rows under vLLM's keys, and verifies them when they come back. Importing this module
+imports vLLM.
 """
 
 # ruff: noqa: ANN401 - configurations and contexts are the host's
@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm.kvferry")
 
 EVENTS = f"{PREFIX}_tier_events"
 
-# vLLM 0.29 has other names for rows, and takes no bytes of a job.
+# vLLM 0.29 has another name for the rows of a job, and its results hold no number of bytes.
 _PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
 _TAKES_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 
@@ -82,7 +82,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     the rows.
 
     Attributes:
-        counters: what happened since the last `get_stats`.
+        counters: counts since the last `get_stats`.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -97,7 +97,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         **options: Any,
     ) -> None:
         """Raises ConfigError for an option, a store or a model that cannot be used."""
-        # No argument of 0.29, which does not give one either.
+        # vLLM 0.29 has no such argument, and gives none.
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         self.locality = None if locality is None else Locality(locality)
@@ -197,9 +197,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded(lambda: None)
     def drain_jobs(self) -> None:
-        """Also begins an epoch: vLLM drains only to reset its cache (sleep, new weights, resume),
-        and does not say which. Nothing stored before is read from then on. What is stored
-        afterwards is in a random namespace, which no other engine and no restart finds."""
+        """Wait for jobs under way, then begin an epoch: vLLM drains only to reset its cache (sleep,
+        new weights, resume), without saying which. Nothing stored before is read from then on. New
+        rows go to a random namespace, which no other engine and no restart finds."""
         try:
             self._rows.drain()
         finally:

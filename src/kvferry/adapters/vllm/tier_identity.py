@@ -1,5 +1,7 @@
-"""The namespace of vLLM's rows: the model by content, and all that gives a block hash and the bytes
-of a row their meaning."""
+"""The namespace of a tier's rows: the model by content, and all that hashes and bytes depend on.
+
+A row is a chunk of host memory as vLLM's offloading lays it out; its key comes from block hashes.
+"""
 
 # ruff: noqa: ANN401 - configurations are the host's
 
@@ -18,7 +20,7 @@ from kvferry.keys import JsonValue, Namespace
 logger = logging.getLogger("vllm.kvferry")
 
 _PICKLED = ("sha256", "xxhash")
-"""Hash algorithms that take a pickle, which differs between versions of Python."""
+"""Algorithms that hash a pickle, which differs between versions of Python."""
 
 
 def rows_namespace(
@@ -30,12 +32,12 @@ def rows_namespace(
     *,
     row_bytes: int,
 ) -> Namespace:
-    """The namespace of the rows that a vLLM hands to its tiers.
+    """Return the namespace of the rows that a vLLM hands to its tiers.
 
     Args:
         vllm_config: the whole configuration of the engine.
-        config: its `OffloadingConfig`.
-        release: of vLLM.
+        config: the engine's `OffloadingConfig`.
+        release: vLLM's version.
 
     Raises:
         ConfigError: KV that cannot be identified.
@@ -57,7 +59,7 @@ def rows_namespace(
 
 
 def _hashing(vllm_config: Any) -> dict[str, JsonValue]:
-    """What a block hash is made with."""
+    """Return what decides vLLM's block hash of given tokens."""
     cache = vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
     seed = os.environ.get("PYTHONHASHSEED")
@@ -92,11 +94,11 @@ def _chunking(config: Any) -> dict[str, JsonValue]:
 
 
 def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
-    """In what order bytes stand in a row.
+    """Return what decides the order of bytes in a row.
 
-    Ranks do not matter in a layout that vLLM certifies for that, and where all of them hold the
-    same. Of the direct layout vLLM may say so, too, but each rank's pages of all layers stand side
-    by side there, so the order of heads and layers depends on how many ranks there are.
+    The number of ranks does not matter in a canonical layout that vLLM certifies for that, nor
+    where all ranks hold the same. vLLM may also certify the direct layout, but there each rank's
+    pages of all layers are side by side, so the order of heads and layers depends on that number.
     """
     parallel = config.parallel
     is_canonical = bool(getattr(config, "canonical_layout", False))
@@ -119,7 +121,7 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
 
 
 def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
-    """What a hash names without its content, or leaves out."""
+    """Return what a block hash names without its content, or leaves out."""
     drafts = getattr(vllm_config, "speculative_config", None)
     has_adapters = getattr(vllm_config, "lora_config", None) is not None
     items = getattr(vllm_config.model_config, "multimodal_config", None)

@@ -1,8 +1,8 @@
-"""What a tier of vLLM does, apart from vLLM's types: rows under a host's keys, in a store of ours.
+"""The work of `KVFerryTier` without vLLM's types: keeps rows in a store, under the host's keys.
 
-The scheduler's thread calls all of this, once for each chunk or step, and does no I/O: it asks
-memory, submits batches and polls them. I/O threads copy between the host's rows and images of ours,
-and only while the job is not given up, so a job that was reported leaves its rows alone.
+A row is a chunk of the host's memory. The scheduler's thread makes all calls, for each chunk or
+step, and does no I/O: it asks memory, submits batches and polls them. I/O threads copy between rows
+and record images, and only until the job is given up: no thread touches rows of a reported job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DRAIN_SECONDS = 5.0
 """How long a drain waits for rows under way before it gives them up."""
 
 MAX_KNOWN = 1 << 16
-"""Stored rows whose removal is still announced; what was stored before them is not watched."""
+"""Stored rows whose removal is watched for, at most; each further row replaces another."""
 
 _WATCHED_PER_STEP = 64
 
@@ -47,13 +47,13 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """Rows under way."""
+    """A load or a store that is not reported yet."""
 
     keys: Sequence[bytes]
     request: str | None
-    """Of a load."""
+    """The request of a load; None for a store."""
     batch: Batch[Any]
-    """Of `MissReason` or `PutResult`."""
+    """With results of `MissReason` for a load, of `PutResult` for a store."""
     deadline: float
     submitted: float
 
@@ -63,10 +63,10 @@ class _Request:
     """What is remembered of a request until it ends.
 
     Attributes:
-        keys: of records, by the host's keys.
-        asked: when the store was first asked about a key that it did not know.
-        missed: keys that were asked for in vain, or whose load failed: a host that hears of a hit
-            again would load it again, for ever.
+        keys: keys of records, by the host's keys.
+        asked: when the store was first asked about a key that it did not know, by key.
+        missed: keys that were not found, or whose load failed. They stay misses: a host that hears
+            of a hit again would load it again, for ever.
     """
 
     keys: dict[bytes, ChunkKey] = field(default_factory=dict)
@@ -78,10 +78,10 @@ class TierRows:
     """The rows of one tier. Runs in: the host's scheduler thread, one call at a time.
 
     Args:
-        store: closed with this.
-        schema: from `RecordSchema.for_rows`.
+        store: the store, which `close` closes.
+        schema: schema from `RecordSchema.for_rows`.
         rows: the host's memory, `[num_rows, row_bytes]` of bytes.
-        load_seconds: after this, what has not arrived is reported as failed.
+        load_seconds: time after which rows that have not arrived are reported as failed.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class TierRows:
     # ---- look-ups
 
     def lookup(self, key: bytes, request: str) -> bool | None:
-        """Whether a row is there; None: ask again in the next step, until `ASK_SECONDS` after the
-        first answer of this kind."""
+        """Whether a row is there. None: the store is still being asked, look up again in the next
+        step; at the latest `ASK_SECONDS` after the first None, the answer is False."""
         known = self._requests.setdefault(request, _Request())
         if key in known.missed or self._client.is_stalled:
             return False
@@ -133,15 +133,15 @@ class TierRows:
         return found
 
     def flush(self) -> None:
-        """The step's look-ups are over: ask the store for what it does not know."""
+        """End the step's look-ups: ask the store about the keys that it does not know."""
         self._learner.flush()
 
     def forget(self, request: str) -> None:
-        """A request ended."""
+        """Forget a request, which ended."""
         self._requests.pop(request, None)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """These rows were used."""
+        """Note that these rows were used."""
         self._store.touch([self._key(key) for key in keys])
 
     def _key(self, key: bytes) -> ChunkKey:
@@ -150,7 +150,8 @@ class TierRows:
     # ---- jobs
 
     def store(self, job_id: int, keys: Collection[bytes], places: Sequence[int]) -> None:
-        """Store rows. Without I/O where the store takes none, or has them."""
+        """Submit a job that stores the rows which the store lacks. If the store takes none now, the
+        job fails without I/O."""
         wanted = [
             (key, place)
             for key, place in zip(keys, places, strict=True)
@@ -176,11 +177,11 @@ class TierRows:
     def load(
         self, job_id: int, keys: Collection[bytes], places: Sequence[int], request: str
     ) -> None:
-        """Fill rows. Each is verified before a byte of it is written."""
+        """Submit a job that fills rows. Each is verified before a byte of it is written."""
         head = self._schema.head_bytes
 
         def land(index: int, image: memoryview) -> bool:
-            # Not a reference of its own: a read that hangs must not keep the host's memory.
+            # No own reference to the rows: a read that hangs must not keep the host's memory.
             assert self._rows is not None, "closing gives every job up"
             np.copyto(self._rows[places[index]], np.frombuffer(image, np.uint8)[head:])
             return False
@@ -197,8 +198,8 @@ class TierRows:
         return len(self._jobs) + len(self._finished)
 
     def finished(self) -> list[Finished]:
-        """The jobs that ended since the last call, each once. Those beyond their deadline end
-        now."""
+        """Return the jobs that ended since the last call, each once. Give up jobs beyond their
+        deadline."""
         now = time.monotonic()
         for job_id, job in list(self._jobs.items()):
             if not job.batch.poll() and now >= job.deadline:
@@ -245,22 +246,22 @@ class TierRows:
     # ---- events
 
     def take_stored(self) -> list[bytes]:
-        """Keys of the rows that were stored since the last call; from now on, their removal is
-        watched."""
+        """Return the keys of the rows that were stored since the last call. From now on, their
+        removal is watched for."""
         stored, self._stored = self._stored, []
         for key in stored:
             self._watch.add(self._key(key), key)
         return stored
 
     def take_removed(self) -> list[bytes]:
-        """Keys of watched rows that are gone; looks at a few of them."""
+        """Return the keys of watched rows that are gone; each call looks at a few rows."""
         return self._watch.gone()
 
     # ---- the end
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Wait until no thread touches the host's rows: at most so long, and one copy. The results
-        stay for `finished`."""
+        """Wait until no thread touches the host's rows: up to `seconds` for all jobs, then give up
+        the rest and wait for copies under way. `finished` reports all of them."""
         until = time.monotonic() + seconds
         for job in self._jobs.values():
             if not job.batch.wait(max(0.0, until - time.monotonic())):
@@ -277,7 +278,7 @@ class TierRows:
         self._stored.clear()
 
     def close(self, seconds: float) -> None:
-        """Give up what is under way, wait up to `seconds` for threads, close the store."""
+        """Give up all jobs, wait up to `seconds` for threads, and close the store."""
         for job in self._jobs.values():
             self._give_up(job)
         self.drain(0.0)
@@ -289,8 +290,8 @@ class TierRows:
 
 
 class _Learner:
-    """Asks a store about keys that it does not know, once a step. Until the store has shown that
-    it asks its medium, so that answers come later, the first key of a step is asked about alone."""
+    """Asks a store, once a step, about keys that it does not know. A store that asks its medium
+    answers later. Until it has done so once, the first key of each step is asked about alone."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -298,7 +299,7 @@ class _Learner:
         self._waiting: list[ChunkKey] = []
 
     def ask(self, key: ChunkKey) -> bool | None:
-        """A first question: False, True, or None where the answer comes later."""
+        """Ask about a key for the first time: False, True, or None if the answer comes later."""
         if self._asks_medium is None:
             self._store.probe([key])
             found = self._store.contains(key)
@@ -329,7 +330,7 @@ class _Watch:
         self._known.clear()
 
     def gone(self) -> list[bytes]:
-        """Those of the next few that are not in the store any more."""
+        """Look at the next few rows, and return the keys of those that are gone."""
         gone = []
         for _ in range(min(len(self._known), _WATCHED_PER_STEP)):
             record, key = self._known.popleft()

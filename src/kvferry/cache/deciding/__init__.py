@@ -1,1 +1,1 @@
-"""The scheduler's half: what to load, save and compare. Memory only, and no tensors."""
+"""The scheduler's half: decides what to load, save and compare. It never sees a tensor."""

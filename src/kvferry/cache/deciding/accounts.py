@@ -1,8 +1,8 @@
 """What others learn of the decisions: counts and journal of requests, events of chunks.
 
-`Accounts` counts the tokens of a request at each admission, so again after a preemption: held by
-the engine, hit by tier, or missed by reason. `Announcer` makes the events for the host's
-subscribers: chunks that this engine saved, and chunks that are gone.
+`Accounts` counts the tokens of a request at each admission, also after a preemption: held by the
+engine, hit by tier, or missed by reason. `Announcer` makes the events for the host's subscribers:
+chunks that this engine saved, and chunks that are gone. The scheduler role calls both.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ MAX_PENDING = 4096
 """Saves under way that are remembered for an announcement. With more, the oldest is forgotten."""
 
 MAX_ANNOUNCED = 1 << 18
-"""Chunks watched for removal (some 20 MiB). With more, the one that was checked
-longest ago is announced as gone, though it may be there: its subscribers then ask another engine,
-and would ask this one in vain for a lost chunk that is not announced as gone."""
+"""Announced chunks that are watched for removal (some 20 MiB). With more, the one checked longest
+ago is announced as gone, though it may be there: subscribers then ask another engine for it. If it
+were no longer watched and were lost, they would go on asking this one in vain."""
 
 
 class Accounts:
-    """Calls the observer and the journal; keeps nothing. Runs in: scheduler thread.
+    """Tells the observer and the journal what requests got. Runs in: scheduler thread.
 
     `lookup_tokens = local_hit_tokens + hit_tokens/<tier> + miss_tokens/<reason>`, summed over all
     tiers and reasons.
 
     Args:
-        schema: of the records.
-        journal: receives each request once, when it is admitted first or has ended; None: no
-            journal. Closed with this.
+        schema: layout of the records.
+        journal: receives each request once, at its first admission or, without one, at its end.
+            None: no journal. `close` closes it.
     """
 
     def __init__(self, context: RoleContext, schema: RecordSchema, journal: Journal | None) -> None:
@@ -61,10 +61,10 @@ class Accounts:
     def admitted(
         self, request: RequestView, state: RequestState, search: Search, stop: int, limit: int
     ) -> None:
-        """A request was admitted.
+        """Count and note a request that was admitted.
 
         Args:
-            search: as its last look-up left it.
+            search: the search for its hit, as the last look-up left it.
             stop: where its hit ends, local hit included.
             limit: where the longest hit would end that its whole chunks and blocks allow.
         """
@@ -75,7 +75,7 @@ class Accounts:
         misses: Counter[str] = Counter()
         missed = search.miss or LookupMiss.ABSENT
         if state.audit is not None:
-            missed = search.miss or LookupMiss.AUDIT  # the tail goes with what is compared
+            missed = search.miss or LookupMiss.AUDIT  # what follows the audited chunk
             audited = min(limit, state.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
@@ -130,7 +130,7 @@ class Accounts:
         else:
             what = "prefilled by another engine"
             if source.host is not None:
-                # A client can write it. What was really read is named by tier.
+                # A client may have written this address. The tiers tell what was really read.
                 what += f" at {source.host}:{source.port or '?'}, as the parameters say"
         self._log.info(
             "request %s, %s: of %d tokens %s%s",
@@ -154,7 +154,7 @@ class Accounts:
             self._observer.count(f"miss_tokens/{reason}", tokens)
 
     def not_cacheable(self, request: RequestView) -> None:
-        """A request was admitted that must not be cached."""
+        """Count a request that was admitted and must not be cached."""
         num_tokens = len(request.all_token_ids)
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
@@ -164,20 +164,19 @@ class Accounts:
             self._count_handover(request, request.handover, answer, Search())
 
     def ended(self, request: RequestView, state: RequestState) -> None:
-        """A request ended, admitted or not."""
+        """Note a request that ended, unless it was noted at its admission."""
         if state.answer is None:
             self._note(request, state, None)
 
     def ended_uncached(self, request: RequestView) -> None:
-        """A request ended that must not be cached; nothing was kept of it, and its keys are not
-        written."""
+        """Note a request that ended and must not be cached. Its keys are not written."""
         if self._journal is not None:
             answer = not_cached(request)
             num_tokens = request.num_prompt_tokens
             self._journal.add(time.time(), request.request_id, num_tokens, (), answer)
 
     def close(self) -> None:
-        """Write what the journal has. Idempotent."""
+        """Write out the journal and close it. Idempotent."""
         if self._journal is not None:
             self._journal.close()
 
@@ -199,7 +198,7 @@ class Accounts:
 
 
 def not_cached(request: RequestView) -> JournalAnswer:
-    """What a request gets that must not be cached."""
+    """Return the answer to a request that must not be cached: every token is a miss."""
     num_tokens = request.num_prompt_tokens
     misses = {str(LookupMiss.NOT_CACHEABLE): num_tokens} if num_tokens else {}
     return JournalAnswer(0, {}, misses, "")
@@ -208,8 +207,8 @@ def not_cached(request: RequestView) -> JournalAnswer:
 def explained(
     result: FinishResult, request: RequestView, answer: JournalAnswer | None
 ) -> FinishResult:
-    """The end of a request, with what it got if it asked for that; `answer` is None where it was
-    never admitted, or must not be cached."""
+    """Add to the result of a request what its tokens got, if it asked for that. `answer` is None if
+    it was never admitted, or must not be cached."""
     if not request.options.explain:
         return result
     if answer is None and not request.extra_keys.cacheable:
@@ -225,9 +224,9 @@ def explained(
 
 
 class Announcer:
-    """Events follow the index of `store`, so it does not matter which process stored or evicted a
-    chunk. Each step checks a few of the announced chunks in turn: a removal is announced late, but
-    steps stay short. Runs in: scheduler thread; memory only."""
+    """The events of chunks. They follow the index of `store`, so it does not matter which process
+    stored or evicted a chunk. Each call of `pop_events` checks a few announced chunks in turn: a
+    removal is announced late, but steps stay short. Runs in: scheduler thread; no I/O."""
 
     def __init__(self, store: Store, chunk_tokens: int) -> None:
         self._store = store
@@ -258,11 +257,11 @@ class Announcer:
             del self._pending[next(iter(self._pending))]
 
     def failed(self, key: bytes) -> None:
-        """A save failed."""
+        """Forget the event of a save that failed."""
         self._pending.pop(key, None)
 
     def pop_events(self) -> list[ChunkStored | ChunksRemoved]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         contains = self._store.contains
         gone, self._gone = self._gone, []
         stored = [key for key in self._pending if contains(ChunkKey(key))]
@@ -270,7 +269,7 @@ class Announcer:
         self._announced.update(dict.fromkeys(stored))
         for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
             key, _nothing = self._announced.popitem(last=False)
-            # None: the store still asks, so the chunk may be there.
+            # None: the store still asks its medium, so the chunk may be there.
             if contains(ChunkKey(key)) is not False and len(self._announced) < MAX_ANNOUNCED:
                 self._announced[key] = None
             else:
@@ -280,7 +279,7 @@ class Announcer:
         return events
 
     def forget_all(self) -> None:
-        """Another epoch began: this engine no longer reads the chunks that it announced."""
+        """Announce all chunks as gone: in the new epoch this engine no longer reads them."""
         self._gone += self._announced
         self._pending.clear()
         self._announced.clear()

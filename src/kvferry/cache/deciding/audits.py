@@ -1,18 +1,20 @@
 """Audits: whether what is stored under this model's identity is what the engine computes.
 
-An audit is a save that compares. A hit is promised up to the chunk that is compared, whose record
+An audit is a save that compares. A look-up promises a hit up to the chunk to compare, whose record
 is held and pinned → the engine computes the chunk → the plan of the step that completes it saves
 the chunk into a spare slot, and says which record to compare it with → every rank does this as for
 any save, but reports the result instead of writing (`kvferry.cache.moving.comparisons`) → `learn`.
-The first hit is audited, and hits that begin before an audit has passed that was not of a
-beginning alone.
+Every hit is audited until one audit passes at the last chunk of its hit that came from the store.
+From then on a share of hits is audited (option `audit`).
 
 After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
-nothing is promised or saved, and the first chunk of every hit is compared: the engine has computed
-it from nothing. If it passes, records were wrong: those of the hit that differed are not used
-before they have been compared one by one, the first of them first, and one that differs is taken
-out of the store. If another prompt differs, too, nothing is loaded or saved until the next epoch,
-and the records stay.
+nothing is loaded or saved, and each hit is compared at its first chunk that came from the store:
+the engine computes it without KV that was loaded for the request. If that audit passes, a record
+was wrong: the records of the hit that differed are compared one by one before they are used, from
+the first on, since a look-up ends a hit at its first suspect. A record that differs then is taken
+out of the store, unless the host's own cache had the chunks before it. If another prompt differs
+before an audit has passed at the end of its hit, nothing is loaded or saved until the next epoch
+(`begin_epoch`, when weights change), and the records stay.
 """
 
 from __future__ import annotations
@@ -45,20 +47,21 @@ DOUBT = (
 )
 
 CLOSE_SECONDS = 0.5
-"""How long `close` waits for wrong records to be taken out."""
+"""How long `close` waits until wrong records are taken out of the store."""
 
 
 class Audits:
-    """Runs in: scheduler thread; memory only, but for the job that takes records out.
+    """The audits of an engine: chooses, plans and judges them. Runs in: scheduler thread; does I/O
+    only in a job that takes wrong records out of the store.
 
     Args:
         pool: assigns the slots.
 
     Attributes:
         has_failed: audits of this epoch found another model.
-        is_undecided: records differ, and it is not known whether the model does.
+        is_undecided: a hit differed, and it is not known yet whether the model differs.
         suspects: records of hits that differed. True: the record itself differs from what the
-            engine computes. False: it was not compared yet.
+            engine computes. False: it is still to be compared, or again.
     """
 
     def __init__(self, context: RoleContext, pool: HostPool) -> None:
@@ -83,11 +86,14 @@ class Audits:
     # -- hits -----------------------------------------------------------------------------------
 
     def choose(self, state: RequestState, numbers: range) -> int | None:
-        """The chunk of a hit of these chunks that is compared, if one is: the hit ends before it.
+        """Choose the chunk of a hit to compare, by index; the hit then ends before it. None if the
+        hit is not audited.
 
-        The last one that this engine has not computed itself costs least. A wrong beginning does
-        not show there, if all that follows was computed on it: of the hits of n chunks, one in n
-        ends before its first chunk, which costs one chunk more on average.
+        The end of a hit costs least: one chunk is computed again. But if the beginning is wrong and
+        later records were computed on it, they agree with each other and the end shows nothing. So
+        one hit of n chunks in n is compared at its start, which costs one chunk more on average.
+        Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
+        the option `audit`. A suspect at the end of a hit is compared in any case.
         """
         if self._rate is None or not numbers:
             return None
@@ -99,7 +105,7 @@ class Audits:
             state.sample = self._context.draw()
         if state.sample >= share:
             return None
-        # A number that was drawn below `share` is distributed evenly up to there.
+        # A sample below `share` is uniform in [0, share).
         from_front = self.is_undecided or state.sample * len(numbers) < share
         is_sampled = state.sample < self._rate
         for number in numbers if from_front else reversed(numbers):
@@ -110,13 +116,13 @@ class Audits:
 
     @property
     def has_trust(self) -> bool:
-        """Whether what cannot be compared may be promised, as the tail of a handover."""
+        """Whether KV that cannot be compared, such as the tail of a handover, may be promised."""
         is_doubted = self.is_undecided or self.suspects
         return self._rate is None or (self._has_passed and not is_doubted)
 
     def reserve(self, state: RequestState, whole: range, number: int) -> bool:
-        """Pin the record of a chunk, which is held and pinned, and a spare slot beside it. False if
-        there is no slot.
+        """Pin for the audit the record of a chunk (its request has a pin of its own) and a spare
+        slot for the copy that the engine computes. False if the record is gone or no slot is free.
 
         Args:
             whole: the chunks of the hit before it was shortened.
@@ -126,7 +132,7 @@ class Audits:
         record = self._pool.find(keys[number])
         if record is None:
             return False
-        # First: a spare slot may take the place of one of these.
+        # Before `spare`, which may evict one of these.
         is_at_end = all(
             slot is not None and slot.is_save
             for slot in (self._pool.find(keys[later]) for later in range(number + 1, whole.stop))
@@ -139,20 +145,22 @@ class Audits:
         return True
 
     def release(self, state: RequestState) -> None:
-        """The hit of a request is not promised any more."""
+        """Give up the audit of a hit that is not promised any more."""
         if state.audit is not None:
             self._unpin(state.audit)
             state.audit = None
 
     def expect(self, request_id: str, state: RequestState, load: Load | None) -> None:
-        """A request was admitted; `load` is that of its hit, if it loads anything."""
+        """Expect the copy for the audit of a request that was admitted. `load` is the load of its
+        hit; None if nothing is loaded."""
         self.forget(request_id)
         if state.audit is not None:
             self._expected[request_id], state.audit = state.audit, None
             self._expected[request_id].load = load if self._context.spec.host_recomputes else None
 
     def forget(self, request_id: str) -> None:
-        """A request lost its blocks. What they hold may still be in the host's own cache."""
+        """Give up the audit of a request that lost its blocks. The host's own cache may still have
+        their content, so the load counts as unchecked."""
         if request_id in self._expected:
             audit = self._expected.pop(request_id)
             self._unpin(audit)
@@ -160,7 +168,8 @@ class Audits:
                 self._unchecked.append(audit.load)
 
     def forget_all(self) -> None:
-        """Some load failed: the requests may compute on blocks that were not filled."""
+        """Give up all audits that wait for their copy. After a failed load, their requests may
+        compute on blocks that were not filled."""
         for request_id in list(self._expected):
             self.forget(request_id)
 
@@ -170,7 +179,7 @@ class Audits:
         return not (self.has_failed or self.is_undecided)
 
     def begin_epoch(self) -> None:
-        """The records of the new epoch are written by this engine only."""
+        """Forget all doubts: only this engine writes the records of the new epoch."""
         self.forget_all()
         self.has_failed = self.is_undecided = False
         self.suspects.clear()
@@ -182,7 +191,7 @@ class Audits:
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self, step: StepView) -> tuple[Save, ...]:
-        """The saves that compare, of chunks that this step completes."""
+        """Return the saves that compare: of the audited chunks that this step completes."""
         if not self._expected:
             return ()
         saves = []
@@ -217,7 +226,7 @@ class Audits:
         return Save(chunk, blocks, compare_with, audit.load)
 
     def take_unchecked(self) -> tuple[Load, ...]:
-        """Loads of hits whose audit will not come: what they filled is to be reported as failed."""
+        """Take the loads whose audit will never run: workers report their blocks as failed."""
         unchecked = tuple(self._unchecked)
         self._unchecked.clear()
         return unchecked
@@ -229,7 +238,7 @@ class Audits:
     # -- reports --------------------------------------------------------------------------------
 
     def learn(self, copy: Slot, compared: Filled) -> None:
-        """A rank reported the end of a comparison."""
+        """Learn that a rank ended a comparison."""
         audit = self._running[copy.index]
         audit.results.append(compared)
         if copy.filling:
@@ -241,10 +250,10 @@ class Audits:
             self._conclude(audit)
 
     def _conclude(self, audit: Audit) -> None:
-        """All ranks have compared their parts of a chunk."""
+        """Judge an audit of which all ranks have compared their parts."""
         observer = self._context.observer
         if audit.copy.failed:
-            # A rank whose load failed spoils what the others compute in that step.
+            # For example, a rank whose load failed spoils what the others compute in that step.
             observer.count("audit_failed")
             return
         worst = max(audit.results, key=lambda each: each.excess)
@@ -261,7 +270,8 @@ class Audits:
         elif key in self.suspects:
             self.suspects[key] = True
             logger.warning("%s differs from what the model computes: %s", where, worst.difference)
-            # The host's own cache may hold KV of records that were never compared.
+            # If `start` is above 0, the chunks before it are from the host's own cache, which may
+            # hold KV of records that were never compared.
             if not (self.is_undecided or audit.start):
                 self._take_out(key)
         elif not self.suspects or self._has_passed:
@@ -273,18 +283,18 @@ class Audits:
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, REMEDY)
 
     def _is_on_suspects(self, audit: Audit) -> bool:
-        """Whether a chunk was computed on records that are suspected, maybe only since then: its
-        comparison says nothing about its own record. What the host had itself counts, too: its
-        cache may hold the KV of those records."""
+        """Whether the audited chunk was computed on records that are suspected by now. Then its
+        comparison says nothing about its own record. Chunks that the host had itself count, too:
+        its cache may hold the KV of such records."""
         return not self.suspects.keys().isdisjoint(audit.chain[:-1])
 
     def _suspect(self, audit: Audit) -> None:
-        """A hit differs: any of its records may be the wrong one."""
+        """Suspect all records of a hit that differs: any of them may be the wrong one."""
         for key in audit.chain[audit.start :]:
             self.suspects.setdefault(key, False)
 
     def _pass(self, audit: Audit) -> None:
-        """The engine computed what is stored in a record."""
+        """Learn that the engine computed what a record holds."""
         if self._is_on_suspects(audit):
             return
         if audit.record.key in self.suspects:
@@ -323,7 +333,7 @@ class Audits:
 
 
 def _why_not(context: RoleContext) -> str | None:
-    """Why hits cannot be audited."""
+    """Why hits cannot be audited; None if they can."""
     chunk = context.config.chunk_tokens
     if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
         return "how far honest KV of this dtype differs is not known"

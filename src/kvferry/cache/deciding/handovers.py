@@ -1,10 +1,11 @@
 """Prefill here, decode there: what a request may wait for, and what its answer says.
 
-A producer stores all chunks of a request that another engine goes on with, and its answer carries a
-stamp: its namespace, the number of chunks and the last one's key. A consumer computes the keys of
-the prompt itself. What is stamped otherwise is not waited for; the rest is expected from the store
-that both share, or from the producer's memory, until the request's deadline. From memory comes the
-tail, too: the whole blocks behind the last whole chunk.
+The producer of a request's KV stores the chunks, and its answer to the client carries a stamp: the
+namespace, the number of stored leading chunks, and the key of the last one. The client passes the
+stamp to the consumer, which computes the keys of the prompt on its own. If the stamp does not match
+them, the consumer does not wait. Else it expects the chunks for `load_timeout_seconds`, from the
+store that both share or from the producer's memory. The tail, the whole blocks behind the last
+whole chunk, comes from memory only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
 
 
 class Handovers:
-    """Runs in: scheduler thread; memory only.
+    """The handovers of an engine. Runs in: scheduler thread, for the scheduler role; no I/O.
 
     Args:
-        saves: knows which chunks are stored or on their way.
+        saves: knows which chunks are stored, or being stored.
 
     Attributes:
-        early: requests that wait for another engine, and that the host did not look up yet.
-        address: where peers are served; None if they are not.
+        early: requests by id that wait for another engine's chunks and that the host has not looked
+            up yet. The scheduler role fills and reads it.
+        address: host and port where this engine serves peers; None if it does not.
     """
 
     def __init__(self, context: RoleContext, requests: Requests, saves: SavePlan) -> None:
@@ -39,13 +41,14 @@ class Handovers:
         self._saves = saves
         self.early: dict[str, RequestView] = {}
         self.address: tuple[str, int] | None = None
-        self._engine_id = secrets.token_hex(16)  # of this run: `engine_id` of a host may be fixed
+        self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
 
     def begin(self, request: RequestView, state: RequestState, limit: int) -> None:
-        """Expect the chunks of a request that another engine computes, once.
+        """Plan the handover of a request, and expect the chunks that another engine computes for
+        it. Only the first call for a request has an effect.
 
         Args:
-            limit: tokens of the longest hit that the prompt could have.
+            limit: number of tokens of the longest hit that the prompt could have.
         """
         handover = request.handover
         if handover is None or state.handover is not None:
@@ -74,7 +77,7 @@ class Handovers:
         plan.miss, plan.why = self._refusal(source, state)
         if plan.miss is not LookupMiss.ABSENT or not source.waits:
             return
-        plan.num_chunks = -(-limit // chunk)
+        plan.num_chunks = -(-limit // chunk)  # a hit may end inside a chunk
         if source.num_tokens is not None:
             plan.num_chunks = min(plan.num_chunks, source.num_tokens // chunk)
         if stamp is not None:
@@ -88,8 +91,9 @@ class Handovers:
     def _tail(
         self, source: KVSource, stamp: ProducerStamp, request: RequestView, state: RequestState
     ) -> Tail | None:
-        """The stamped tail, if it follows all whole chunks of this prompt, has a block that is of
-        use, and is read from the peer that made it: no store has it."""
+        """Return the stamped tail; None if it is of no use. It must be a part of this prompt right
+        after its whole chunks, and give a hit at least one block more. The store must read from the
+        peer that made it, since only that peer has it."""
         keys, block = state.keys, self._context.tables.block_size
         number, holder = len(keys.keys), _holder(source)
         first, num_tokens = number * keys.chunk_tokens, len(request.all_token_ids)
@@ -98,13 +102,14 @@ class Handovers:
         is_useful = min(stop, num_tokens - 1) // block * block > first
         if not (is_next and is_useful and holder and self._context.store.reads_from(holder)):
             return None
-        with suppress(ContractError):  # it is longer than the prompt, or has no token ids
+        with suppress(ContractError):  # the tail is longer than the prompt, or that has no ids
             if keys.tail(request.all_token_ids, stop) == stamp.tail_key:
                 return Tail((*keys.keys, ChunkKey(stamp.tail_key)), stop)
         return None
 
     def _refusal(self, source: KVSource, state: RequestState) -> tuple[LookupMiss, str]:
-        """Why the chunks that a source made are not those of this prompt; ABSENT if they may be."""
+        """Return why the chunks of a source cannot be those of this prompt, as a reason and a text;
+        ABSENT and "" if they can."""
         stamp, keys = source.stamp, state.keys.keys
         if stamp is None:
             other = "it is of another kind of engine" if source.has_blocks else ""
@@ -122,13 +127,14 @@ class Handovers:
         return LookupMiss.ABSENT, ""
 
     def answer(self, request: RequestView, state: RequestState) -> FinishResult:
-        """What the client gets with the end of a request, for the engine that goes on with it."""
+        """Return the result of a request that ended, with the parameters that the client passes to
+        the next engine, if one is to continue it."""
         handover, plan, spec = request.handover, state.handover, self._context.spec
         if handover is None or plan is None or spec.disabled:
             return FREE_NOW
         if not (handover.answers or plan.is_turn):
             return FREE_NOW
-        # The KV of the last token was not computed, unless it is of the prompt.
+        # The last token has no KV yet, unless it is a token of the prompt.
         num_tokens = max(request.num_prompt_tokens, len(request.all_token_ids) - 1)
         if plan.is_turn:
             state.keys.extend(request.all_token_ids)
@@ -162,7 +168,7 @@ class Handovers:
 
 
 def _holder(source: KVSource) -> Address | None:
-    """The peer that has all that is stamped in memory, if it serves any."""
+    """Address of the peer that has the stamped chunks in memory; None if the source names none."""
     if source.stamp is None or source.host is None or source.port is None:
         return None
     return source.host, source.port

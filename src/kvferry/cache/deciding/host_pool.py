@@ -1,7 +1,7 @@
-"""The host pool: the table of slots in host memory and their chunks, alike on all ranks.
+"""The host pool: the table of slots in host memory and their chunks, the same for all ranks.
 
 Host memory for KV is divided into slots of one chunk each, the same number on every rank; a rank's
-slot holds its part of the chunk. This table is the only owner of all slots:
+slot holds its part of the chunk. The parts of the scheduler role get all slots from this table:
 
     free ──fetch, save──▶ filling ──all ranks have it──▶ held ──▶ idle (may be evicted)
      ▲                       │ a rank missed it            ▲ │
@@ -10,15 +10,15 @@ slot holds its part of the chunk. This table is the only owner of all slots:
                                                          pinned
 
 Invariants:
-- A slot is assigned again only when no rank reads into it or writes from it any more, so a late
-  read cannot overwrite another chunk. Workers report the end of every operation.
+- A slot is assigned again only when no rank reads into it or writes from it any more: a late read
+  cannot overwrite another chunk. Workers report the end of every operation.
 - A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised.
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
   unpinned when that plan is built, so only a later plan can assign it again.
 - A fetched chunk is verified before it is held; a saved one was computed here. Both are immutable
   under their key.
-- A chunk that came whole is sealed when its head and the digests of its rows are there, too; then
-  other threads may borrow it (`loans`), and its slot is not assigned again meanwhile.
+- A chunk that came whole is sealed once its head and the digests of its rows are there, too. Then
+  other threads may borrow it (`loans`); a slot that is lent is not assigned again.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Slot:
     """A slot assigned to a chunk; a new object for each assignment.
 
     Attributes:
-        index: the place, on every rank.
-        key: the chunk. `HostPool.find` does not find a slot that was given up.
+        index: number of the slot, the same on every rank.
+        key: key of the chunk. `HostPool.find` does not find a slot that was given up.
         first_token: position of the chunk in the prompt.
         held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
-        is_save: a save filled it, not a fetch.
-        pins: requests that wait for it, were promised it, or load it, and audits of it.
-        num_filling: ranks that have not reported the end of the read or copy.
-        num_sealing: ranks that have not reported that they hashed what a save brought.
-        is_writing: the write to the store has not ended.
-        failed: a rank missed the chunk that fills it.
-        seconds: how long the slowest rank's fetch took.
+        is_save: whether a save fills it, not a fetch.
+        pins: number of requests that wait for it, were promised it or load it, and of its audits.
+        num_filling: number of ranks that have not reported the end of the read or copy.
+        num_sealing: number of ranks that have not reported that they hashed what a save brought.
+        is_writing: whether a write to the store is to come, or under way.
+        failed: whether a rank could not read or copy the chunk.
+        seconds: time that the slowest rank's fetch took.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Slot:
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is for the copy of a chunk that an audit compares with the record."""
+        """Whether it is for the copy that an audit compares with a record."""
         return self.key == NO_KEY
 
     @property
@@ -81,7 +81,7 @@ class Slot:
 
 
 class _Orders(NamedTuple):
-    """For the next plan: fetches by slot, and slots whose earlier fetch is cancelled."""
+    """Orders for the next plan: fetches by slot, and slots whose earlier fetch is cancelled."""
 
     fetches: dict[int, Fetch]
     cancels: list[int]
@@ -92,9 +92,9 @@ class HostPool:
     thread-safe.
 
     Args:
-        num_slots: slots on every rank.
-        num_ranks: ranks that each report the end of an operation.
-        all_groups: KV groups of the model; what a save fills.
+        num_slots: number of slots on every rank.
+        num_ranks: number of ranks that each report the end of an operation.
+        all_groups: indices of the model's KV groups; a save fills all of them.
         loans: lends what is sealed here; None: nothing is lent.
 
     Attributes:
@@ -113,7 +113,7 @@ class HostPool:
         self.loans = Loans() if loans is None else loans
         self._num_ranks = num_ranks
         self._all_groups = all_groups
-        self._free: list[int] = []  # places that were used before
+        self._free: list[int] = []  # slots that had a chunk before
         self._slots: dict[int, Slot] = {}
         self._by_key: dict[ChunkKey, Slot] = {}
         # Least recently used first. `touch` puts the root of a prefix last, so a prompt loses its
@@ -136,13 +136,13 @@ class HostPool:
 
     @property
     def num_taken(self) -> int:
-        """Slots that are pinned or busy, and so cannot be assigned to other chunks now. Of the
-        others, those that are lent cannot either."""
+        """Number of slots that are pinned or busy, and so cannot be assigned to other chunks now.
+        Idle or free slots that are lent cannot be assigned either, but are not counted."""
         return len(self._slots) - len(self._idle)
 
     @property
     def num_assigned(self) -> int:
-        """Slots that have a chunk, or get one."""
+        """Number of slots that have a chunk, or get one."""
         return len(self._slots)
 
     @property
@@ -152,7 +152,7 @@ class HostPool:
 
     @property
     def next_evicted(self) -> ChunkKey | None:
-        """The chunk whose slot is assigned next; None if a free one is, or none can be."""
+        """The chunk that the next assignment evicts; None if a slot is free, or none can be had."""
         lent, num_used = self.loans.is_lent, len(self._slots) + len(self._free)
         if num_used < self.num_slots or not all(map(lent, self._free)):
             return None
@@ -175,13 +175,13 @@ class HostPool:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the next plan must go out although nothing is scheduled."""
+        """Whether the next plan must go out even if nothing is scheduled."""
         return bool(self._orders.fetches or self._orders.cancels)
 
     # -- assignment -----------------------------------------------------------------------------
 
     def fetch(self, key: ChunkKey, first_token: int, groups: frozenset[int]) -> Slot | None:
-        """Have every rank read some groups of a chunk. One fetch serves all who want the chunk.
+        """Have every rank read some groups of a chunk. One fetch serves all requests for the chunk.
 
         Returns:
             The slot, which the caller pins; None if every slot is pinned, busy or lent.
@@ -197,13 +197,12 @@ class HostPool:
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Have every rank copy a whole chunk into a slot and hash it, for a write to the store, or
-        a tail, for peers.
+        """Have every rank copy a whole chunk into a slot and hash it: a chunk to write it to the
+        store, a tail (the end of a prompt, padded to a chunk) to lend it to peers.
 
         Returns:
-            The slot; None if there is none now: every slot is pinned or busy, or half of them are
-            being written, since a store that writes slowly must not keep prompts from being
-            read.
+            The slot; None if none can be assigned now, or half of them are being written: a store
+            that writes slowly must not keep prompts from being read.
         """
         slot = None
         if self._num_writing < max(1, self.num_slots // 2):
@@ -219,8 +218,8 @@ class HostPool:
         return slot
 
     def fetch_whole(self, key: ChunkKey, first_token: int) -> None:
-        """Have every rank read all of a chunk that the store has, so that it may be lent: not if
-        it is in use, or half of the slots are pinned or busy."""
+        """Have every rank read all of a stored chunk, so that it may be lent. Does nothing if its
+        slot is in use otherwise, or half of the slots are pinned or busy."""
         slot = self._by_key.get(key)
         if slot is None or slot.filling != self._all_groups:
             if 2 * self.num_taken >= self.num_slots or not self._assign_again(key, first_token):
@@ -229,19 +228,20 @@ class HostPool:
         self.loans.expect(key)
 
     def spare(self, first_token: int) -> Slot | None:
-        """A pinned slot for the copy that an audit makes, which `find` does not find; None if every
-        slot is pinned, busy or lent."""
+        """Assign a pinned slot for the copy that an audit makes; None if every slot is pinned, busy
+        or lent. `find` does not find it."""
         slot = self._assign(NO_KEY, first_token)
         if slot is not None:
             slot.pins = 1
         return slot
 
     def fill_spare(self, slot: Slot) -> None:
-        """Have every rank copy the chunk; the slot stays pinned until all have reported."""
+        """Have every rank copy a chunk into a spare slot, which the audit keeps pinned."""
         self._fill(slot, self._all_groups)
 
     def _assign_again(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A slot without any groups of the chunk."""
+        """Assign a new slot to a chunk and give up its old one. None if the old one is in use, or
+        no slot can be had."""
         old = self._by_key.get(key)
         if old is not None:
             if old.pins or old.is_busy:
@@ -250,7 +250,7 @@ class HostPool:
         return self._assign(key, first_token)
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """A free slot, or that of the chunk to evict."""
+        """Assign a free slot, or that of the chunk to evict; None if there is none."""
         index = self._free_place()
         if index is None:
             return None
@@ -260,7 +260,7 @@ class HostPool:
         return slot
 
     def _free_place(self) -> int | None:
-        """A place that is not lent, without a chunk or with the one to evict; None if there is
+        """Take a slot that is not lent: a free one, or that of the chunk to evict. None if there is
         none."""
         for at in reversed(range(len(self._free))):
             if not self.loans.is_lent(self._free[at]):
@@ -283,7 +283,7 @@ class HostPool:
         self._num_filling += 1
 
     def pin(self, slot: Slot) -> None:
-        """Keep a chunk where it is until `unpin`."""
+        """Keep a chunk in its slot until `unpin`."""
         slot.pins += 1
         self._idle.pop(slot.key, None)
 
@@ -303,7 +303,7 @@ class HostPool:
         self._settle(slot)
 
     def unpin_all(self, slots: Sequence[Slot]) -> None:
-        """End one pin of each; the root of a prefix last, so that it is evicted last."""
+        """End one pin of each slot; the root of a prefix comes last, so that it is evicted last."""
         for slot in reversed(slots):
             self.unpin(slot)
 
@@ -311,12 +311,12 @@ class HostPool:
         self._forget(slot)
         if self._orders.fetches.pop(slot.index, None) is None:
             self._orders.cancels.append(slot.index)
-        else:  # no plan has carried it: the ranks will report nothing
+        else:  # no plan has carried the fetch, so the ranks will report nothing
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
     def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
-        """The orders of the next plan: fetches, and slots whose fetch is cancelled."""
+        """Take the orders for the next plan: fetches, and slots whose fetch is cancelled."""
         fetches, cancels = self._orders
         self._orders = _Orders({}, [])
         return tuple(fetches.values()), tuple(cancels)
@@ -326,8 +326,8 @@ class HostPool:
     def report_filled(
         self, index: int, seconds: float = 0.0, *, missed: bool = False
     ) -> Slot | None:
-        """A rank reports the end of a fetch, or of the copy of a save or an audit. The slot,
-        which still fills until all ranks have reported; None if no end was expected of it."""
+        """Learn that a rank ended a fetch, or the copy of a save or an audit. Return the slot,
+        which fills until all ranks have reported; None if no such end was expected."""
         slot = self._slots.get(index)
         if slot is None or slot.num_filling == 0:
             return None
@@ -354,8 +354,8 @@ class HostPool:
         return slot
 
     def report_sealed(self, index: int) -> Slot | None:
-        """A rank hashed what a save brought, or could not. The slot, or None if that was not
-        expected of it."""
+        """Learn that a rank hashed what a save brought, or could not. Return the slot; None if that
+        was not expected."""
         slot = self._slots.get(index)
         if slot is None or slot.num_sealing == 0:
             return None
@@ -364,12 +364,12 @@ class HostPool:
         return slot
 
     def seal(self, slot: Slot) -> None:
-        """All of a chunk came from one source, and its head is there: it may be lent."""
+        """Let a chunk be lent: all of it came from one source, and its head is there."""
         if self._by_key.get(slot.key) is slot:
             self.loans.offer(slot.key, slot.index)
 
     def report_written(self, index: int) -> Slot | None:
-        """The write of a slot ended. The slot, or None if no write was expected of it."""
+        """Learn that the write of a slot ended. Return the slot; None if none was expected."""
         slot = self._slots.get(index)
         if slot is None or not slot.is_writing:
             return None
@@ -377,7 +377,7 @@ class HostPool:
         return slot
 
     def end_write(self, slot: Slot) -> None:
-        """The write of a slot ended, or there will be none."""
+        """Note that the write of a slot ended, or will not come."""
         if slot.is_writing:
             slot.is_writing = False
             self._num_writing -= 1
@@ -388,8 +388,8 @@ class HostPool:
     # -- ends -----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Give up all chunks. Operations that a plan has carried continue; all pins must have
-        ended."""
+        """Give up all chunks. Operations that a plan has carried continue, and a pinned slot is
+        free only after its last pin."""
         for slot in list(self._by_key.values()):
             self._give_up(slot)
 
@@ -407,7 +407,7 @@ class HostPool:
         self._settle(slot)
 
     def _forget(self, slot: Slot) -> None:
-        """Remove a slot from the index."""
+        """Remove a slot from the index: `find` no longer finds it, and it is lent no more."""
         if self._by_key.get(slot.key) is slot:
             self.loans.withdraw(slot.key)
             del self._by_key[slot.key]

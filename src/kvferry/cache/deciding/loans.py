@@ -1,7 +1,7 @@
 """Lends sealed slots by key to readers outside this engine, through `kvferry.transfer.server`.
 
-A sealed slot is a record, byte for byte as it is stored: its head was made by a save, or verified
-by a fetch.
+A sealed slot is host memory that holds a record, byte for byte as it is stored: a save made its
+head, or a fetch verified it. The host pool says what may be lent; threads of the server borrow.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SlotLoan:
     """A record in host memory, for reading.
 
     Attributes:
-        slot: where it is.
+        slot: index of its slot.
         until: monotonic seconds. The slot is not assigned again until then, or until
-            `Loans.release` if that is earlier. Later, or if the loan was taken just as the slot
-            was evicted, the bytes may be another chunk's: a reader verifies what it has read.
+            `Loans.release` if that is earlier. Later, or if the slot was just being evicted when
+            it was lent, the bytes may be another chunk's: a reader verifies what it has read.
         buffers: the record's bytes, in order; the first begins with its head.
     """
 
@@ -40,10 +40,10 @@ class SlotLoan:
 
 
 class Loans:
-    """The slots that may be lent, and those that are. Thread-safe; the lock is held briefly.
+    """The slots that may be lent, and the loans. Thread-safe; the lock is held briefly.
 
     Args:
-        ranks: where the slots are; None: nothing is lent.
+        ranks: opens the slots; None: nothing is lent.
         clock: monotonic seconds.
     """
 
@@ -55,24 +55,24 @@ class Loans:
         self._ranks = ranks
         self._clock = clock
         self._lock = threading.Lock()
-        self._slots: dict[ChunkKey, int | None] = {}  # None while the record is brought
+        self._slots: dict[ChunkKey, int | None] = {}  # None while the record is being brought
         self._lent: dict[int, list[SlotLoan]] = {}
 
     # -- scheduler thread -----------------------------------------------------------------------
 
     def learn(self, region: SlotRegion) -> None:
-        """A rank reports where its slots are."""
+        """Learn where a rank's slots are."""
         if self._ranks is not None:
             self._ranks.learn(region)
 
     def expect(self, key: ChunkKey) -> None:
-        """A save or a fetch has begun to bring a chunk whole: until `offer`, `lend` answers
-        `KeyState.PENDING`."""
+        """Note that a save or a fetch has begun to bring a whole chunk. `lend` answers
+        `KeyState.PENDING` until `offer` or `withdraw`."""
         with self._lock:
             self._slots[key] = None
 
     def offer(self, key: ChunkKey, slot: int) -> None:
-        """The slot of a chunk is sealed: it may be lent from now on."""
+        """Let a chunk be lent from now on: its slot is sealed."""
         with self._lock:
             self._slots[key] = slot
 
@@ -85,7 +85,7 @@ class Loans:
         return key in self._slots
 
     def withdraw(self, key: ChunkKey) -> None:
-        """The chunk is evicted, or its save failed: it is lent no more. Loans that run go on."""
+        """Lend a chunk no more: it is evicted, or its save failed. Running loans go on."""
         with self._lock:
             self._slots.pop(key, None)
 
@@ -100,14 +100,14 @@ class Loans:
 
     @property
     def num_lent(self) -> int:
-        """Slots with a running loan, or one that expired and was not looked at since."""
+        """Number of slots with a loan: running, or expired and not looked at since."""
         return len(self._lent)
 
     def lend(
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
     ) -> SlotLoan | Literal[KeyState.PENDING] | None:
-        """The record of a chunk, to be read for at most `seconds`; PENDING while it is brought;
-        None if no sealed slot has it."""
+        """Lend the record of a chunk, to be read for at most `seconds`. PENDING while it is being
+        brought; None if no sealed slot has it, or not all ranks' slots can be read."""
         with self._lock:
             if key not in self._slots:
                 return None
@@ -125,13 +125,13 @@ class Loans:
         return None
 
     def release(self, loan: SlotLoan) -> None:
-        """The reader is done. Does nothing if the loan has expired."""
+        """End a loan: its reader is done. Does nothing if the loan has expired."""
         with self._lock:
             loan.until = -math.inf
             self._current(loan.slot)
 
     def _current(self, slot: int) -> list[SlotLoan]:
-        """The loans of a slot whose time is not over; the others are forgotten."""
+        """Return the loans of a slot that have not expired. Forget the others. Needs the lock."""
         now = self._clock()
         current = [loan for loan in self._lent.get(slot, ()) if loan.until > now]
         if current:

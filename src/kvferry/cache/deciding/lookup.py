@@ -1,25 +1,25 @@
-"""Look-ups: how many tokens of a prompt the connector can bring.
+"""Look-ups: how many tokens of a prompt the connector can bring. The scheduler role asks for them.
 
 A hit of tokens `[start, stop)` must bring everything that the next token attends to. Groups with
 full attention need all chunks of the hit, groups with a window only the last ones, so the end of a
 hit decides which chunks it needs (`kvferry.blocks.tables`).
 
 A look-up takes the longest hit whose chunks are all held or stored. If all are held, the hit is
-promised at once. Otherwise the missing chunks are fetched, and the answer is "ask again" until all
-fetches have ended or the deadline has passed. Then the longest hit whose chunks are all held is
-promised. A shorter hit ends elsewhere, so its window may need chunks that were not needed before;
-these are fetched, too, until the deadline.
+promised at once. Otherwise the missing chunks are fetched into slots of the host pool, and the
+answer is "ask again" until all fetches have ended or the deadline has passed. Then the longest hit
+whose chunks are all held is promised. A shorter hit ends elsewhere, so its window may need chunks
+that were not needed before; these are fetched, too, until the deadline.
 
-A look-up finds what is held or stored (`_find`), chooses what of it is worth loading and is not to
-be compared (`_choose`, `_candidate`), and settles on a hit (`_settle`). Once settled, what the
-fetches showed of each tier's speed is learned (`_learn`). `Search` is the memory between the
-look-ups of a request.
+A look-up finds what is held or stored (`_find`), chooses the part that is worth loading and is not
+to be compared (`_choose`, `_candidate`), and settles on a hit (`_settle`). Once settled, it learns
+from the fetches how fast each tier is (`_learn`). `Search` is the memory between the look-ups of a
+request.
 
-Where another engine computes the prompt, its chunks are waited for as they come, and those that
-have come are fetched meanwhile (`kvferry.cache.deciding.handovers`).
+If another engine computes the prompt, a look-up waits for its chunks and meanwhile fetches those
+that have come (`kvferry.cache.deciding.handovers`).
 
-A hit that is audited is promised without the chunk that is compared, mostly its last one; the
-record of that chunk must be held nevertheless. A record that is suspected ends a hit.
+A hit that is audited is promised without the chunk to compare, mostly its last one; the record of
+that chunk must be held nevertheless. A record that audits suspect ends a hit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvferry.store.base import ASK_SECONDS
 from kvferry.types import ChunkKey
 
 REPROBE_SECONDS = 60.0
-"""A request that has waited for so long has the store asked again."""
+"""If a request has waited for so long, the store is asked again what it has."""
 
 
 class _Candidate(NamedTuple):
@@ -46,28 +46,28 @@ class _Candidate(NamedTuple):
 
     start: int
     stop: int
-    """Of the tokens to promise."""
+    """`[start, stop)` are the tokens to promise."""
     numbers: range
     """Indices of the chunks that must be held."""
     whole: range
-    """Of the chunks of the hit before it was shortened for an audit."""
+    """Indices of the hit's whole chunks, before it was shortened for an audit."""
     audited: int | None
     """The last of `numbers`, if it is to be computed and compared."""
     is_lent: bool
-    """Whether peers will ask for the chunks, which they get whole only."""
+    """Whether peers will read the chunks. They are lent whole only."""
 
     @property
     def num_slots(self) -> int:
-        """With one for what the engine computes of an audited chunk."""
+        """Number of slots that it needs; an audit needs one more for what the engine computes."""
         return len(self.numbers) + (self.audited is not None)
 
 
 class Lookup:
-    """Runs in: scheduler thread; memory only.
+    """The look-ups of an engine. Runs in: scheduler thread; no I/O.
 
     Args:
         pool: holds chunks in memory.
-        unreadable: chunks that are not offered although the store may seem to have them.
+        unreadable: chunks that are not offered, although the store may seem to have them.
         policy: decides whether loading is worth it, and how long it may take.
         audits: says which hits are compared with what the engine computes.
     """
@@ -92,7 +92,7 @@ class Lookup:
         self._audits = audits
 
     def answer(self, state: RequestState, num_tokens: int, num_local: int) -> LookupResult:
-        """Answer for a request of `num_tokens`; the engine has the first `num_local` itself."""
+        """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
         search = state.search = state.search or Search(began_at=self._clock())
         search.num_local = num_local
         if state.handover is not None and not self._audits.has_trust:
@@ -131,7 +131,7 @@ class Lookup:
     def _limited(
         self, state: RequestState, search: Search, known: int, num_tokens: int
     ) -> tuple[int, int]:
-        """The known chunks, and the tokens of a prompt, as far as the request wants them loaded."""
+        """Cut `known` and `num_tokens` to what the request wants loaded (`max_load_tokens`)."""
         most = state.options.max_load_tokens
         if most is None or search.num_local + most >= self.limit(state, num_tokens):
             return known, num_tokens
@@ -141,7 +141,7 @@ class Lookup:
         return min(known, -(-stop // self._chunk)), stop + 1
 
     def _waits_for_store(self, state: RequestState, search: Search) -> bool:
-        """Whether to ask again, since the store still asks its medium what it has."""
+        """Whether the host must ask again, since the store still asks its medium what it has."""
         if state.asking_until is None:
             state.asking_until = self._clock() + ASK_SECONDS
         return search.phase == "asking" and self._clock() < state.asking_until
@@ -149,7 +149,7 @@ class Lookup:
     def _waits_for_producer(
         self, state: RequestState, search: Search, known: int, num_tokens: int
     ) -> bool:
-        """Whether to ask again, since another engine brings the first chunk that is not known."""
+        """Whether the host must ask again: another engine brings the first chunk not known yet."""
         plan = state.handover
         if plan is None or known >= plan.num_chunks or search.phase == "settled":
             return False
@@ -167,18 +167,18 @@ class Lookup:
     def _fetch_known(
         self, state: RequestState, search: Search, known: int, num_tokens: int
     ) -> None:
-        """Fetch what is known of a hit whose other chunks are still to come."""
+        """Fetch the known chunks of a hit whose other chunks are still to come."""
         plan = state.handover
         stop = self._usable(state, 0 if plan is None else plan.num_chunks, num_tokens)
         if known * self._chunk > search.num_local < stop:
             hit = self._candidate(state, search.num_local, stop)
             if hit.num_slots <= self._pool.num_slots:
                 self._fetch(state, search, hit, known)
-                search.fetching_since = None  # what comes later has as much time of its own
+                search.fetching_since = None  # later chunks get as much time again
 
     def _settle(self, state: RequestState, search: Search, known: int, num_tokens: int) -> bool:
-        """Promise the longest hit of `known` chunks that is held, or none. False if one is fetched
-        and the host is to ask again."""
+        """Promise the longest hit of `known` chunks that is held, or none. False if the host must
+        ask again: a longer one is being fetched, or waits for slots."""
         num_local, block = search.num_local, self._tables.block_size
         may_fetch = self._may_fetch(search)
         stop = self._usable(state, known, num_tokens)
@@ -226,19 +226,20 @@ class Lookup:
         self._withdraw(state)
 
     def _withdraw(self, state: RequestState) -> None:
-        """Nothing is promised to a request."""
+        """Withdraw the promise to a request, and with it the audit."""
         if state.search is not None:
             state.search.promised = None
         self._audits.release(state)
 
     def end_search(self, state: RequestState) -> None:
-        """A request was admitted, or is gone. If it waits once more, another search begins."""
+        """End the search of a request that was admitted, or is gone. If the request waits once
+        more, another search begins."""
         self.release(state)
         state.search = None
 
     def end(self, state: RequestState) -> None:
-        """A request ended. Its whole prefix was used now: else the root, which is the oldest, would
-        be evicted first."""
+        """Note that a request ended. Its whole prefix counts as used now: else the root, which is
+        the oldest, would be evicted first."""
         self.end_search(state)
         self._store.touch(state.keys.keys)
         self._pool.touch(state.keys.keys)
@@ -246,10 +247,10 @@ class Lookup:
     # -- parts ----------------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
-        """The index at which the known chunks from `first` on end, and why: the last read of the
-        chunk there failed, it is suspected, or it has no slot and is not in the store; or the chunk
-        before it is to be compared. No reason where all are known, and while the store asks its
-        medium, which takes it a bounded time."""
+        """Return the index at which the known chunks from `first` on end, and why. The chunk there
+        failed to be read lately, is suspected, or has no slot and is not in the store; or the chunk
+        before it is to be compared. The reason is None if all are known, or while the store asks
+        its medium, which takes a bounded time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
         everything, suspects = self._tables.all_groups, self._audits.suspects
         for index in range(first, len(keys)):
@@ -258,23 +259,23 @@ class Lookup:
             if suspects.get(key):
                 return index, LookupMiss.OTHER_MODEL
             if slot is None or not (slot.is_save or everything <= slot.held):
-                # It is not in memory: else what the store has does not matter.
+                # Not whole in memory, so it matters what the store has.
                 if key in unreadable:
                     return index, LookupMiss.UNREADABLE
                 if slot is None and not (is_stored := contains(key)):
                     return index, LookupMiss.ABSENT if is_stored is False else None
             if key in suspects:
-                return index + 1, LookupMiss.OTHER_MODEL  # it is compared, and not loaded
+                return index + 1, LookupMiss.OTHER_MODEL  # this one is compared, and not loaded
         return max(first, len(keys)), None
 
     def _choose(self, state: RequestState, search: Search, known: int) -> int:
-        """Index of the first of the known chunks that is computed sooner than loaded. Decided
-        before the first fetch and kept."""
+        """Return the index of the first known chunk that is computed sooner than loaded; `known` if
+        there is none. Decided before the first fetch and kept."""
         holds, everything, keys = self._pool.holds, self._tables.all_groups, state.chain
         if search.worth is not None:
             until = min(known, search.worth[0])
             while until < known and holds(keys[until], everything):
-                until += 1  # in memory since
+                until += 1  # in memory by now
             if until < known:
                 search.miss = LookupMiss.SLOWER
             return until
@@ -296,8 +297,8 @@ class Lookup:
         return first + worth.num_chunks
 
     def _usable(self, state: RequestState, num_chunks: int, num_tokens: int) -> int:
-        """Tokens of a hit of `num_chunks` leading chunks, the tail counted as one: whole blocks,
-        never the last token."""
+        """Number of tokens in a hit of `num_chunks` leading chunks, the tail counted as one: whole
+        blocks, never the last token."""
         block = self._tables.block_size
         return max(0, min(state.end_of(num_chunks), num_tokens - 1)) // block * block
 
@@ -308,7 +309,7 @@ class Lookup:
         return range(first, max(first, -(-stop // self._chunk)))
 
     def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
-        """The hit of stored tokens `[start, stop)`; shorter if it is to be audited."""
+        """Return the hit of stored tokens `[start, stop)`; it is shorter if it is to be audited."""
         numbers = range(start // self._chunk, -(-stop // self._chunk))
         whole = range(numbers.start, min(numbers.stop, len(state.keys.keys)))
         audited = self._audits.choose(state, whole)
@@ -321,14 +322,14 @@ class Lookup:
         return _Candidate(start, stop, range(first, audited + 1), whole, audited, is_lent)
 
     def _groups(self, number: int, hit: _Candidate) -> frozenset[int]:
-        """The groups of one chunk that a hit needs, or all, where it is compared, or lent then."""
+        """The groups of one chunk that a hit needs; every group if it is compared or lent."""
         if number == hit.audited or hit.is_lent:
             return self._tables.all_groups
         return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
 
     def _lacking(self, state: RequestState, hit: _Candidate) -> int | None:
-        """The first chunk of the last contiguous run of those that are needed and not held; None if
-        all are held.
+        """Index of the first chunk in the last contiguous run of needed chunks that are not held;
+        None if all are held.
 
         Every hit that ends inside or behind the run needs part of it, so the next candidate ends
         before the run. All candidates of a look-up together take linear time.
@@ -362,8 +363,8 @@ class Lookup:
     def _fetch(
         self, state: RequestState, search: Search, hit: _Candidate, known: int | None = None
     ) -> bool:
-        """Fetch the chunks that are not held, or those before the first that is not `known`. True
-        if the host is to ask again.
+        """Fetch the chunks of a hit that are not held: all, or those before index `known`. True if
+        the host must ask again.
 
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
@@ -379,7 +380,7 @@ class Lookup:
             search.deadline = now + self._policy.wait_seconds(num_tokens)
         for number in numbers if hit.is_lent else ():
             if not self._pool.holds(keys[number], self._tables.all_groups):
-                self._pool.drop(keys[number])  # what comes in parts is not lent
+                self._pool.drop(keys[number])  # a chunk that comes in parts is not lent
         self._pin_only(search, [keys[number] for number in numbers])
         for number in numbers:
             key, groups = keys[number], self._groups(number, hit)
@@ -399,7 +400,7 @@ class Lookup:
         return bool(search.awaited) or self._pool.num_taken > len(search.pinned)
 
     def _pin_only(self, search: Search, keys: Iterable[ChunkKey]) -> None:
-        """Pin those of the chunks that have slots, then end the request's pins so far."""
+        """Pin those of the chunks that have slots, then end the earlier pins of the request."""
         before, search.pinned = search.pinned, []
         search.awaited = []
         for key in keys:
@@ -410,8 +411,8 @@ class Lookup:
         self._pool.unpin_all(before)
 
     def _promise(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
-        """Pin exactly what a hit needs, all of which is held, and promise it. False if an audit
-        needs one slot more than there is."""
+        """Pin exactly the chunks that a hit needs, all of them held, and promise the hit. False if
+        there is no slot for the copy of its audit."""
         keys = state.chain
         self._pin_only(search, [keys[number] for number in hit.numbers])
         audited = hit.audited
@@ -423,8 +424,8 @@ class Lookup:
     # -- what a search showed -------------------------------------------------------------------
 
     def _late(self, search: Search) -> set[str]:
-        """The tiers that were too slow: of some of their chunks, the fetch has not ended in time.
-        Empty while there is time."""
+        """The tiers that were too slow: a fetch of one of their chunks has not ended in time. Empty
+        while there is time."""
         tiers = {search.fetched.get(slot.key) for slot in search.awaited if slot.filling}
         return {tier for tier in tiers if tier is not None} if search.phase == "fetching" else set()
 

@@ -1,8 +1,9 @@
 """Decides how much of a hit to load and what to compute, by the rates measured in this engine.
 
-No hit is waited for longer than computing it would take. Where tiers of different speed hold
-a prompt, its first part may be worth loading and the rest not. While a tier is slower than the
-engine, one hit is loaded from it every `RETRY_SLOW_SECONDS`.
+Look-ups ask it, and tell it how long loads took; the scheduler role tells it of timed steps. No hit
+is waited for longer than computing it would take, or `MIN_WAIT_SECONDS`. If tiers of different
+speed hold a prompt, its first part may be worth loading and the rest not. While a tier is slower
+than the engine, one hit is loaded from it every `RETRY_SLOW_SECONDS`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 RETRY_SLOW_SECONDS = 4.0
-"""How often a hit that is expected to be slower than computing is loaded, to notice a store that
-has recovered. It and the longest pause of a circuit breaker are less than ten seconds."""
+"""How often a hit is loaded although computing is expected to be faster, to notice a store that has
+recovered. Together with the longest pause of a circuit breaker it is less than ten seconds."""
 
 _WEIGHT = 0.25
-"""Weight of a new sample in a moving average: an outlier fades within a few."""
+"""Weight of a new sample in a moving average: an outlier fades within a few samples."""
 
 MIN_WAIT_SECONDS = 0.25
-"""A fetch is given at least this long: for less, the measured rates are noise."""
+"""A fetch gets at least this long: for shorter times, the measured rates are noise."""
 
 SLACK_SECONDS = 0.1
 """A load is refused only if it is expected to take this much longer than computing. The rate of a
@@ -29,12 +30,12 @@ small hit shows the latency of a step more than the speed of the store."""
 
 MAX_LOSSES = 2.0
 MIN_LOSSES = 1.5
-"""A tier counts as slow after two loads that were slower than computing, or one that was given up:
-one may be an outlier, and the rate of a small hit is a bad guide to a large one. Each fast load
-halves the count, so a tier of which every second load is slow counts as slow half the time."""
+"""A tier counts as slow after two loads that were slower than computing, or one that was given up.
+A single slow load may be an outlier, or a small hit, whose rate is a bad guide to a large one. Each
+fast load halves the count: if every second load is slow, the tier is slow half the time."""
 
 MAX_STEP_SECONDS = 60.0
-"""A step without output for so long is not timed any more."""
+"""A step that has had no output for so long is not timed any more."""
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
@@ -62,7 +63,7 @@ class LoadDecision(NamedTuple):
     """How much of a hit is worth loading, and why."""
 
     num_chunks: int
-    """Of the leading chunks."""
+    """Number of leading chunks."""
     load_seconds: float
     """Expected, for the whole hit."""
     compute_seconds: float
@@ -70,10 +71,10 @@ class LoadDecision(NamedTuple):
 
 
 class LoadPolicy:
-    """Rates of loading and computing, and what follows for one hit.
+    """Rates of loading and computing, and what follows for one hit. Runs in: scheduler thread.
 
     Args:
-        load_timeout_seconds: upper bound of any wait.
+        load_timeout_seconds: upper bound of any wait for a hit.
         clock: monotonic seconds.
     """
 
@@ -89,7 +90,7 @@ class LoadPolicy:
         self._retry_slow_at = 0.0
 
     def saw_load(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """A prefetch of `num_tokens` from a tier took `seconds`."""
+        """Learn that a fetch of `num_tokens` from a tier took `seconds`."""
         if num_tokens > 0 and seconds > 0:
             speed, compute = self.tiers[tier], self._compute_rate
             speed.rate = _average(speed.rate, num_tokens / seconds)
@@ -99,7 +100,7 @@ class LoadPolicy:
                 self._retry_slow_at = self._clock() + RETRY_SLOW_SECONDS
 
     def saw_slow_load(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """A prefetch of `num_tokens` was given up after `seconds`: the rate is lower still."""
+        """Learn that a fetch of `num_tokens` was given up after `seconds`: the rate is lower."""
         if seconds > 0 and num_tokens > 0:
             speed = self.tiers[tier]
             speed.losses = MAX_LOSSES
@@ -109,43 +110,44 @@ class LoadPolicy:
                 speed.rate = _average(speed.rate, bound)
 
     def begin_step(self, num_tokens: int, *, loads: bool) -> int:
-        """A step computes `num_tokens`; the time of a step that also loads shows neither speed.
+        """Time a step that computes `num_tokens`. One that also loads is left out: its time shows
+        neither speed.
 
         Returns:
-            The number by which `end_step` knows it; 0 if it is not timed.
+            The number by which `end_step` knows the step; 0 if it is not timed.
         """
         if num_tokens < PREFILL_TOKENS or loads:
             return 0
         now = self._clock()
         if self._timed is not None and now - self._timed[1] < MAX_STEP_SECONDS:
-            return 0  # one at a time
+            return 0  # one step is timed at a time
         self._num_timed += 1
         self._timed = (self._num_timed, now, num_tokens)
         return self._num_timed
 
     def end_step(self, number: int) -> None:
-        """A timed step ended: learn from it."""
+        """Learn from a timed step that ended."""
         if self._timed is not None and self._timed[0] == number:
             _, started, num_tokens = self._timed
             self._timed = None
             self.saw_compute(num_tokens, self._clock() - started)
 
     def saw_compute(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` prompt tokens in `seconds`."""
+        """Learn that a step computed `num_tokens` in `seconds`."""
         if num_tokens > 0 and seconds > 0:
             self._compute_rate = _average(self._compute_rate, num_tokens / seconds)
 
     @property
     def is_any_slow(self) -> bool:
-        """Whether some tier has been slower than computing; if not, everything is worth loading."""
+        """Whether some tier counts as slow; if none does, everything is worth loading."""
         return any(speed.is_slow for speed in self.tiers.values())
 
     def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> LoadDecision:
-        """How much of a hit to load: all of it when a slow tier is tried again.
+        """Decide how much of a hit to load: all of it when a slow tier is tried again.
 
         Args:
-            parts: tier and tokens of each chunk, in the order of the prompt; None for one that is
-                in memory.
+            parts: tier and number of tokens of each chunk, in the order of the prompt; the tier is
+                None for a chunk in memory.
         """
         compute = self._compute_rate
         num_tokens = sum(tokens for _, tokens in parts)
@@ -168,7 +170,7 @@ class LoadPolicy:
         return worth._replace(num_chunks=len(parts))
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
-        """Expected; no more than computing takes, unless the tier is slow."""
+        """Expected time of a load; no more than computing takes, unless the tier is slow."""
         if tier is None:
             return 0.0
         speed = self.tiers[tier]

@@ -1,7 +1,7 @@
-"""The slots of all ranks as the scheduler role's process sees them: whole records.
+"""Opens the slots of all ranks in the scheduler role's process, and joins them into whole records.
 
-Each rank makes the memory of its slots and reports where it is; here it is opened, so that one
-process can write, lend and read what all ranks hold together.
+A slot is memory for one rank's part of a record. Each rank makes its slots and reports where they
+are. `Loans` lends the joined records to peers, and `SharedWrites` writes them to the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Slots(NamedTuple):
-    """One rank's."""
+    """The opened slots of one rank. `slot_bytes` is the distance from one slot to the next."""
 
     rows: RankRows
     name: str
@@ -34,7 +34,7 @@ class _Slots(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Contiguous bytes of a record that are contiguous in the slots of one rank, too."""
+    """Bytes that are contiguous both in a record and in a rank's slot, at `[start, stop)` there."""
 
     rank: int
     start: int
@@ -42,13 +42,13 @@ class _Part(NamedTuple):
 
 
 class RankSlots:
-    """Opens the memory of all ranks' slots, for writes to the store and for peers that read.
-    Thread-safe, but for `learn`.
+    """The opened slots of all ranks. Only the scheduler thread calls `learn`; the other methods may
+    be called from any thread.
 
     Args:
         groups: KV groups of the whole model.
-        schema: of the records; their namespace does not matter.
-        num_slots: of every rank.
+        schema: layout of the records; its namespace is not used.
+        num_slots: number of slots that each rank has.
         world_size: number of ranks.
     """
 
@@ -60,11 +60,12 @@ class RankSlots:
         self._num_slots = num_slots
         self._world_size = world_size
         self._slots: dict[int, _Slots] = {}
-        self._unreachable: dict[int, str] = {}  # by rank, the name of its memory
+        self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
 
     def learn(self, region: SlotRegion) -> None:
-        """A rank reports where its slots are. Opens memory that is new; never waits."""
+        """Open the slots that a rank reports, unless that was tried before. Never waits. If it
+        fails, records of several ranks are not stored, and nothing is lent."""
         rank = region.shard.rank
         known = self._slots.get(rank)
         if (known is not None and known.name == region.name) or (
@@ -79,7 +80,8 @@ class RankSlots:
             )
         except TransferError as error:
             self._unreachable[rank] = region.name
-            if self._world_size > 1:
+            self._parts = None  # what was opened before is this rank's no more
+            if self._world_size > 1:  # a single rank stores its records itself
                 logger.warning(
                     "nothing is stored, as the slots of rank %d cannot be read: %s; all ranks must "
                     "run on the machine of the scheduler, in its container and as its user",
@@ -92,7 +94,7 @@ class RankSlots:
             self._parts = self._in_file_order()
 
     def _in_file_order(self) -> tuple[_Part, ...]:
-        """The parts of a record: its head, as rank 0 has it, and the rows of all ranks."""
+        """Return the parts of a record: its head, from rank 0, and the rows of all ranks."""
         head = _Part(0, 0, self._schema.head_bytes)
         found = [
             (self._schema.offset_of(ranges), _Part(rank, start, stop))
@@ -111,15 +113,15 @@ class RankSlots:
         return tuple(parts)
 
     def record(self, slot: int) -> list[memoryview] | None:
-        """The buffers of the record in a slot, in file order and writable; the first begins with
-        the head as rank 0 has it. None if not all ranks can be reached."""
+        """Return the buffers of the record in a slot, in file order and writable; the first begins
+        with the head, from rank 0. None until the slots of all ranks have been opened."""
         if self._parts is None:
             return None
         return [self._slots[part.rank].part(slot, part.start, part.stop) for part in self._parts]
 
     def whole_record(self, slot: int) -> list[memoryview] | None:
-        """As `record`, but also None if the ranks' heads differ: the chunk was replaced in the
-        store while they read it, and their rows are of different records."""
+        """As `record`, but also None if the ranks' heads differ. They do if the store replaced the
+        chunk while the ranks read it; then their rows belong to different records."""
         parts = self.record(slot)
         heads = self._heads(slot)
         return parts if all(head == heads[0] for head in heads[1:]) else None
@@ -130,11 +132,12 @@ class RankSlots:
             part[:] = head
 
     def _heads(self, slot: int) -> list[memoryview]:
-        return [each.part(slot, 0, self._schema.head_bytes) for each in self._slots.values()]
+        slots = tuple(self._slots.values())  # at once: another thread may learn
+        return [each.part(slot, 0, self._schema.head_bytes) for each in slots]
 
     def leaf_table(self, digests: Mapping[int, bytes]) -> bytes | None:
-        """The leaf table of a record, made of what each rank hashed; None if a rank's part is
-        missing or has another length."""
+        """Make the leaf table of a record from the digests that each rank reported; None if those
+        of a rank are missing or have the wrong length."""
         table = bytearray(DIGEST_BYTES * self._schema.num_leaves)
         num_filled = 0
         for rank, slots in self._slots.items():

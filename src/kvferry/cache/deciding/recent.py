@@ -1,4 +1,4 @@
-"""Finds the records used last, so that an engine's first hits are in memory."""
+"""Finds the records used last; the scheduler role fetches them into memory as an engine starts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
 FILL_SECONDS = 10.0
-"""How long listing and reading may take. The engine is kept stepping meanwhile."""
+"""How long listing may take. For so long, an idle engine is kept stepping for the fetches."""
 
 AT_ONCE = 4
-"""Records that are fetched together: a hit that comes meanwhile waits for these at most."""
+"""Records that are fetched together. A hit that comes meanwhile waits for these at most."""
 
 
 class RecentRecord(NamedTuple):
@@ -32,13 +32,14 @@ class RecentRecords:
     """Lists recent records once, on a thread of its own; then hands them out, the newest first.
 
     Args:
-        store: may know them.
-        count: how many at most.
+        store: store to list.
+        schema: layout and namespace of this engine's records.
+        count: number of records at most.
         clock: monotonic seconds.
 
     Attributes:
-        is_engine_in_use: a request came. The other records are fetched in steps that requests
-            cause, so that a run of one request does not wait for them.
+        is_engine_in_use: whether a request came. The records left are then fetched only in steps
+            that requests cause, so that a run of one request does not wait for them.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RecentRecords:
 
     @property
     def is_done(self) -> bool:
-        """Whether all are handed out, or the time is over."""
+        """Whether all records are handed out, or the time is over."""
         return (self._left is not None and not self._left) or self._clock() > self._until
 
     @property
@@ -74,13 +75,13 @@ class RecentRecords:
         return taken
 
     def close(self, timeout: float) -> None:
-        """Hand out nothing more, and wait up to `timeout` seconds for the thread; one whose listing
-        hangs stays behind as a daemon. Idempotent."""
+        """Hand out nothing more, and wait up to `timeout` seconds for the thread. If its listing
+        hangs, it stays behind as a daemon. Idempotent."""
         self._left = []
         self._thread.close(timeout)
 
     def _find(self) -> list[RecentRecord]:
-        """Runs in: I/O thread."""
+        """List the records to hand out. Runs in: I/O thread."""
         found: list[RecentRecord] = []
         with suppress(StoreError):
             # Four times as many: some may be of other models that share the store.

@@ -1,7 +1,7 @@
-"""The scheduler role's memory: the state of live requests, and chunks that could not be read.
+"""What the scheduler role remembers: the state of live requests, and chunks that failed to be read.
 
-`SharedStorageScheduler` owns `Requests`, and its `request_finished` removes the states, which
-`Lookup`, `SavePlan`, `Audits`, `Handovers` and `Accounts` change.
+`SharedStorageScheduler` owns `Requests`, and removes a state in `request_finished`. `Lookup`,
+`SavePlan`, `Audits`, `Handovers` and `Accounts` change the states. All run on the scheduler thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvferry.keys import ChunkKeys
 from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, RequestView
 
 UNREADABLE_SECONDS = 60.0
-"""How long a chunk that could not be read is not offered again, unless it is stored again. Not for
-ever, because another process may repair the record unseen."""
+"""How long a chunk that could not be read is not offered, unless it is stored again. Not for ever,
+because another process may repair the record unseen."""
 
 RETRY_SECONDS = 3.0
-"""The same where the store did not answer, or no longer had the chunk: nothing is wrong with the
+"""The same if the store did not answer, or no longer had the chunk: nothing is wrong with the
 record, and a server that is back is to be used soon."""
 
 MAX_UNREADABLE = 100_000
-"""Beyond this number all are forgotten."""
+"""Number of unreadable chunks beyond which all are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +35,16 @@ class Audit:
     """The comparison of a promised hit with what the engine computes.
 
     Attributes:
-        record: slot of the chunk that is compared, pinned.
-        copy: slot for what the engine computes, pinned.
-        chain: the chunks before it, and itself.
-        start: how many of them the host had itself; the others are loaded, but for the last.
-        is_at_end: False: stored records follow it in the hit. A fault that grows with the position
-            in the prompt, such as other rotary frequencies, may not show there.
-        load: of the hit, once it is admitted; None if it loads nothing, or the host cannot compute
-            it again.
-        results: of the ranks that have compared their part.
+        record: pinned slot with the record of the compared chunk.
+        copy: pinned slot for what the engine computes.
+        chain: keys of the chunks before the compared one, and its own.
+        start: number of leading chunks that the host had itself. The others of `chain` are loaded,
+            but for the last.
+        is_at_end: False if stored records follow the compared chunk in the hit. A fault that grows
+            with the position in the prompt, such as other rotary frequencies, may not show then.
+        load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
+            compute it again.
+        results: results of the ranks that have compared their part.
     """
 
     record: Slot
@@ -56,13 +57,13 @@ class Audit:
 
 
 class Tail(NamedTuple):
-    """The whole blocks of a prompt behind its last whole chunk. Only a handover moves them, from
-    memory to memory: as a record whose other tokens mean nothing."""
+    """The whole blocks of a prompt behind its last whole chunk. Only a handover between engines
+    moves them, from memory to memory: as a record whose other tokens mean nothing."""
 
     chain: tuple[ChunkKey, ...]
-    """Keys of all whole chunks of the prompt, and its own."""
+    """Keys of all whole chunks of the prompt, and the key of the tail."""
     stop: int
-    """Where it ends, in tokens of the prompt."""
+    """Where the tail ends, in tokens of the prompt."""
 
     @property
     def key(self) -> ChunkKey:
@@ -70,24 +71,25 @@ class Tail(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Whole chunks before it."""
+        """Number of whole chunks before it: its index in `chain`."""
         return len(self.chain) - 1
 
 
 @dataclass(slots=True, kw_only=True)
 class HandoverPlan:
-    """What to do with a request that another engine began, or goes on with.
+    """What to do with a request that another engine began, or will continue.
 
     Attributes:
-        gives: another engine goes on with it: each chunk is stored that the store has not.
+        gives: another engine will continue it, so each chunk that the store lacks is stored.
         lends: as `gives`, and each chunk is brought whole into memory, for peers to read.
-        is_turn: it goes on from the KV of another engine, and gives what it generates, too.
-        num_chunks: leading chunks that are waited for, the tail included.
-        tail: the end of the prompt behind its whole chunks, which this engine lends or may read.
-        tail_until: when the wait for it ends; 0 until nothing else is waited for.
-        until: when the wait ends.
+        is_turn: it continues from the KV of another engine, and gives what it generates, too.
+        num_chunks: number of leading chunks that are waited for, the tail included.
+        tail: the end of the prompt behind its whole chunks. `SavePlan` sets it if this engine lends
+            the tail, `Handovers` if it may read the tail from a peer.
+        tail_until: when the wait for the tail ends; 0 until nothing else is waited for.
+        until: when the wait for chunks ends.
         miss: the reason given for a chunk that the store lacks.
-        why: details in words, or empty.
+        why: details of `miss` in words, or empty.
     """
 
     gives: bool = False
@@ -101,7 +103,7 @@ class HandoverPlan:
     why: str = ""
 
     def drop_tail(self) -> None:
-        """Compute the end of the prompt."""
+        """Wait for no tail: the engine computes the end of the prompt."""
         if self.tail is not None:
             self.num_chunks = min(self.num_chunks, self.tail.number)
             self.tail = None
@@ -113,16 +115,17 @@ class Search:
 
     Attributes:
         num_local: tokens that the engine had itself at the last look-up.
-        pinned: slots of its hit, which it keeps from eviction, filled or still filling.
-        awaited: those of `pinned` that were filling at the last look-up. Slots leave it from the
+        pinned: slots of the hit, filled or still filling, which the search keeps from eviction.
+        awaited: slots of `pinned` that were filling at the last look-up. Slots are removed from the
             end only, so the last one is still filling.
-        fetched: chunks whose fetch it waited for, its own or another's, with their tier.
-        began_at: when its first look-up came.
-        fetching_since: when its fetches began; None if there were none, and while another engine
-            is still to bring more.
-        deadline: when its fetches must have ended.
+        fetched: chunks whose fetch the search waited for, and their tiers. Another request may have
+            begun the fetch.
+        began_at: time of its first look-up.
+        fetching_since: time when its fetches began; None if there were none, and while another
+            engine is still to bring more.
+        deadline: time by which its fetches must have ended.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
-            and to compute all; None while everything is.
+            and to compute all; None while all chunks are worth it.
         gave_up: why no more is fetched for it; None: more may be fetched.
         loads: tokens and seconds of what was fetched and promised, by tier.
         promised: tokens `[start, stop)` of the last positive answer.
@@ -144,8 +147,8 @@ class Search:
 
     @property
     def phase(self) -> Literal["asking", "fetching", "settled"]:
-        """Asking what the store has, fetching it, or settled: a hit is promised, or no more is
-        fetched. A promise that is withdrawn leads back to the phase before it."""
+        """The search asks what the store has, fetches it, or is settled: a hit is promised, or no
+        more is fetched. If a promise is withdrawn, the phase before it returns."""
         if self.promised is not None or self.gave_up is not None:
             return "settled"
         return "asking" if self.fetching_since is None else "fetching"
@@ -156,21 +159,21 @@ class RequestState:
     """One live request.
 
     Attributes:
-        keys: of its whole chunks.
-        arrived_at: when it came, seconds since the epoch.
-        search: for its hit; None until the first look-up, and from admission to the next look-up.
-        probed_at: when the store was asked what it has of the prompt, for this search or an earlier
-            one.
+        keys: keys of its whole chunks.
+        arrived_at: when it came, seconds since 1970.
+        search: search for its hit; None until the first look-up, and from admission to the next
+            look-up.
+        probed_at: when the store was last asked what it has of the prompt; None: not yet.
         asking_until: when the wait for that answer ends; None until a look-up waits.
         saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
             has new blocks.
-        next_save: chunks before this one are stored, on their way, or not to be saved.
-        audit: of the hit that is promised.
+        next_save: index of a chunk; those before it are stored, on their way, or not to be saved.
+        audit: audit of the promised hit, if it has one.
         handover: None if no other engine takes part.
-        options: what it asks of the cache.
-        answer: what it got when it was admitted first; None before that.
-        sample: drawn from 0 to 1, decides whether its hit is audited, and from which end; None: not
-            drawn yet.
+        options: what the request asks of the cache.
+        answer: what its tokens got at its first admission; None before that.
+        sample: random number in [0, 1) that decides whether its hit is audited, and from which end;
+            None: not drawn yet.
     """
 
     keys: ChunkKeys
@@ -188,12 +191,12 @@ class RequestState:
 
     @property
     def chain(self) -> Sequence[ChunkKey]:
-        """What a hit may consist of: its whole chunks, and its tail behind them."""
+        """Keys of what a hit may consist of: the whole chunks, then the tail if there is one."""
         tail = self._tail
         return self.keys.keys if tail is None else tail.chain
 
     def end_of(self, num_chunks: int) -> int:
-        """Tokens of so many leading chunks of the chain."""
+        """Number of tokens in the first `num_chunks` of `chain`."""
         tail = self._tail
         if tail is not None and num_chunks > tail.number:
             return tail.stop
@@ -201,18 +204,18 @@ class RequestState:
 
     @property
     def _tail(self) -> Tail | None:
-        """None, too, once it is part of a chunk that is whole."""
+        """The tail of the handover; None if there is none, or it is now part of a whole chunk."""
         tail = None if self.handover is None else self.handover.tail
         return tail if tail is not None and tail.number == len(self.keys.keys) else None
 
     @property
     def gives_all(self) -> bool:
-        """Whether another engine goes on with it: each chunk is stored that the store has not."""
+        """Whether another engine will continue it, so each chunk that the store lacks is stored."""
         return self.handover is not None and self.handover.gives
 
     @property
     def lends_all(self) -> bool:
-        """Whether, besides, peers may read each chunk from memory."""
+        """Whether peers may also read each of its chunks from memory."""
         return self.handover is not None and self.handover.lends
 
 
@@ -232,7 +235,7 @@ class UnreadableKeys:
         self._until.update(dict.fromkeys(keys, self._clock() + seconds))
 
     def discard(self, key: bytes) -> None:
-        """The chunk was stored again."""
+        """Offer a chunk again: it was stored again."""
         self._until.pop(key, None)
 
     def clear(self) -> None:
@@ -244,13 +247,13 @@ class Requests:
 
     Args:
         namespace: digest that roots the chunk keys.
-        new_namespace: makes another digest, when cached KV becomes invalid (a new epoch begins).
+        new_namespace: makes another digest when a new epoch begins: cached KV became invalid.
         clock: monotonic seconds.
 
     Attributes:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
-        unreadable: chunks that are not offered although the store may seem to have them.
+        unreadable: chunks that are not offered, although the store may seem to have them.
     """
 
     def __init__(
@@ -267,7 +270,8 @@ class Requests:
         self.unreadable = UnreadableKeys(clock)
 
     def track(self, request: RequestView) -> RequestState:
-        """The state of a request, with the keys of all chunks that are whole by now."""
+        """Return the state of a request, with the keys of all chunks that are whole by now. A new
+        request gets a new state."""
         state = self.by_id.get(request.request_id)
         if state is None:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)

@@ -1,4 +1,7 @@
-"""Chooses the chunks to save in a step: whole, computed, confirmed, and not yet held or stored."""
+"""Chooses the chunks to save in a step: whole, computed, confirmed, and not yet held or stored.
+
+The scheduler role asks for the saves of every step, and passes on what the ranks report of them.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class SavePlan:
-    """Runs in: scheduler thread; memory only.
+    """The saves of an engine, each until it is stored. Runs in: scheduler thread; no I/O.
 
     Args:
         pool: assigns the slots.
-        suspects: records that may be wrong. What follows one is not saved: the host may have
-            computed it on the KV of the record, which its own prefix cache keeps.
+        suspects: records that may be wrong. Chunks from one on are not saved: the host may have
+            computed them on the record's KV, which its own prefix cache keeps.
         announcer: makes events of what is saved; None: the host publishes none.
 
     Attributes:
-        shared_writes: of the records that several ranks hold together.
+        shared_writes: writes the records that several ranks hold together.
         announcer: as given.
         failures_known: see `SharedStoragePlan.failures_known`.
     """
@@ -64,17 +67,17 @@ class SavePlan:
         self.failures_known: tuple[int, ...] = ()
 
     def admit(self, request_id: str, state: RequestState) -> None:
-        """A request got blocks: consider its chunks from the first on."""
+        """Consider the chunks of a request that got blocks, from the first on."""
         state.next_save = 0
         state.saves_blocked = False
         self._unsaved[request_id] = state
 
     def forget(self, request_id: str) -> None:
-        """A request ended."""
+        """Plan no more saves of a request for now."""
         self._unsaved.pop(request_id, None)
 
     def begin_epoch(self) -> None:
-        """Save no more chunks of the requests so far: their keys belong to the last epoch."""
+        """Save no more chunks of the requests so far: their keys belong to the old namespace."""
         self._unsaved.clear()
         if self.announcer is not None:
             self.announcer.forget_all()
@@ -104,7 +107,7 @@ class SavePlan:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether coming steps of some request may bring saves."""
+        """Whether later steps of some request may bring saves."""
         return bool(self._unsaved)
 
     @property
@@ -117,14 +120,14 @@ class SavePlan:
         return self._pool.is_writing or self._pool.is_filling
 
     def await_reports(self) -> None:
-        """A plan carries saves, or audits, which are saves that compare; or one of them went on; or
-        a request ended, behind whose last step they may still run."""
+        """Keep an idle host awake for some time from now, for saves under way. Called when a plan
+        carries saves or audits, when one of them made progress, and when a request ended."""
         if self._is_saving:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
-        """Add every chunk that this step completes, or that an earlier one had to leave, and with
-        the last of a prompt its tail, if peers read it from here."""
+        """Add to `saves` every chunk that this step completes or that an earlier step had to leave.
+        At the end of a prompt, add its tail if peers may read that from here."""
         request, plan = item.request, state.handover
         computed = item.num_computed_tokens + item.num_scheduled_tokens
         lends_tail = (
@@ -161,9 +164,9 @@ class SavePlan:
             plan.tail = self._plan_tail(item, state, saves)
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
-        """Have the next chunk of a request saved; False if there is no slot for it now. One that is
-        stored, and that peers want from memory, is fetched if there is room: the host may lack a
-        part of it, which windows have dropped."""
+        """Have the next chunk of a request saved; False if there is no slot for it now. If it is
+        stored and peers want it from memory, it is fetched instead, if there is room: windows may
+        have dropped a part of it from the host's blocks."""
         key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
         first = state.next_save * chunk_tokens
         if state.lends_all and self._is_stored(key):
@@ -178,9 +181,9 @@ class SavePlan:
     def _plan_tail(
         self, item: ScheduledRequest, state: RequestState, saves: list[Save]
     ) -> Tail | None:
-        """Have the whole blocks behind the last whole chunk of a prompt copied into a slot, if
-        there are any: not into one of this prompt's own. The engine that goes on with it computes
-        the last token itself."""
+        """Have the tail of a prompt copied into a slot and return it; None if there is none. It is
+        the whole blocks behind the last whole chunk, without the last token, which the next engine
+        computes. No chunk of the same prompt is evicted for it."""
         request, tables, number = item.request, self._context.tables, state.next_save
         first = number * state.keys.chunk_tokens
         stop = (request.num_prompt_tokens - 1) // tables.block_size * tables.block_size
@@ -209,11 +212,11 @@ class SavePlan:
         return True
 
     def has(self, key: ChunkKey, state: RequestState) -> bool:
-        """Whether a chunk is held, on its way, or stored. What another engine goes on from must be
-        where that one looks: in memory that is lent, if peers are served, or else in the store. It
-        does not see what else this one holds."""
+        """Whether a chunk is held, on its way, or stored. If another engine continues the request,
+        the chunk must be where that engine looks: in memory that is lent, if peers are served, or
+        else in the store. It does not see what else this engine holds."""
         slot = self._pool.find(key)
-        # A slot that one rank missed becomes free, without the chunk, when the others have ended.
+        # A slot that one rank failed to fill is given up when the other ranks have ended.
         is_sound = slot is not None and not slot.failed
         if state.lends_all:
             return is_sound and self._pool.loans.knows(key)
@@ -241,13 +244,13 @@ class SavePlan:
     # -- reports --------------------------------------------------------------------------------
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
-        """A rank did not copy a chunk into its slot."""
+        """Learn that a rank did not copy a chunk into its slot."""
         self.shared_writes.abort(slot)
         if copied.missed == PUT_OFF:
             self._offer_again((slot.key,))
 
     def learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
-        """A rank hashed its part of a chunk, or could not: then the chunk is not stored."""
+        """Learn that a rank hashed its part of a chunk, or failed: then the chunk is not stored."""
         if sealed.leaf_digests is None:
             if slot.is_writing:
                 self._context.observer.count("save_failed")
@@ -262,7 +265,7 @@ class SavePlan:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
     def learn_saved(self, index: int, result: str) -> None:
-        """The write of a slot ended."""
+        """Learn the result of the write of a slot."""
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
@@ -276,22 +279,22 @@ class SavePlan:
             self._requests.unreadable.discard(slot.key)
 
     def poll_writes(self) -> None:
-        """Learn of the records of several ranks that were written here."""
+        """Learn which records of several ranks this process has written."""
         if not self._is_alone:
             for slot, result in self.shared_writes.poll():
                 self.learn_saved(slot.index, result)
 
     def _announce_failed(self, key: ChunkKey) -> None:
-        """A chunk was planned to be saved, and is not stored."""
+        """Drop the event of a chunk whose save failed."""
         if self.announcer is not None:
             self.announcer.failed(key)
 
     def learn_failures(self, report: RankReport) -> None:
-        """Loads failed on a rank.
+        """Learn that loads failed on a rank.
 
-        Requests other than the failed ones may have computed on the same blocks, through the host's
-        own prefix cache. The host computes the failed ones again; vLLM lets the others run on, so
-        nothing more of these is saved.
+        The host computes the failed requests again. Other requests may have computed on the same
+        blocks, through the host's own prefix cache. vLLM lets these run on, so nothing more of them
+        is saved.
         """
         rank = report.rank
         known = self.failures_known or (0,) * self._context.spec.shard.world_size
@@ -303,7 +306,7 @@ class SavePlan:
                 self.forget(request_id)
 
     def _offer_again(self, keys: Collection[bytes]) -> None:
-        """These chunks are not stored after all: requests that passed them look at them once more.
+        """Have requests look once more at chunks that they passed: these are not stored after all.
         Rare; walks all live requests."""
         for request_id, state in self._requests.by_id.items():
             passed = state.keys.keys[: state.next_save]

@@ -6,8 +6,7 @@ every rank reports the chunks that it has read and verified → `lookup` promise
 `update_after_alloc` records the blocks → the plan carries the load, and the pins end.
 
 Tokens of a request: the engine has `[0, local)`, we load `[local, local + promised)`, and the
-engine computes the rest. Of the computed tokens, whole chunks that are neither held nor stored are
-saved.
+engine computes the rest. Whole chunks of computed tokens are saved, unless they are held or stored.
 """
 
 from __future__ import annotations
@@ -66,21 +65,22 @@ RECENT_CLOSE_SECONDS = 0.5
 """How long `close` waits for a listing of the store that is under way."""
 
 EARLY_PER_STEP = 4
-"""Requests in the queue that a step looks up."""
+"""Requests of the host's queue that one step looks up, if they wait for another engine."""
 
 
 class SharedStorageScheduler(SchedulerRole):
-    """Runs in: scheduler process, one thread. Nothing here blocks or does I/O.
+    """The scheduler role of an engine; the host calls its hooks. Runs in: scheduler process, one
+    thread. No hook but `close` blocks or does I/O.
 
     Args:
-        schema: of the records; its namespace roots the chunk keys.
-        pool: owned from now on.
-        new_namespace: makes the digest of a new epoch.
+        schema: layout of the records; its namespace roots the chunk keys.
+        pool: slots, owned by this role from now on.
+        new_namespace: makes the namespace digest of a new epoch (see `reset`).
         recent: records to fetch before a request asks for them; None: no records.
-        shared_writes: of the records that several ranks hold together.
+        shared_writes: writes the records that several ranks hold together.
 
     Attributes:
-        pool, requests, policy, saves, audits: the parts of the decision, for tests and benchmarks.
+        pool, requests, policy, saves, audits: parts of the role, open for tests and benchmarks.
 
     Raises:
         ConfigError: the file of the option `record` cannot be written.
@@ -124,15 +124,15 @@ class SharedStorageScheduler(SchedulerRole):
         self._gets_reports = True
 
     def advertise(self, host: str, port: int) -> None:
-        """Peers are served here: answers to prefills for other engines name this address."""
+        """Name the address where peers are served, in answers to prefills for other engines."""
         logger.info("peers are served at %s", join_host(host, port))
         self._handovers.address = (host, port)
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def expect_no_reports(self) -> None:
-        """The host turned out to carry no reports from workers to the scheduler. Without reports
-        the contents of slots are unknown, so nothing is loaded or saved from now on."""
+        """Load and save nothing from now on: the host turned out to carry no reports from workers
+        to the scheduler. Without reports the contents of slots are unknown."""
         if self._gets_reports:
             logger.warning(
                 "this host carries no reports from workers to the scheduler: nothing is loaded or "
@@ -237,8 +237,8 @@ class SharedStorageScheduler(SchedulerRole):
 
     def build_plan(self, step: StepView) -> Plan:
         if step.preempted_request_ids:
-            # A host that preempts everything can admit a request again in the same step: a load of
-            # a scheduled request was planned after the preemption.
+            # A host that preempts everything can admit a request again in the same step: the load
+            # of a scheduled request was planned after its preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
                 self._forget_load(request_id)
@@ -246,8 +246,8 @@ class SharedStorageScheduler(SchedulerRole):
         try:
             return self._plan(step)
         finally:
-            # The plan has the loads. Without a plan, the guard reports them as failed: no later one
-            # may bring them.
+            # The plan carries the loads. If it could not be built, the guard reports them as
+            # failed, and no later plan may carry them.
             for request_id in tuple(self._loads):
                 self._forget_load(request_id)
 
@@ -292,8 +292,8 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
-        host does not look them up meanwhile. A few of them in each step, by turns, however many
-        wait. Half of the slots are for those that run."""
+        host does not look these up meanwhile. Each step serves a few of them, by turns. Half of the
+        slots are left for requests that run."""
         early = self._handovers.early
         for request_id in tuple(islice(early, EARLY_PER_STEP)):
             if 2 * self.pool.num_taken >= self.pool.num_slots:
@@ -305,7 +305,7 @@ class SharedStorageScheduler(SchedulerRole):
             answer = self._lookup.answer(state, len(request.all_token_ids), 0)
             del early[request_id]
             if answer.num_tokens is None:
-                early[request_id] = request  # behind the others
+                early[request_id] = request  # ask again, after the others
 
     @property
     def is_idle(self) -> bool:
@@ -386,7 +386,7 @@ class SharedStorageScheduler(SchedulerRole):
         return explained(result, request, state.answer)
 
     def _pin(self, request: RequestView, state: RequestState) -> None:
-        """Have the chunks of a prompt kept, if the request wants it."""
+        """Have the store keep the chunks of a prompt from eviction, if the request asks for it."""
         if request.options.pin > 0.0:
             keys = state.keys.keys[: request.num_prompt_tokens // state.keys.chunk_tokens]
             if not self.context.store.pin_for(keys, request.options.pin):
@@ -397,9 +397,9 @@ class SharedStorageScheduler(SchedulerRole):
         return () if announcer is None else announcer.pop_events()
 
     def reset(self) -> bool:
-        """Begin another epoch. Stored records stay for other engines; this one does not read them
-        again. The pool is emptied. Saves under way carry the old namespace, so they cannot come
-        back."""
+        """Begin another epoch, with new chunk keys: the weights changed. Stored records stay for
+        other engines, but this one does not read them again. The pool is emptied. Saves under way
+        carry the old namespace, so they cannot come back."""
         for request_id, state in self.requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)
@@ -423,8 +423,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._recent = None
 
     def _forget_load(self, request_id: str) -> None:
-        """Drop the load of a request: a plan carries it now, or its blocks are no longer the
-        request's."""
+        """Drop the load of a request: a plan carries it now, or the request lost its blocks."""
         if request_id in self._loads:
             _load, slots = self._loads.pop(request_id)
             self.pool.unpin_all(slots)

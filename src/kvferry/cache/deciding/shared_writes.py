@@ -1,8 +1,8 @@
-"""Records that several ranks hold together: sealed and written by the scheduler role's process.
+"""Seals and writes records that several ranks hold together, in the scheduler role's process.
 
-Every rank copies its part of a chunk into its slot, hashes it and reports the digests. After the
-last report the head is made here, and the record is one `put` of the ranks' memory. The I/O runs on
-background threads; the scheduler thread only polls.
+Every rank copies its part of a chunk into its slot (host memory for one chunk), hashes the part and
+reports the digests. After the last report a background thread here makes the head and writes the
+record, with one `put` of the ranks' memory. The scheduler thread only polls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from kvferry.types import is_tail
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
-"""How long `close` waits for writes under way before it abandons them."""
-
 
 @dataclass(slots=True, eq=False)
 class _SharedRecord:
     slot: Slot
     namespace: bytes
-    """Of the record, as it was when the save began."""
+    """Namespace of the record, as it was when the save began."""
     digests: dict[int, bytes] = field(default_factory=dict)
     is_sealed: bool = False
     """Set by the job, before it writes."""
@@ -42,14 +39,15 @@ class SharedWrites:
     Args:
         context: holds the store.
         pool: knows which record is in which slot.
-        ranks: where the parts of every record are.
-        schema: of the records, except for their namespace.
+        ranks: opens the slots of all ranks.
+        schema: layout of the records; each has its own namespace.
     """
 
     def __init__(
         self, context: RoleContext, pool: HostPool, ranks: RankSlots, schema: RecordSchema
     ) -> None:
         self._store = context.store
+        self._close_seconds = context.bounds.writes_close_seconds
         self._observer = context.observer
         self._world_size = context.spec.shard.world_size
         self._pool = pool
@@ -63,7 +61,7 @@ class SharedWrites:
         self._records[slot.index] = _SharedRecord(slot, namespace)
 
     def report(self, rank: int, slot: Slot, digests: bytes) -> None:
-        """A rank hashed its part. After the last report the record is written. Never blocks."""
+        """Learn a rank's digests. After those of the last rank, write the record. Never blocks."""
         record = self._records.get(slot.index)
         if record is not None and record.slot is slot:
             record.digests[rank] = digests
@@ -71,11 +69,11 @@ class SharedWrites:
                 record.job = self._threads.submit(lambda _job: self._write(record))
 
     def abort(self, slot: Slot) -> None:
-        """Give up a record: a rank could not copy or hash its part."""
+        """Give up a record of which a rank could not copy or hash its part."""
         self._records.pop(slot.index, None)
 
     def poll(self) -> list[tuple[Slot, PutResult]]:
-        """Seal what has its head by now; return the writes that ended since the last call."""
+        """Seal the slots that have their head. Return the writes that ended since the last call."""
         ended = []
         for record in list(self._records.values()):
             job = record.job
@@ -90,9 +88,9 @@ class SharedWrites:
         return ended
 
     def close(self) -> None:
-        """Wait up to `CLOSE_SECONDS` for writes under way."""
+        """Wait for writes under way, up to `writes_close_seconds` of the bounds."""
         self._records.clear()
-        if not self._threads.close(CLOSE_SECONDS):
+        if not self._threads.close(self._close_seconds):
             logger.warning("a store operation did not end in time; it is abandoned at close")
 
     def _result_of(self, job: Job[PutResult]) -> PutResult:

@@ -1,1 +1,1 @@
-"""The half of every rank: carries out the plan, between store, slots and blocks."""
+"""Every rank's half: carries out the plan, and moves KV between store, slots and blocks."""

@@ -1,7 +1,7 @@
-"""One rank's comparisons of computed chunks with their records.
+"""One rank's part of audits: compares chunks that the engine computed with their stored records.
 
-Runs in: worker, on the model runner's thread; the comparisons run on a thread of their own, so that
-none waits for writes to a slow store.
+The worker role calls it on the model runner's thread. The comparisons run on a thread of their own,
+so that none waits for writes to a slow store.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ AUDIT_SECONDS = 10.0
 
 
 class Comparisons:
-    """Comparisons under way.
+    """The comparisons under way on one rank.
 
     Args:
         rows: which bytes of a record this rank holds.
-        memory: of the slots.
-        context: model and options.
+        memory: memory of the slots.
+        context: model and limits of waits.
     """
 
     def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
@@ -39,20 +39,20 @@ class Comparisons:
         self._memory = memory
         self._bounds = context.bounds
         self._tolerances = tolerances_for(context.spec.identity.config)
-        # With each, the load that this step's tokens depend on.
+        # Slot of the copy, audited load if the tokens of this step depend on it, comparison.
         self._jobs: list[tuple[int, Load | None, Job[Filled]]] = []
         self._pool = IOPool(1, "kvferry-audit")
 
     @property
     def are_over(self) -> bool:
-        """Whether none is under way."""
+        """Whether no comparison is under way."""
         return not self._jobs
 
     def begin(self, save: Save, gathered: Gathered, *, is_held: bool) -> None:
-        """A chunk was copied out of the blocks, or will be at the mark. Never blocks.
+        """Start a comparison, to run once the chunk is copied out of the blocks. Never blocks.
 
         Args:
-            is_held: whether the slot of the record holds all of it.
+            is_held: whether the record's slot holds all that this rank needs of it.
         """
         slot, record = save.chunk.slot, save.compare_with
 
@@ -67,15 +67,16 @@ class Comparisons:
         self._jobs.append((slot, save.checks, self._pool.submit(run)))
 
     def collect(self, filled: list[Filled]) -> Iterator[Load]:
-        """Append the comparisons that ended. Yields the loads whose comparison has not passed, or
-        not in time. Waits for those that decide whether the tokens of this step are right."""
+        """Append the comparisons that ended to `filled`. Yield the loads whose comparison has not
+        passed in time. Wait for comparisons that decide whether the tokens of this step are right,
+        up to `AUDIT_SECONDS`."""
         deadline = time.monotonic() + AUDIT_SECONDS
         pending: list[tuple[int, Load | None, Job[Filled]]] = []
         for slot, checks, job in self._jobs:
             timeout = 0.0 if checks is None else deadline - time.monotonic()
             result = None
             if not job.wait(max(0.0, timeout)):
-                pending.append((slot, None, job))  # the next steps do not depend on it
+                pending.append((slot, None, job))  # later steps do not depend on it
             else:
                 if job.error is not None:
                     logger.error("a comparison with a record failed", exc_info=job.error)

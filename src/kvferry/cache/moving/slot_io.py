@@ -1,8 +1,8 @@
 """One rank's slots: their memory, reads from the store into them, and writes to the store.
 
-Runs in: worker, on the model runner's thread; reads and writes run on I/O threads. The scheduler
-role assigns the slots. It assigns a slot to another chunk only when every rank has reported the end
-of every operation on it.
+The worker role calls it on the model runner's thread; reads and writes run on I/O threads. The
+scheduler role assigns the slots. It assigns a slot to another chunk only when every rank has
+reported the end of every operation on it.
 
 I/O writes to slots only, never to the engine's memory, so a read that outlives its deadline writes
 to a slot that no other operation uses.
@@ -66,8 +66,8 @@ class SlotIO:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank holds whole records, and writes them. Those of several ranks the
-        scheduler role writes."""
+        """Whether this is the only rank: it holds whole records and writes them. The records of
+        several ranks are written by the scheduler role."""
         return self._context.spec.shard.world_size == 1
 
     # -- contents -------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class SlotIO:
         self._contents.pop(slot, None)
 
     def busy_until(self, slot: int, mark: Mark) -> None:
-        """The device reads or fills a slot until a mark."""
+        """Note that the device reads or fills a slot until it has reached a mark."""
         self._used_by_device[slot] = mark
 
     # -- reads ----------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ class SlotIO:
     # -- writes ---------------------------------------------------------------------------------
 
     def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
-        """Hold a chunk that was copied out of the blocks into its slot, or will be when the device
-        reached the mark; hash it and, if this rank has all of it, write it. Never blocks."""
-        schema = self._rows.schema  # of this epoch
+        """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
+        the chunk, and write it if this rank holds whole records. Never blocks."""
+        schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         self._copying[chunk.slot] = chunk, gathered
         self._hashes[chunk.slot] = self._hash_pool.submit(
@@ -148,7 +148,7 @@ class SlotIO:
     def _hash(
         self, chunk: SlotChunk, gathered: Gathered, schema: RecordSchema
     ) -> tuple[Sealed, Job[Saved] | None]:
-        """Hash a chunk; the write of a whole record follows. Runs in: hash thread."""
+        """Hash a chunk, and queue the write of a record that is whole. Runs in: hash thread."""
         if not gathered.mark.wait(self._bounds.device_seconds):
             raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
@@ -175,10 +175,10 @@ class SlotIO:
         return bool(self._reads or self._copying or self._hashes or self._writes)
 
     def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
-        """Append the operations that ended since the last call, those of a chunk in order."""
+        """Append the operations that ended since the last call; of one chunk, in their order."""
         if not self.is_busy:
             return
-        # The last stage first: others may end meanwhile.
+        # The last stage first: else a stage that ends meanwhile comes before the one it follows.
         for slot in [slot for slot, write in self._writes.items() if write.poll()]:
             write = self._writes.pop(slot)
             if write.result is None:
@@ -216,7 +216,7 @@ class SlotIO:
         return ended
 
     def close(self) -> None:
-        """End the threads that end in time. Idempotent."""
+        """End the threads; one that does not end in time is abandoned. Idempotent."""
         for _, read in self._reads.values():
             read.cancel()
         has_read = self.read_pool.close(self._bounds.reads_close_seconds)

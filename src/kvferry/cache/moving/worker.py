@@ -1,9 +1,9 @@
 """The worker role of the shared-storage connector: carries out the plan, in the plan's order.
 
-In: for a `Fetch`, I/O threads read and verify a chunk into its slot; a later `Load` copies it from
-the slot into the engine's blocks. Out: a `Save` copies a chunk out of the blocks into its slot at
-once, so that blocks are never held back; it is hashed on the device, or else by an I/O thread, and
-written by an I/O thread.
+In: for a `Fetch`, I/O threads read a chunk into its slot (host memory for one chunk) and verify it;
+a later `Load` copies it from the slot into the engine's blocks. Out: a `Save` copies a chunk out of
+the blocks into its slot at once, so that blocks are never held back. The device or an I/O thread
+then hashes the chunk, and an I/O thread writes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Loaded(NamedTuple):
-    """A chunk of a load, and its copy."""
+    """A chunk of a load, and its copy from the slot to the blocks."""
 
     load: Load
     chunk: SlotChunk
@@ -59,7 +59,7 @@ class _Loaded(NamedTuple):
 
 @dataclass(slots=True)
 class _Ended:
-    """The operations that ended since the last report; the next report is made of them."""
+    """What ended since the last report: the content of the next one."""
 
     pool: int = 0
     failures: int = 0
@@ -95,11 +95,12 @@ class _Ended:
 
 
 class SharedStorageWorker(WorkerRole):
-    """One rank's half. Runs in: worker, on the model runner's thread.
+    """The worker role of one rank; the host calls its hooks in every step. Runs in: worker, on the
+    model runner's thread.
 
     Args:
         rows: which bytes of a record this rank holds.
-        num_slots: slots of the host pool, as many on every rank.
+        num_slots: number of slots, the same on every rank.
         setup: how the device of the engine's tensors is used.
 
     Attributes:
@@ -134,7 +135,7 @@ class SharedStorageWorker(WorkerRole):
         self._memory.make_ready()
 
     def unregister_kv_caches(self) -> None:
-        # Comparisons under way read slots only.
+        # Comparisons may go on: they read slots only.
         self._copies.unregister(self._bounds.unregister_seconds)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
@@ -188,9 +189,9 @@ class SharedStorageWorker(WorkerRole):
         if failures_known >= self._ended.failures:
             self._save(self._plan.saves)
         else:
-            # A load failed, and this plan was made before the scheduler role knew: the step may
-            # have computed on blocks that were never filled. The chunks are offered again when the
-            # host has recomputed them.
+            # A load failed, and the scheduler role made this plan before it knew: the step may have
+            # computed on blocks that were never filled. The chunks are offered again when the host
+            # has recomputed them.
             self._put_off(self._plan.saves)
 
     def wait(self, seconds: float) -> None:
@@ -198,7 +199,7 @@ class SharedStorageWorker(WorkerRole):
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         if not self._saved and any(save.checks for save in self._plan.saves):
-            # They are not compared in this step: its tokens may not come of what they check.
+            # Nothing is compared in this step, so its tokens must not rest on the audited loads.
             self._put_off(self._plan.saves)
             self._saved = True
         ended = self._ended
@@ -216,9 +217,9 @@ class SharedStorageWorker(WorkerRole):
 
     def end_step(self) -> None:
         if not self._saved:
-            # The forward failed: the scheduler role must not take these saves for under way.
+            # The forward failed: the scheduler role must not go on waiting for these saves.
             self._put_off(self._plan.saves)
-        # The step failed at its beginning. These were not begun, and the pool waits for their end.
+        # Left only if `begin_step` failed: they were not begun, and the pool waits for their end.
         for fetch in self._to_begin:
             self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
         self._to_begin.clear()
@@ -235,8 +236,8 @@ class SharedStorageWorker(WorkerRole):
     # -- loads ----------------------------------------------------------------------------------
 
     def _load(self, loads: Sequence[Load]) -> None:
-        """Copy hits from slots into the blocks. On a device, what the engine submits from here on
-        comes after the copies."""
+        """Copy hits from slots into the blocks. On a device, work that the engine submits after
+        this call runs after the copies."""
         started = time.perf_counter()
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
@@ -251,8 +252,8 @@ class SharedStorageWorker(WorkerRole):
                 if error is not None:
                     self._fail(one.load, one.chunk, error)
         finally:
-            # Also if one failed: the engine computes the blocks of it again, and no copy under way
-            # may come after that.
+            # Also if one failed: the engine recomputes its blocks, and no copy under way may write
+            # to them after that.
             done = self._copies.stream.end()
             self._copies.stream.hold(done)
             if self._copies.stream.overlaps:
@@ -290,7 +291,7 @@ class SharedStorageWorker(WorkerRole):
     # -- saves ----------------------------------------------------------------------------------
 
     def _save(self, saves: Sequence[Save]) -> None:
-        """Copy chunks out of the blocks; writes and comparisons happen behind. Never blocks on
+        """Copy chunks out of the blocks; other threads then write or compare them. Never blocks on
         I/O."""
         left = iter(saves)
         waiting: deque[Save] = deque()
@@ -304,11 +305,11 @@ class SharedStorageWorker(WorkerRole):
             logger.warning("saves put off: %s", error)
             self._observer.count("save_no_device_memory")
         finally:
-            # What was not copied, by whatever error, may still be on its way to its slot.
+            # After any error, a chunk that was not yielded may still be on its way to its slot.
             for save in waiting:
                 self.io.busy_until(save.chunk.slot, self._copies.stream.end())
             self._put_off([*waiting, *left])
-            # Only now: hashing and writing take memory bandwidth from the copies.
+            # Only after all copies: hashing and writing take memory bandwidth from them.
             for save, gathered in copied:
                 if save.compare_with is None:
                     self.io.save(save.chunk, gathered)
@@ -318,7 +319,8 @@ class SharedStorageWorker(WorkerRole):
                     self._comparisons.begin(save, gathered, is_held=is_held)
 
     def _copies_out(self, left: Iterator[Save], waiting: deque[Save]) -> Iterator[ChunkCopy]:
-        """The copies of those chunks whose blocks are right, which also go to `waiting`."""
+        """Yield the copy of each chunk that has valid blocks, and append its save to `waiting`.
+        Report the others as refused."""
         for save in left:
             chunk = save.chunk
             try:
@@ -335,12 +337,12 @@ class SharedStorageWorker(WorkerRole):
             self._end_early(save, PUT_OFF)
 
     def _end_early(self, save: Save, why: str) -> None:
-        """A chunk was not copied into its slot."""
+        """Report that a chunk was not copied into its slot."""
         self._ended.filled.append(Filled(save.chunk.slot, why))
         self._take_back(save.checks)
 
     def _take_back(self, load: Load | None) -> None:
-        """What a hit loaded is not known to be of this model."""
+        """Report the blocks of a load as failed: its audit has not shown them to be right."""
         if load is not None:
             ids = {block for part in load.blocks for block in part.ids}
             self._ended.invalid_block_ids |= ids - {NULL_BLOCK}

@@ -1,6 +1,6 @@
 """The default store: one directory, shared by processes, size-bounded, consistent after a kill.
 
-This module defines the options of its URLs and opens the directory.
+This module defines the options of `file:` URLs, checks their paths, and opens their directories.
 """
 
 from __future__ import annotations

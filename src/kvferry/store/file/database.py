@@ -1,9 +1,9 @@
 """A SQLite file that the processes of one machine share and that may break at any time.
 
 The file is a cache of other data. If it is missing, damaged, of another schema, or overwritten by
-an older copy, every transaction raises `IndexUnavailable` until the next `open` creates an empty
-one (not if read-only); what was there is renamed to `*.broken`. No call waits longer than its
-`lock_seconds` for a lock.
+an older copy, every transaction raises `IndexUnavailable` until the next `open`. Unless it is
+read-only, that call renames what is there to `*.broken` and creates an empty database. No call
+waits longer than its `lock_seconds` for a lock.
 
 Used by `Index` and its `Pins` for a store directory; the store's calls and its upkeep thread share
 one `Database`.
@@ -35,7 +35,8 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _MAX_STEPS = 1 << 53
-"""The sum of the sequences is below it; SQLite gives that as a float, which is exact up to here."""
+"""Bound of the sum of all AUTOINCREMENT sequences. SQLite returns the sum as a float, which is
+exact up to here."""
 
 _FILES = ("", "-journal", "-wal", "-shm")
 _BROKEN = frozenset(
@@ -53,14 +54,15 @@ class Damaged(sqlite3.Error):
 
 
 class Database:
-    """One connection behind a lock; thread-safe. A forked child cannot use it. `open` and
-    `transaction` may raise `IndexUnavailable`, `open` any other OSError of the directory, too.
+    """One connection behind a lock. Thread-safe; a forked child cannot use it. `open` and
+    `transaction` may raise `IndexUnavailable`; `open` may also raise another OSError of the
+    directory.
 
     Args:
-        path: of the database; None keeps it in memory.
-        schema: the statements that make it, as SQLite keeps them. A table with AUTOINCREMENT must
-            be among them: its sequence only grows, so that an older copy is noticed.
-        read_only: never change it; it must exist.
+        path: path of the database; None keeps it in memory.
+        schema: statements that make the database, as SQLite keeps them. One must make a table with
+            AUTOINCREMENT: its sequence only grows, which shows whether a database is an older copy.
+        read_only: whether to change nothing; then the database must exist.
         lock_seconds: how long a call waits for another process, or for another thread of this one.
     """
 
@@ -87,8 +89,8 @@ class Database:
         return os.getpid() == self._pid
 
     def open(self) -> bool:
-        """Open the database unless it is open. True if it was opened (again): earlier answers no
-        longer hold."""
+        """Open the database unless it is open. True if it was opened (again), so that what was
+        read from it before no longer holds."""
         with self._locked():
             if self._db is not None and not self._is_broken and self._inode == self._inode_now():
                 return False
@@ -103,7 +105,7 @@ class Database:
 
     @contextmanager
     def transaction(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
-        """A transaction; rolled back if the block raises."""
+        """Run the block in a transaction, which is rolled back if the block raises."""
         with self._locked():
             db = self._db
             if db is None:
@@ -124,6 +126,7 @@ class Database:
         if not self.is_ours:
             raise IndexUnavailable(errno.EPERM, "a forked process has no index")
         if not self._lock.acquire(timeout=self._timeout):
+            self._wake_from_fifos()
             raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
         try:
             yield
@@ -143,8 +146,8 @@ class Database:
         self._steps = steps
 
     def _check_place(self) -> None:
-        """Raise if another file stands in the place of the database or of its journal: SQLite would
-        replay the journal of another database, follow a link, and block on a fifo."""
+        """Raise if another file took the place of the database or of its journal. SQLite would
+        replay the journal of another database, follow a link, or block on a fifo."""
         if self._inode != self._inode_now():
             raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
         for suffix in _FILES if self._path is not None else ():
@@ -152,6 +155,15 @@ class Database:
                 mode = os.lstat(f"{self._path}{suffix}").st_mode
                 if not stat.S_ISREG(mode) or not (self.read_only or mode & 0o600 == 0o600):
                     raise Damaged("not a file, or not to be written")
+
+    def _wake_from_fifos(self) -> None:
+        """End the wait of a thread in whose SQLite a fifo took the place of a file that was checked
+        just before: its open waits for a writer, and so would every later call for that thread."""
+        # Not the database itself: closing it would drop the locks of this process.
+        for path in (f"{self._path}{suffix}" for suffix in _FILES[1:]):
+            with suppress(OSError):  # none there, or nothing that waits at it
+                if stat.S_ISFIFO(os.lstat(path).st_mode):
+                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
     def _connect(self) -> sqlite3.Connection:
         path = self._path
@@ -169,7 +181,7 @@ class Database:
         except sqlite3.Error as error:
             if _code(error) not in _BROKEN | {sqlite3.SQLITE_CANTOPEN}:
                 raise
-        if found == self._inode_now():  # else another process has replaced it
+        if found == self._inode_now():  # otherwise another process has replaced it
             self._set_all_aside(path)
         return self._prepared(f"{uri}?mode=rwc")
 
@@ -177,8 +189,8 @@ class Database:
         self._inode = self._inode_now()
         self._check_place()
         if self._path is not None and not self.read_only:
-            # The mode is private, and SQLite copies it to the journal. An existing file is not
-            # opened here: closing it would drop the locks of this process's other connections.
+            # A new file is private to the user, and SQLite gives the journal the same mode. An
+            # existing file is not opened: closing it would drop this process's locks on it.
             with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._inode = self._inode_now()  # before it is opened: a later replacement is noticed
@@ -214,7 +226,7 @@ class Database:
             with suppress(FileNotFoundError):
                 try:
                     os.replace(file, f"{file}.broken")
-                except OSError:  # a directory, or one in its way
+                except OSError:  # the file or its target is a directory
                     os.rename(file, f"{file}.{secrets.token_hex(8)}.broken")
         logger.warning("the index %s cannot be used: it is rebuilt from the directory", path)
 
@@ -230,7 +242,7 @@ class Database:
 
 
 def _leak_after_fork(database: weakref.ref[Database]) -> None:
-    """Closing a connection in a forked child would undo what its parent does."""
+    """Keep a forked child from closing the connection, which would undo what its parent does."""
     forked = database()
     if forked is not None and forked._db is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(forked._db))
@@ -238,27 +250,27 @@ def _leak_after_fork(database: weakref.ref[Database]) -> None:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """The primary error code; what did not come from SQLite itself counts as damage."""
+    """Primary error code. An error that does not come from SQLite itself counts as damage."""
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF
 
 
 def _identity(db: sqlite3.Connection) -> tuple[int, int]:
-    """Two numbers of its header: one changes with the schema, one is random for each database."""
+    """Two numbers in the header of a database: one changes with the schema, one is random."""
     schema = db.execute("PRAGMA schema_version").fetchone()[0]
     return schema, db.execute("PRAGMA user_version").fetchone()[0]
 
 
 def execute(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[object]]) -> None:
-    """Execute one statement for all rows, which replace its `{}`. Not one per row: at each step of
-    SQLite a busy thread may keep the GIL for 5 ms, while other processes wait for our lock."""
+    """Execute one statement for all rows, which replace its `{}`. With one statement per row, a
+    busy thread could keep the GIL for 5 ms at each, while other processes wait for our lock."""
     row = f"({', '.join('?' * len(rows[0]))})"
     values = f"VALUES {', '.join([row] * len(rows))}"
     db.execute(statement.format(values), [value for row in rows for value in row])
 
 
 def read_keys(db: sqlite3.Connection, rows: str, *arguments: object) -> tuple[int, list[ChunkKey]]:
-    """The last id and the keys of `rows`, SQL that follows FROM; in one step, as in `execute`."""
+    """Last id and keys of `rows`, the SQL after FROM. One step, for the reason in `execute`."""
     query = f"SELECT ifnull(max(id), 0), group_concat(hex(key)) FROM (SELECT id, key FROM {rows})"
     last, text = db.execute(query, arguments).fetchone()
     keys = [bytes.fromhex(key) for key in text.split(",")] if text else []
@@ -275,7 +287,8 @@ _IS_KIND: dict[str, Callable[[object], bool]] = {
 
 
 def checked(row: Sequence[object], kinds: str) -> tuple[Any, ...]:
-    """The row, if its values are of these `kinds`: k key, n number, t time, s string, b bytes."""
+    """Return `row` if its values are of these `kinds`: k key, n number, t time, s string, b bytes.
+    Raises `Damaged` if not."""
     if len(row) != len(kinds) or not all(_IS_KIND[k](v) for k, v in zip(kinds, row, strict=True)):
         raise Damaged(f"a row of the index is wrong: {row!r:.100}")
     return tuple(row)

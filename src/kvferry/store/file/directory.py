@@ -1,15 +1,16 @@
-"""The tree of a directory store: where things stand, and how a directory becomes a store.
+"""The directory tree of a store: where files stand, and how a directory becomes a store.
 
-    kvferry.json                              format marker; a newer version is refused
+    kvferry.json                              format marker; another version is refused
     records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
     writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and mount
     quarantine/                               values that failed verification
     namespaces/<64 hex>.json                  the model that each namespace is of
     index.sqlite3                             what is there: see `index`
 
-The files are the truth. Names come from `key.hex()` alone, and every step into the tree is made
-from the directory above, through no link, so that nothing leads out of the root. A value appears
-under its name by a hard link: whole, or not at all, and of two writers the first wins.
+The files are the truth; the index is a cache of them. Names of records come from `key.hex()` alone.
+Every file is opened from the directory above it, through no link, so that no name leads out of the
+root. A value gets its name by a hard link: it appears whole or not at all, and of two writers the
+first wins. `FileStore`, its index and its upkeep call this module on their own threads.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from kvferry.types import ChunkKey
 STORE_FORMAT_VERSION = 2
 MARKER = "kvferry.json"
 NUM_SHARDS = 32
-"""Directories of records, 00 to 1f, by the first five bits of the key."""
+"""Number of shards: directories of records, 00 to 1f, named by the first five bits of the key."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _MAX_TEXT_BYTES = 1 << 20
 HEAD_BYTES = 512
-"""A record's namespace stands in these."""
+"""Size of the start of a record that is read to find its namespace."""
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
-# Left by the file system itself or by a process that died while it made this very store.
+# Left by the file system, or by a process that died while it made this store.
 _IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
-# SeaweedFS lets two machines link to one name at once, and one that saw a file under its first name
-# never finds it under its second.
+# SeaweedFS lets two machines link to one name at once. A machine that saw a file under its first
+# name never finds it under its second.
 _LOSES_LINKS = frozenset({"fuse.seaweedfs"})
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-# What a mount answers whose server is away, or a disk that fails.
+# Errors of a mount whose server is away, and of a disk that fails.
 _AWAY = frozenset(
     {
         *(errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN),
@@ -71,16 +72,16 @@ class NotAFile(OSError):
 
 
 class Found(NamedTuple):
-    """A file as the directory has it."""
+    """Size and time of a file in the directory."""
 
     num_bytes: int
-    """What it takes on the disk, its size at most: a sparse file of 1 TiB is not 1 TiB."""
+    """Bytes on the disk, at most the size of the file: a sparse file of 1 TiB is not 1 TiB."""
     modified: float
     """Seconds since the epoch."""
 
 
 def shard_of(key: ChunkKey) -> tuple[str, str]:
-    """The directories of a key, from the root on."""
+    """Names of the directories from the root to the record of `key`."""
     return "records", f"{key[0] >> 3:02x}"
 
 
@@ -91,25 +92,25 @@ def record_name(key: ChunkKey) -> str:
 
 
 def record_path(root: str, key: ChunkKey) -> str:
-    """Where the file of a key is, for messages and tools; the store itself goes by handles."""
+    """Path of the file of a key, for messages and tools; the store itself opens by handles."""
     return "/".join((root, *shard_of(key), record_name(key)))
 
 
 class Directory:
-    """Files under one absolute root. Thread-safe; keeps nothing open. Every method may raise
-    OSError: the medium refused."""
+    """Files under one absolute root. Thread-safe; keeps nothing open. Methods raise OSError if the
+    medium refuses, unless they say what they do instead."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     @cached_property
     def loses_links(self) -> bool:
-        """Whether values get their names by being renamed."""
+        """Whether links are unreliable here, so that values get their names by renaming."""
         return file_system(self.root) in _LOSES_LINKS
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """A handle as of `open`, which is closed afterwards."""
+        """`open` a directory, and close its handle after the block."""
         fd = self.open(*names, make=make)
         try:
             yield fd
@@ -117,11 +118,11 @@ class Directory:
             os.close(fd)
 
     def open(self, *names: str, make: bool = False) -> int:
-        """Handle of the directory `names` under the root, which is made if `make`."""
+        """Return a handle of the directory `names` under the root; make the directory if `make`."""
         if len(names) == 1:
             with suppress(FileNotFoundError):
                 return open_at(f"{self.root}/{names[0]}", _DIRECTORY)
-        handles = [os.open(self.root, _DIRECTORY | os.O_CLOEXEC)]  # which may be a link
+        handles = [os.open(self.root, _DIRECTORY | os.O_CLOEXEC)]  # the root may be a link
         try:
             below = open_below(names, _DIRECTORY, handles[0]) if len(names) > 1 else None
             if below is not None:
@@ -134,57 +135,57 @@ class Directory:
                 os.close(fd)
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
-        """Descriptor and size of a record; None if it is absent. May raise `NotAFile`."""
+        """Open a record; return descriptor and size, None if absent. May raise `NotAFile`."""
         return self._open_file(record_name(key), *shard_of(key))
 
     def read_head(self, key: ChunkKey) -> bytes:
-        """The first bytes of a record; none if they cannot be read."""
+        """Return the first bytes of a record; empty if they cannot be read."""
         with suppress(OSError):
             return self._read(record_name(key), HEAD_BYTES, *shard_of(key)) or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
-        """What the directory says of a record; None if no regular file has its name."""
+        """Return size and time of a record; None if no regular file has its name."""
         with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
             status = lstat_at(record_name(key), shard)
             return found_of(status) if stat.S_ISREG(status.st_mode) else None
         return None
 
     def list_shard(self, shard: int) -> set[ChunkKey]:
-        """Keys of all that is named like a record of this shard; empty if there is none."""
+        """Return the keys of all files named like a record of this shard; empty without a shard."""
         place = "records", f"{shard:02x}"
         names = filter(_RECORD_NAME.fullmatch, self.listed(*place))
         keys = {ChunkKey(bytes.fromhex(name[:64])) for name in names}
         return {key for key in keys if shard_of(key) == place}
 
     def is_empty(self) -> bool:
-        """Whether there is no shard yet; False if that cannot be seen."""
+        """Whether there is no shard yet; False if the directory cannot be listed."""
         with suppress(OSError):
             return not self.listed("records")
         return False
 
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
-        """Changes whenever a file came into this shard or left it."""
+        """Return a value that changes when a file enters or leaves this shard. Never raises."""
         with suppress(OSError), self.opened("records") as records:
             status = lstat_at(f"{shard:02x}", records)
             return status.st_ino, status.st_mtime_ns
-        return 0, 0  # absent, or listing it will say why
+        return 0, 0  # absent; or it fails, as listing it will show
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove what stands in a record's place. False if there is nothing."""
+        """Remove whatever has the name of a record. False if nothing has."""
         with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
             remove_any(record_name(key), shard)
             return True
         return False
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
-        """Key of a file of `writing`, and whether its writer's lock can be seen here."""
+        """Return the key of a file of `writing`, and whether its writer's lock shows here."""
         key, machine, _ = name.split(".")
         with self.opened("writing") as writing:
             return ChunkKey(bytes.fromhex(key)), machine == machine_of(writing)
 
     def drop(self, folder: str, name: str) -> bool:
-        """Remove a file of `writing` or `quarantine`; whether it is gone now. Never raises."""
+        """Remove a file of `writing` or `quarantine`. Whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
             with suppress(OSError):
                 with suppress(FileNotFoundError), self.opened(folder) as directory:
@@ -193,7 +194,7 @@ class Directory:
         return False
 
     def list_files(self, folder: str) -> dict[str, Found]:
-        """The files of `writing` or `quarantine` by name."""
+        """Return the files of `writing` or `quarantine` by name."""
         found = {}
         for name in filter(_FILE_NAMES[folder].fullmatch, self.listed(folder)):
             with suppress(*_ABSENT), self.opened(folder) as directory:
@@ -201,8 +202,9 @@ class Directory:
         return found
 
     def drop_abandoned(self, name: str, *, is_old: bool, first: Callable[[], object]) -> bool:
-        """Remove a file of `writing` that was listed, unless its writer lives, and call `first`
-        before; whether it was removed. Where files cannot be locked, what `is_old` is abandoned."""
+        """Remove a listed file of `writing`, unless its writer lives. Call `first` before, if it is
+        a regular file. Whether it was removed. Where files cannot be locked, a file counts as
+        abandoned if it `is_old`."""
         try:
             with self.opened("writing") as writing:
                 fd = open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
@@ -220,7 +222,8 @@ class Directory:
             os.close(fd)
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
-        """Move a record aside: its new name and bytes. What is no file is removed, with None."""
+        """Move a record into `quarantine`; return its new name and size in bytes. Remove what is no
+        regular file, and return None."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened(*shard_of(key)) as shard:
@@ -233,7 +236,7 @@ class Directory:
         return name, found_of(status).num_bytes
 
     def write_text(self, name: str, text: str, *within: str) -> None:
-        """Make or replace a file, whole or not at all."""
+        """Make or replace a file atomically."""
         temporary = f".{name}.{secrets.token_hex(8)}"
         with self.opened(*within, make=True) as directory:
             fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory)
@@ -248,7 +251,7 @@ class Directory:
                 os.close(fd)
 
     def read_text(self, name: str, *within: str) -> str | None:
-        """A small file; None if it is absent. Bytes that are no text are replaced."""
+        """Return a small file; None if it is absent. Bytes that are not UTF-8 are replaced."""
         content = self._read(name, _MAX_TEXT_BYTES, *within)
         return None if content is None else content.decode(errors="replace")
 
@@ -259,7 +262,7 @@ class Directory:
 
     def _open_file(self, name: str, *within: str) -> tuple[int, int] | None:
         try:
-            # Without O_NONBLOCK a fifo would wait for a writer for ever.
+            # Without O_NONBLOCK, opening a fifo would wait for a writer for ever.
             flags = os.O_RDONLY | os.O_NONBLOCK
             with self.opened() as root:
                 fd = open_below((*within, name), flags, root)
@@ -292,11 +295,11 @@ class Directory:
 
 
 def open_root(root: Path, *, create: bool) -> Directory:
-    """Check that `root` is a store this version can use; make it one if it is empty or absent. A
-    directory that holds other things is never turned into a store.
+    """Check that `root` is a store that this version can use. If `create`, make it one if it is
+    empty or absent; a directory that holds other things is never turned into a store.
 
     Raises:
-        ConfigError: it cannot be used; the message says why and what to do.
+        ConfigError: `root` cannot be used; the message says why and what to do.
         StoreError: the medium does not answer now.
     """
     directory = Directory(os.path.abspath(root))
@@ -361,13 +364,13 @@ def _read_marker(directory: Directory) -> bool:
 
 
 def _write_marker(directory: Directory) -> None:
-    # All writers write the same bytes, so that replacing is as good as linking.
+    # All writers write the same bytes, so it does not matter who replaces whose file.
     text = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
     directory.write_text(MARKER, text)
 
 
 def _kernel() -> str:
-    """Names this machine, since it started. Host names may be the same on two machines."""
+    """Identify this machine until it restarts. Two machines may have the same host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     return socket.gethostname()
@@ -377,7 +380,7 @@ _KERNEL = _kernel()
 
 
 def machine_of(directory: int) -> str:
-    """Names all whose file locks can be seen here: those that use this mount on this machine."""
+    """Identify this mount on this machine. Processes with equal names see each other's locks."""
     whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
 
@@ -397,7 +400,7 @@ def remove_any(name: str, directory: int) -> None:
     """Remove a file, or a directory with all that is in it."""
     try:
         os.unlink(name, dir_fd=directory)
-    except (IsADirectoryError, PermissionError):  # the latter is what POSIX says of directories
+    except (IsADirectoryError, PermissionError):  # POSIX has the latter for directories
         if not stat.S_ISDIR(lstat_at(name, directory).st_mode):
             raise
         try:

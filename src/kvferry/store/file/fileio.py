@@ -1,7 +1,7 @@
-"""The bytes of one file: reading it, writing it.
+"""File I/O of a directory store: opens, reads and writes single files, on the caller's thread.
 
-Direct I/O with `auto` is one rule: a record that is not in the page cache is read past it, and
-everything else goes through it.
+With direct I/O set to `auto`, large aligned reads of a record that is not in the page cache bypass
+the page cache. All other reads, and all writes, go through it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvferry.errors import StoreError
 from kvferry.store.base import Buffer, ReadRange
 
 BLOCK_BYTES = 4096
-"""Alignment that O_DIRECT is content with on every common file system."""
+"""Alignment that is enough for O_DIRECT on every common file system."""
 
 _MIN_DIRECT_BYTES = 64 * 1024
-"""Below, a look at the page cache costs more than it can save."""
+"""For smaller reads, a look at the page cache costs more than direct I/O can save."""
 
 _MAX_READ_BYTES = 16 << 20
-"""Of one system call, after which the deadline is looked at."""
+"""Most bytes that one system call reads; the deadline is checked before each."""
 
 _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -44,15 +44,15 @@ _UNSUPPORTED = frozenset(
 
 
 def open_at(name: str, flags: int, directory: int | None = None) -> int:
-    """Open a file in a directory, not through a link of this name; one that is made is private to
-    the user."""
+    """Open a file in a directory; a symbolic link of this name is an error. A file that this makes
+    is private to the user."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
 
 
 def open_below(names: Sequence[str], flags: int, directory: int) -> int | None:
-    """Open what lies several directories below, through no link, in one system call: after each,
-    a thread waits for the interpreter's lock. None if that fails, or there is no such call:
-    go step by step, which says why."""
+    """Open a file or directory several levels below `directory`, following no link. One system call
+    does it all: after each call a thread waits for the GIL. None if it fails, or the system has no
+    such call: the caller then opens one level at a time, and learns why."""
     if sys.platform != "linux":
         return None
     how = _OpenHow(flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_NO_SYMLINKS)
@@ -62,7 +62,7 @@ def open_below(names: Sequence[str], flags: int, directory: int) -> int | None:
 
 
 class _OpenHow(ctypes.Structure):
-    """What `openat2` takes; see its manual."""
+    """The argument `how` of `openat2`; see its manual page."""
 
     _fields_ = (
         ("flags", ctypes.c_uint64),
@@ -72,13 +72,13 @@ class _OpenHow(ctypes.Structure):
 
 
 def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """The non-empty buffers as flat byte views."""
+    """Return the non-empty buffers as flat byte views."""
     views = [memoryview(buffer) for buffer in buffers]
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of `views` one after the other from `offset` on, however short single calls are."""
+    """Write all of `views` one after the other from `offset` on, in as many calls as it takes."""
     waiting = list(views)
     while waiting:
         written = os.pwritev(fd, waiting[:_IOV_MAX], offset)
@@ -92,12 +92,13 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
 
 
 class OpenRecord:
-    """One open record, readable even after the record is removed. Not thread-safe. Closes `fd`;
-    goes past the page cache only if `direct`. Use as a context manager.
+    """One open record, readable even after the record is removed. Not thread-safe. Owns `fd`, and
+    uses direct I/O only if `direct`. Use as a context manager.
 
-    A read of one random page with RWF_NOWAIT fails if the record is not in the page cache. It is
-    one page, because even a failing attempt makes the kernel read ahead what was asked for, and a
-    random one, because it is in the cache from then on.
+    To find out whether the record is in the page cache, it reads one random page with RWF_NOWAIT,
+    which fails if the page is not cached. It reads only one, because even a failing attempt makes
+    the kernel read ahead what was asked for. The page is random: this look brings it into the page
+    cache, so a fixed one would seem cached ever after.
     """
 
     def __init__(self, fd: int, size: int, *, direct: bool) -> None:
@@ -108,7 +109,8 @@ class OpenRecord:
         self._looked = False
 
     def is_cached(self) -> bool:
-        """Whether reading is likely a copy in memory."""
+        """Whether to read through the page cache: the record is likely in it, or direct I/O is not
+        used."""
         if self._direct and not self._looked:
             self._looked = True
             page = random.randrange(self.size // BLOCK_BYTES) * BLOCK_BYTES
@@ -119,8 +121,8 @@ class OpenRecord:
             except BlockingIOError:
                 pass
             except OSError as error:
-                # Where warm and cold look alike, a warm direct read is the worse mistake. If the
-                # medium failed, the read itself will say so.
+                # Without RWF_NOWAIT, cached and uncached records look alike. A direct read of a
+                # cached one is the worse mistake. If the medium failed, the read itself says so.
                 self._direct = error.errno not in _UNSUPPORTED
         return not self._direct
 
@@ -155,7 +157,7 @@ class OpenRecord:
         if whole >= _MIN_DIRECT_BYTES and is_aligned and not self.is_cached():
             try:
                 if self._direct_fd < 0:
-                    # Through /proc it is the same file even if its name is another one's now.
+                    # /proc opens the same file, even if its name belongs to another file by now.
                     name = f"/proc/self/fd/{self._fd}"
                     self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
                 return os.preadv(self._direct_fd, [target[:whole]], offset)

@@ -1,8 +1,9 @@
 """The index of the store: tables of a database beside the directory, and the keys read from them.
 
-The index is a cache of the directory. A value that is written gets its name in the directory, its
-row, and its room from eviction in one transaction. A process may be killed at any instant: SQLite
-rolls its transaction back, and the upkeep finds rows and files that disagree.
+`FileStore` uses it on the threads of its callers, and its upkeep on a thread of its own. The index
+is a cache of the directory. One transaction evicts to make room for a value, gives its file the
+name of its record, and adds its row. If the process is killed, SQLite rolls the transaction back,
+and the upkeep corrects rows that disagree with files.
 
 Several processes on one disk share one index. A directory on a network mount has one index per
 machine, on that machine's own disk, because locks of network file systems are unreliable.
@@ -11,19 +12,16 @@ machine, on that machine's own disk, because locks of network file systems are u
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError
-from kvferry.filesystem import user_cache
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
 from kvferry.store.base import Entry, PutResult, Removal
@@ -44,13 +42,13 @@ from kvferry.types import ChunkKey
 NO_QUOTA = 1 << 62
 
 _BATCH = 1024
-"""Rows that one transaction takes up, so that other processes get a turn."""
+"""Rows per transaction of long work, so that other processes can write in between."""
 PAUSE_SECONDS = 0.005
-"""Between batches of evictions, for other processes."""
+"""Pause after a batch of evictions, in which other processes can write."""
 _MAX_NOTES = 65536
 _NOTE_STEP = 1e-6
-"""Each chunk of a prefix counts as used a microsecond before its parent: suffixes go first, since a
-chunk without its prefix is worth nothing."""
+"""Each chunk of a prefix counts as used a microsecond before its parent. So suffixes are evicted
+first, since a chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
 _MAX_HIDDEN = 4096
 _ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
@@ -65,7 +63,7 @@ _SCHEMA = (
     "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, "
     "num_bytes INTEGER NOT NULL, last_used REAL NOT NULL, namespace BLOB NOT NULL, "
     "pinned_until REAL NOT NULL DEFAULT 0.0)",
-    # Those that may be evicted have 0: finding the next one passes over no others.
+    # `pinned_until` is 0 in rows that may be evicted, so a search for these reads no pinned row.
     "CREATE INDEX records_by_use ON records (pinned_until, last_used)",
     "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, "
@@ -85,17 +83,17 @@ _SCHEMA = (
 
 
 class Totals(NamedTuple):
-    """What counts against the quota: records and quarantine."""
+    """What counts against the quota: records, and files quarantined after a failed check."""
 
     num_records: int
     num_bytes: int
     is_complete: bool
-    """Whether the whole directory was listed into it."""
+    """Whether the index was completed: the whole directory was compared with it."""
 
 
 class KnownKeys:
-    """Which keys are known to be there: the answer to `contains`, without a lock. Grows only if it
-    `tracks_keys`, which only look-ups need."""
+    """The keys that are known to be stored: answers `contains` without a lock. Stays empty unless
+    it `tracks_keys`, which only look-ups need."""
 
     def __init__(self, tracks_keys: bool = True) -> None:
         self.tracks_keys = tracks_keys
@@ -119,7 +117,7 @@ class KnownKeys:
         self.discard(key)
 
     def note_written(self, key: ChunkKey) -> None:
-        """We have just written it: an earlier `hide` no longer holds."""
+        """Add a key that this process has just written; an earlier `hide` no longer holds."""
         self._hidden.discard(key)
         self.add(key)
 
@@ -133,8 +131,8 @@ class Index:
     OSError of the directory.
 
     Attributes:
-        totals: as of the last look; read without a lock.
-        all_known: set once all that is stored is known.
+        totals: totals as of the last transaction; read without a lock.
+        all_known: event that is set once `known` has every stored key.
         pins: which records are not evicted, and until when.
     """
 
@@ -166,11 +164,11 @@ class Index:
         return self.database.is_ours
 
     def open(self) -> bool:
-        """Open the database unless it is open. True if the known keys were cleared."""
+        """Open the database unless it is open. True if that cleared the known keys."""
         if not self.database.open():
             return False
         self.all_known.clear()
-        # A database that came in place of ours may be an older copy: compare the directory again.
+        # A database that replaced ours may be an older copy: compare the directory with it again.
         is_other = self._was_open and not self.database.read_only
         try:
             with self._transaction(writes=is_other) as db:
@@ -192,15 +190,16 @@ class Index:
         max_bytes: int,
         refused: Callable[[OSError], PutResult],
     ) -> list[PutResult]:
-        """Make room for values, give their files their names, and add a row for each that got its
-        own; in one transaction, so that nothing is evicted that is not yet there.
+        """Evict to make room for values, give their files the names of records, and add a row for
+        each file that got its name. One transaction does it all, so that no process evicts a value
+        before its file has its name.
 
         Args:
-            refused: the result of a value whose file cannot be named, and of all after it.
+            refused: gives the result of a value whose file cannot be named, and of all after it.
 
         Returns:
-            The results of the first of them; none for those that need more room than one
-            transaction may make.
+            The results of the first values. There are fewer results than values if the next one
+            needs more room than one transaction may make.
         """
         results: list[PutResult] = []
         rows: list[tuple[ChunkKey, int, float, bytes]] = []
@@ -233,14 +232,14 @@ class Index:
         num_bytes: int,
         rows: list[tuple[ChunkKey, int, float, bytes]],
     ) -> bool | None:
-        """Whether a value fits beside all that is counted and the `rows` that are still to be
-        inserted; None if it may, once more has been evicted in another transaction."""
+        """Evict if need be. Whether there is room now for a value, beside all that is counted and
+        the `rows` to insert; None if another transaction must evict more."""
         if max_bytes >= NO_QUOTA:
             return True
         pending = sum(row[1] for row in rows)
         if self.totals.num_bytes + pending + num_bytes <= max_bytes:
             return True
-        self._insert(db, rows)  # so that these, too, can be evicted
+        self._insert(db, rows)  # so that they, too, can be evicted
         self._read_totals(db)
         has_evicted = self._evict(db, max_bytes - num_bytes)
         if self._read_totals(db).num_bytes + num_bytes <= max_bytes:
@@ -254,9 +253,9 @@ class Index:
     def _insert(
         self, db: sqlite3.Connection, rows: list[tuple[ChunkKey, int, float, bytes]]
     ) -> None:
-        """Insert rows, and clear the list."""
+        """Insert `rows`, and clear the list."""
         if rows:
-            keys = [row[:1] for row in rows]  # of files that had vanished, rows may be left
+            keys = [row[:1] for row in rows]  # a file that vanished may have left its row
             execute(db, "DELETE FROM records WHERE key IN ({})", keys)
             execute(db, _INSERT, rows)
             for key, *_ in rows:
@@ -264,7 +263,7 @@ class Index:
             rows.clear()
 
     def shrink(self, max_bytes: int, unused_since: float = 0.0) -> None:
-        """Evict, as `_evict` does, in batches between which other processes get a turn."""
+        """Evict, as `_evict` does, in batches between which other processes can write."""
         while True:
             with self._transaction(writes=True) as db:
                 if not self._evict(db, max_bytes, unused_since):
@@ -272,7 +271,7 @@ class Index:
             time.sleep(PAUSE_SECONDS)
 
     def add(self, keys: Iterable[ChunkKey]) -> int:
-        """Add rows for those `keys` that have files; how many."""
+        """Add rows for those of `keys` that have files; return their number."""
         found = [(key, there) for key in keys if (there := self.directory.find(key)) is not None]
         rows = [(key, each.num_bytes, each.modified, self._namespace(key)) for key, each in found]
         if rows:
@@ -289,8 +288,8 @@ class Index:
         detail: str = "",
         quarantined: Sequence[tuple[str, int]] = (),
     ) -> int:
-        """Remove the rows of those `keys` whose files are gone; how many. Files that were
-        `quarantined` are counted from now on."""
+        """Remove the rows of those of `keys` whose files are gone; return their number. The
+        `quarantined` files, names and sizes in bytes, count against the quota from now on."""
         with self._transaction(writes=True) as db:
             db.executemany("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", quarantined)
             gone = [key for key in keys if self.directory.find(key) is None]
@@ -298,8 +297,9 @@ class Index:
         return len(gone)
 
     def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
-        """Count the files in quarantine. Remove those from before `kept_since`, and of the rest the
-        oldest beyond 64 files or `max_bytes`, but never the newest."""
+        """Count the files in quarantine against the quota. Remove those from before `kept_since`
+        (seconds since the epoch). Of the others, remove the oldest while they are more than 64
+        files or `max_bytes`, but keep the newest."""
         files = self.directory.list_files("quarantine").items()
         total = 0
         for newer, (file, found) in enumerate(sorted(files, key=lambda f: -f[1].modified)):
@@ -315,13 +315,13 @@ class Index:
                 db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
 
     def complete(self) -> None:
-        """Note that the whole directory was compared."""
+        """Mark the index as complete: it was compared with the whole directory."""
         with self._transaction(writes=True) as db:
             self._check_totals(db)
             db.execute("UPDATE totals SET is_complete = 1 WHERE is_complete = 0")
 
     def note(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that `keys` were used now, the nearest to the root first. Keeps 65,536 at most."""
+        """Note in memory that `keys`, in prompt order, were used now. Keeps 65,536 at most."""
         used = self.settings.wall()
         notes = self._notes
         for key in keys:
@@ -339,8 +339,8 @@ class Index:
 
     def follow(self) -> bool:
         """Learn which records were added and removed, up to 1,024 of each. Whether there are more.
-        Here, and in every method, the known keys change inside the transaction: a key that another
-        thread or process removes afterwards does not come back, and its removal is followed."""
+        Every method changes the known keys inside its transaction. So a key that another thread or
+        process removes afterwards does not come back, and the removal is learned later."""
         with self._transaction(writes=False) as db:
             last_record, last_removal = self._last_ids(db)
             row = db.execute("SELECT ifnull(min(id), 0) FROM removals").fetchone()
@@ -354,7 +354,7 @@ class Index:
             self._last_removal = max(last, self._last_removal)
             for key in keys:
                 self.known.discard(key)
-            if len(keys) < _BATCH:  # removals come first: a key may be removed and added again
+            if len(keys) < _BATCH:  # after removals: a key may be removed and added again
                 last, keys = read_keys(db, f"records {_NEXT}", self._last_record)
                 self._last_record = max(last, self._last_record)
                 for key in keys:
@@ -385,7 +385,7 @@ class Index:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
-        """All records by id, or the `limit` used last."""
+        """Yield all records by id, or the `limit` most recently used ones."""
         last = 0
         recent = (
             f"SELECT * FROM ({_LAST.format('=')}) UNION ALL SELECT * FROM ({_LAST.format('>')})"
@@ -411,8 +411,8 @@ class Index:
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
         """Remove quarantined files, then the least recently used records, until at most `max_bytes`
-        are counted and no record was last used before `unused_since`; 1,024 records at most, as
-        other writers wait. Whether any record was evicted."""
+        are counted and no record was last used before `unused_since`. Stop after 1,024 records,
+        because other writers wait. Whether any record was evicted."""
         excess = self.totals.num_bytes - max_bytes
         if excess <= 0 and not unused_since:
             return False
@@ -441,7 +441,7 @@ class Index:
                 gone.append(key)
                 evicted_bytes += num_bytes
         oldest.close()
-        if kept:  # they cannot be removed: the others come first from now on
+        if kept:  # their files cannot be removed: try others first from now on
             execute(db, _SET_USED, [(key, self.settings.wall()) for key in kept])
         self._take_out(db, gone, "evicted", "")
         if gone:
@@ -491,12 +491,3 @@ class Index:
             yield db
             if writes:
                 self._read_totals(db)
-
-
-def private_index(root: str) -> str | None:
-    """Where this machine keeps the index of a directory that machines share; None where this user
-    has no directory for caches."""
-    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    with suppress(ConfigError):
-        return str(user_cache() / "kvferry" / "index" / f"{name}.sqlite3")
-    return None

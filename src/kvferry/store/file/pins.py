@@ -1,4 +1,8 @@
-"""Pins: records of a directory that are not evicted until a time."""
+"""Pins: records of a directory store that are not evicted before a given time.
+
+`FileStore` calls `Pins.add` for a request that asks for pins, and the upkeep thread applies them.
+For commands it calls `Pins.pin`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ WAIT_SECONDS = 60.0
 """How long a pin waits for a record that is still to be stored."""
 
 _MAX_WAITING = 1024
-"""Prompts whose pins wait. With more, the oldest is forgotten."""
+"""Most prompts whose pins wait. With one more, the oldest is forgotten."""
 
 _BATCH = 1024
 _SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
 
 
 class _Waiting(NamedTuple):
-    """Records to be pinned, some of them perhaps not stored yet."""
+    """Records to pin, some of which may not be stored yet."""
 
     keys: Sequence[ChunkKey]
     until: float
@@ -37,9 +41,9 @@ class Pins:
     """The pins in an index. `add` uses memory only; all else may raise `IndexUnavailable`.
 
     Args:
-        database: of the index.
-        is_known: whether a record is known to be there.
-        wall: seconds since the epoch.
+        database: database of the index.
+        is_known: tells whether a record is known to be stored.
+        wall: clock that gives seconds since the epoch.
     """
 
     def __init__(
@@ -58,9 +62,9 @@ class Pins:
     def pin(
         self, keys: Iterable[ChunkKey], until: float, max_bytes: int, *, extends: bool = False
     ) -> int:
-        """Pin the records of `keys` until then; how many there are. With `extends`, those that are
-        pinned for longer stay so, and are not counted. Raises ConfigError before more than
-        `max_bytes` are pinned."""
+        """Pin the stored records of `keys` until `until`, or unpin them if that is past. Return
+        their number. With `extends`, records with longer pins keep these, and are not counted.
+        Raises ConfigError before more than `max_bytes` are pinned; earlier batches stay pinned."""
         ends = until <= self._wall()
         wanted, num_pinned = iter(keys), 0
         with self._transaction(writes=False) as db:
@@ -89,7 +93,7 @@ class Pins:
         query = "SELECT EXISTS (SELECT 1 FROM records WHERE pinned_until > 0 AND pinned_until <= ?)"
         with self._transaction(writes=False) as db:
             (is_due,) = checked(db.execute(query, (now,)).fetchone(), "n")
-        while is_due:  # in batches, so that other processes get a turn
+        while is_due:  # in batches, so that other processes can write
             with self._transaction(writes=True) as db:
                 changed = db.execute(
                     "UPDATE records SET pinned_until = 0 WHERE id IN (SELECT id FROM records "
@@ -99,13 +103,13 @@ class Pins:
                 is_due = changed.rowcount == _BATCH
 
     def add(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Pin these for so long from now, by the next `apply`. Never blocks."""
+        """Have the next `apply` pin `keys` for `seconds` from now. Never blocks."""
         now = self._wall()
         self._waiting.append(_Waiting(keys, now + seconds, now + WAIT_SECONDS))
 
     def apply(self, max_bytes: int) -> None:
-        """Pin what waits and is stored by now. What would make more than `max_bytes` pinned is
-        counted and forgotten."""
+        """Pin the waiting records that are stored by now. Count and forget pins that would exceed
+        `max_bytes`."""
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
             here = [key for key in waiting.keys if self._is_known(key)]

@@ -1,4 +1,4 @@
-"""What few who open a directory change, and how long a store waits and how much it keeps."""
+"""Settings of a directory store: rarely used options, and the waits and sizes of its work."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ DirectIO = Literal["auto", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBounds:
-    """Waits and sizes of a store.
+    """Waits and sizes of a store. Its upkeep is its background thread.
 
     Attributes:
         lock_seconds: how long a call waits for another process, or for another thread of this one,
             that holds the index.
-        room_seconds: how long a put evicts before it gives up; what is over a quota is evicted in
-            the background.
+        room_seconds: how long a put evicts before it gives up. The upkeep evicts what is over the
+            quota for another reason.
         close_seconds: how long a close waits for the upkeep.
-        tick_seconds: how long the upkeep sleeps when idle. What a process with the same index
-            stored is known so much later at most; what another machine stored, once compared.
-        flush_seconds: between two times at which times of use are written back.
-        clean_seconds: between two looks for what dead writers left.
-        compare_seconds: the least rest between two shards, and between two passes over them.
-        rest_factor: comparing a shard is followed by so many times its own duration of rest,
-            divided by the number of rows that it corrected: where much is wrong, it hardly rests.
+        tick_seconds: how long the upkeep sleeps when idle. So it is the longest delay until values
+            of other processes with the same index are known. Values of machines with another index
+            are known once their shard is compared.
+        flush_seconds: interval at which times of use are written back.
+        clean_seconds: interval at which the upkeep looks for what dead writers left.
+        compare_seconds: shortest rest between two shards, and between two passes over them. (A
+            shard is one of the directories of records that the upkeep compares with the index.)
+        rest_factor: rest after comparing a shard, as a multiple of the time that this took. It is
+            divided by the number of corrected rows: where much is wrong, the upkeep hardly rests.
         abandoned_seconds: how long another machine's half-written file is left alone.
-        max_removals: the history of removals keeps so many, the last ones.
+        max_removals: length of the history of removals; the oldest are dropped.
     """
 
     lock_seconds: float = 2.0
@@ -46,16 +48,16 @@ class FileBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSettings:
-    """What few who open a directory change.
+    """Rarely used options of a directory store.
 
     Attributes:
-        create: make it a store if it is absent or empty.
-        direct_io: "auto" reads past the page cache what is not in it; "off" never does.
-        index: know what is stored. Without, `contains` finds nothing.
-        index_file: the database, if not in the directory itself. On a network mount the default is
-            this user's cache directory, one index per machine.
-        clock: monotonic seconds.
-        wall: seconds since the epoch.
+        create: whether to make the directory a store if it is absent or empty.
+        direct_io: "auto" uses direct I/O to read what is not in the page cache; "off" never does.
+        index: whether to know what is stored. Without that, `contains` finds nothing.
+        index_file: path of the index database. The default is in the directory itself; for a
+            network mount it is in this user's cache directory, so that each machine has an index.
+        clock: clock that gives monotonic seconds.
+        wall: clock that gives seconds since the epoch.
         bounds: waits and sizes; tests change them.
     """
 

@@ -1,19 +1,25 @@
-"""The embedded store: a directory that processes share, bounded in bytes, with no server."""
+"""The embedded store: a directory that processes share, bounded in bytes, with no server.
+
+`FileStore` is the store of `file:` URLs. `kvferry.store.base` says which calls use memory only and
+which block on I/O. Background work is in `Upkeep`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.filesystem import is_of_one_machine, why_untrusted
+from kvferry.filesystem import is_of_one_machine, user_cache, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
@@ -38,7 +44,6 @@ from kvferry.store.file.index import (
     PAUSE_SECONDS,
     Index,
     KnownKeys,
-    private_index,
 )
 from kvferry.store.file.settings import FileSettings
 from kvferry.store.file.upkeep import Upkeep
@@ -59,13 +64,13 @@ class FileStore(Store):
     Guarantees, for every process that is killed at any instant:
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
-    - Records and quarantine stay within the quota. Beside them, each writer has the values of one
-      call of `put` or `put_all`; what dead writers left is removed by others.
-    - No operation raises for a full, read-only, failing or vanished directory, except
-      `read` of a record that is there and cannot be read.
+    - Records and quarantined files stay within the quota. In addition, each writer has up to
+      `values_per_put` hidden values on the disk; others remove what dead writers left.
+    - For a full, read-only, failing or vanished directory, only `read` of a record that cannot be
+      read and calls for commands (listing, `gc`, `pin`, `facts`) raise.
 
     Attributes:
-        directory, index, upkeep: what it is made of; for tools and tests.
+        directory, index, upkeep: the parts of the store; for tools and tests.
     """
 
     multi_process = True
@@ -85,11 +90,11 @@ class FileStore(Store):
         """Open a store; returns before all that it holds is known.
 
         Args:
-            root: the directory; made a store if it is absent or empty and may be created.
+            root: the directory; made a store if it is absent or empty, and may be created.
             max_bytes: quota over all processes, None for none. Each process enforces its own value.
             read_only: never write. Implied, with a warning, if the directory cannot be written.
             observer: receives counts named `store_...`.
-            background: run the upkeep in a thread. Without, it runs in `maintain` only.
+            background: run the upkeep in a thread. Without one, it runs in `maintain` only.
 
         Raises:
             ConfigError: `root` cannot be used.
@@ -123,7 +128,7 @@ class FileStore(Store):
         if background:
             try:
                 self.upkeep.start()
-            except BaseException:  # of a Ctrl-C, too: no caller could end the thread
+            except BaseException:  # also for a Ctrl-C: no caller could end the thread
                 self.close()
                 raise
 
@@ -134,13 +139,14 @@ class FileStore(Store):
             logger.warning("store %s cannot be written: it is opened read-only", self.url)
 
     def _open_index(self, file: Path | None, machines_share: bool) -> tuple[Index, bool]:
-        """The index, and whether this process compares it with the directory all the time."""
+        """Open the index. Also return whether this process compares it with the directory all the
+        time."""
         make = partial(
             Index, directory=self.directory, known=self._known, observer=self._faults.observer
         )
         path: str | None = f"{self.directory.root}/index.sqlite3" if file is None else str(file)
         if file is None and machines_share:
-            path = private_index(self.directory.root)
+            path = _private_index(self.directory.root)
         if path is not None:
             index = make(path, read_only=self.is_read_only, settings=self._settings)
             try:
@@ -155,8 +161,8 @@ class FileStore(Store):
                 if not self.is_read_only:
                     self._faults.failed("open", error)
                     if not machines_share or isinstance(error, IndexUnavailable):
-                        return index, self._known.tracks_keys  # opened later
-        # There is no complete index, or it cannot be opened: this process keeps one in memory.
+                        return index, self._known.tracks_keys  # the upkeep opens it
+        # No complete index can be opened: this process keeps one in memory.
         if not self.directory.is_empty():
             logger.warning(
                 "store %s has no index that can be used: the directory is listed, so the times of "
@@ -179,7 +185,7 @@ class FileStore(Store):
 
     @property
     def _waits_for_index(self) -> bool:
-        """Whether writes wait until the index knows how much of the quota is used."""
+        """Whether writes are refused until the index knows how much of the quota is used."""
         return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
     def contains(self, key: ChunkKey) -> bool:
@@ -214,7 +220,7 @@ class FileStore(Store):
 
     def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
         for key, _ in values:
-            record_name(key)  # a key of another length is the caller's mistake
+            record_name(key)  # raises: a key of another length is the caller's mistake
         results: list[PutResult] = []
         while len(results) < len(values):
             results += self._put_some(values[len(results) :][: self.values_per_put])
@@ -230,7 +236,7 @@ class FileStore(Store):
             self._miss(key)
             return
         except OSError as error:
-            self._known.hide(key)  # the same broken hit is not offered twice
+            self._known.hide(key)  # so that the broken record is not offered again
             self._faults.failed("quarantine", error)
             return
         self._faults.observer.count("store_quarantined")
@@ -271,7 +277,7 @@ class FileStore(Store):
             return
         self._closed = True
         self._expected.close()
-        if self.index.is_ours:  # in a forked child, locks may stay locked for ever
+        if self.index.is_ours:  # in a forked child, locks may be held for ever
             self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()
 
@@ -327,7 +333,7 @@ class FileStore(Store):
         return self._known.tracks_keys and self.index.all_known.wait(timeout)
 
     def maintain(self) -> None:
-        """Do all upkeep now, in this thread: for stores opened without background."""
+        """Do all upkeep now, on this thread: for stores opened with `background=False`."""
         if not self._closed and self.index.is_ours:
             self.upkeep.run_until_idle()
 
@@ -372,7 +378,7 @@ class FileStore(Store):
             raise StoreError(f"{self.url} cannot pin: {error}") from error
 
     def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
-        """What is found, none in a closed store; errors are translated."""
+        """Yield what is found, nothing in a closed store. Translates errors to StoreError."""
         try:
             yield from () if self._closed else found
         except OSError as error:
@@ -404,8 +410,8 @@ class FileStore(Store):
                     each.close()
 
     def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | PutResult:
-        """A value that is hidden until it is placed, or why it is not written. May raise OSError:
-        the medium refused."""
+        """Write a value into a hidden file, or return why not. Raises OSError if the medium
+        refuses."""
         if not self._writes():
             return PutResult.FAILED
         if (resting := self._faults.resting()) is not None:
@@ -430,14 +436,14 @@ class FileStore(Store):
         return result
 
     def _finish(self, written: Sequence[Writing]) -> list[PutResult]:
-        """Place values and add them to the index; a result for each."""
+        """Place values and add them to the index; return a result for each."""
         results = self._add(written)
         for writing, result in zip(written, results, strict=True):
             if result is PutResult.STORED:
                 self._faults.observer.count("store_put_records")
                 self._faults.observer.count("store_put_bytes", writing.num_bytes)
                 continue
-            writing.unplace()  # nothing would count it
+            writing.unplace()  # no row would count it against the quota
             if result is PutResult.EXISTS:
                 self.probe([writing.key])
             else:
@@ -454,7 +460,7 @@ class FileStore(Store):
                 if not some:
                     if self._faults.clock() >= until:
                         break
-                    time.sleep(PAUSE_SECONDS)  # others get a turn
+                    time.sleep(PAUSE_SECONDS)  # so that others can write
         except OSError as error:
             results += [self._faults.write_failed(error)] * len(left)
         return results + [PutResult.NO_SPACE] * (len(written) - len(results))
@@ -462,16 +468,25 @@ class FileStore(Store):
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Remove a key from the index if its file is gone; `moved` are now in quarantine."""
+        """Remove a key from the index if its file is gone; count `moved` files in quarantine."""
         try:
             self.index.forget([key], reason, detail, moved)
         except OSError:
-            for file, _ in moved:  # it would not count against the quota
+            for file, _ in moved:  # no row would count it against the quota
                 self.directory.drop("quarantine", file)
-            self._miss(key)  # its row goes when the shard is next compared
+            self._miss(key)  # its row goes when its shard is compared next
 
     def _miss(self, key: ChunkKey) -> None:
-        """There was no file; the background looks again, as one may just have been stored."""
+        """Forget a key without a file. The upkeep looks again, as it may just have been stored."""
         if self._known.contains(key):
             self._known.discard(key)
             self.probe([key])
+
+
+def _private_index(root: str) -> str | None:
+    """Path of this machine's index of a directory that machines share; None if this user has no
+    directory for caches."""
+    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    with suppress(ConfigError):
+        return str(user_cache() / "kvferry" / "index" / f"{name}.sqlite3")
+    return None

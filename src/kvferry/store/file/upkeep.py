@@ -1,5 +1,5 @@
-"""The background work of a store, in one thread: follow the index, compare it with the directory,
-write back times of use, and clean up after dead writers."""
+"""The background work of a directory store, in one thread: follow the index, compare it with the
+directory, write back times of use, and clean up after dead writers. `FileStore` starts it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _SETTLED_SECONDS = 1.0
-"""A directory that changed later may change again within the same tick of its clock."""
+"""A directory that changed more recently than this may change again with an equal time."""
 _CACHED_SECONDS = 60.0
-"""As long a network mount may show an old listing beside a new time: NFS keeps one for a minute."""
+"""How long a network mount may show an old listing with a new time: NFS caches for a minute."""
 _MAX_PROBES = 256
 _BATCH = 256
 _QUARANTINE_FRACTION = 20
-"""At most one twentieth of the quota is quarantine, but the newest file stays."""
+"""Quarantined files take at most one twentieth of the quota, but the newest one stays."""
 
 _PINNED_FRACTION = 4
-"""Pinned for clients is at most a quarter of the quota, so that commands can pin as much again."""
+"""Clients pin at most a quarter of the quota, so that commands can pin as much again."""
 
 
 class ShardComparison:
-    """Corrects the index by the directory: in the first pass all shards, in each later pass those
-    whose directory changed since, or in the last `settled_seconds`. The shards left of a pass are
-    `waiting`."""
+    """Corrects the index by the directory, shard by shard; a shard is one directory of records. The
+    first pass compares all shards, a later pass those that changed since they were compared, or
+    less than `settled_seconds` before. `waiting` has the shards that are left of a pass."""
 
     def __init__(self, index: Index, settled_seconds: float) -> None:
         self._index = index
@@ -54,7 +54,7 @@ class ShardComparison:
         self.waiting = [n for n, mark in enumerate(now) if mark != self._marks[n]]
 
     def compare(self, shard: int) -> int:
-        """Make the index say what is in a shard; how many rows were wrong. If that fails, or if the
+        """Correct the index of one shard; return how many rows were wrong. If that fails, or if the
         shard may just have changed, the next pass compares it again."""
         index = self._index
         mark = index.directory.mark_of_shard(shard)
@@ -73,7 +73,7 @@ class Upkeep:
     """The thread and its work. Any thread may call `probe`, `look_for`, `stop`, `clean`, `may_pin`.
 
     Args:
-        faults: has the clock of this work, too.
+        faults: receives errors; this work also uses its clock.
         machines_share: whether machines with other indexes use the directory, too.
         changes: whether anything may be written.
         compares: whether to compare all the time, or only to complete an index that may be written.
@@ -116,7 +116,7 @@ class Upkeep:
         self._wake.set()
 
     def look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> None:
-        """`probe` each; see `ExpectedKeys`."""
+        """`probe` the keys of each prompt; see `ExpectedKeys`."""
         for keys in prompts:
             self.probe(keys)
 
@@ -125,14 +125,14 @@ class Upkeep:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop after the current job. Waits `timeout` seconds at most for the thread; without one,
-        the last work is done here."""
+        """Stop after the current job. Waits `timeout` seconds at most for the thread; without a
+        thread, does the last work here."""
         self._is_stopped = True
         self._wake.set()
         if self._thread is None:
             self._run()
         else:
-            with suppress(RuntimeError):  # its start was interrupted; should it come, it ends
+            with suppress(RuntimeError):  # its start was interrupted; if it comes to run, it ends
                 self._thread.join(timeout)
 
     def run_until_idle(self) -> None:
@@ -141,17 +141,18 @@ class Upkeep:
             pass
 
     def clean(self) -> None:
-        """Remove what dead writers left, and add to the index what they had placed. Bound the
-        quarantine, and end the pins that are due."""
+        """Remove the hidden files of dead writers, and add to the index the records that they had
+        placed. Bound the quarantine, and end the pins that are due."""
         if not self._changes:
             return
         directory = self._index.directory
         for file, found in directory.list_files("writing").items():
+            # Of this machine, which stamps the files; not `settings.wall`.
             is_old = time.time() - found.modified >= self._bounds.abandoned_seconds
             with self._past_errors_of_files():
                 key, is_of_this_machine = directory.written_by(file)
                 if self._machines_share and not (is_of_this_machine or is_old):
-                    continue  # its lock may not be seen here
+                    continue  # the lock of its writer may not be seen here
                 add = partial(self._index.add, [key])
                 if directory.drop_abandoned(file, is_old=is_old, first=add):
                     self._faults.observer.count("store_recovered_writes")
@@ -159,7 +160,7 @@ class Upkeep:
         self._index.pins.end_due()
 
     def step(self, *, rests: bool = True) -> bool:
-        """One bounded piece of all that is due. Whether there is more to do at once."""
+        """Do one bounded piece of each job that is due. Whether there is more to do at once."""
         more = False
         for job in (
             self._reopen,
@@ -182,7 +183,7 @@ class Upkeep:
         except OSError as error:
             self._faults.failed(name, error)
         except Exception:
-            # The outermost loop of this thread: one broken job must not stop the others.
+            # This is the outermost loop of the thread: one broken job must not stop the others.
             logger.exception("kvferry store: upkeep failed")
         return False
 
@@ -216,7 +217,7 @@ class Upkeep:
             self._restart()
 
     def _answer(self) -> None:
-        """Add the probed keys that have files: of each prefix, up to the first that has none."""
+        """Add the probed keys that have files; stop in each prefix at the first that has none."""
         while self._probes:
             for key in self._probes.popleft():
                 if not self._index.known.contains(key) and not self._index.add([key]):
@@ -228,7 +229,7 @@ class Upkeep:
 
     @property
     def may_pin(self) -> bool:
-        """Whether pins are kept: machines that share a directory evict by themselves."""
+        """Whether pins hold. Other machines that share the directory would evict pinned records."""
         return self._changes and not self._machines_share
 
     def _pin(self) -> None:
@@ -240,7 +241,7 @@ class Upkeep:
             self.clean()
 
     def _compare(self, rests: bool) -> bool:
-        """Compare the next shard. Whether to go on at once: in the first pass, and there only
+        """Compare the next shard. Whether to go on with another at once: only in the first pass,
         if the index is incomplete or `rests` is False."""
         if not self._compares and (not self._changes or self._index.totals.is_complete):
             return False
@@ -282,7 +283,7 @@ class Upkeep:
             self._faults.failed("upkeep", error)
 
     def _keep_below_quota(self) -> None:
-        """Evict for files that were not stored here: of other machines, or placed by hand."""
+        """Evict what exceeds the quota after other machines, or people, placed files."""
         totals = self._index.totals
         if self._changes and totals.is_complete and totals.num_bytes > self._max_bytes:
             self._index.shrink(self._max_bytes)

@@ -1,4 +1,7 @@
-"""A value on its way into a directory store: a hidden file, until it is placed under its name."""
+"""A value on its way into a directory store: a hidden file, until it gets its record's name.
+
+`FileStore` uses one `Writing` for each value that it stores, on its caller's thread.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,18 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 class Writing:
-    """One value of a writer: a hidden file, which gets its record's name by `place`. Close it; then
-    the hidden name goes. Not thread-safe. Every method but `unplace` and `close` may raise OSError:
-    the medium refused.
+    """One value that is being written: a hidden file in the folder `writing`, to which `place`
+    gives the name of its record. `close` removes the hidden name. Not thread-safe. Every method but
+    `unplace` and `close` raises OSError if the medium refuses.
 
     Args:
-        directory: of the store.
-        key: of the value.
+        directory: directory of the store.
+        key: key of the value.
 
     Attributes:
-        key: of the value.
-        name: of its file in `writing`, once it has one.
-        num_bytes, head: of what was written: its size, and its first bytes.
+        key: key of the value.
+        name: name of the hidden file; empty before there is one.
+        num_bytes, head: size and first bytes of what `write` has written.
     """
 
     def __init__(self, directory: Directory, key: ChunkKey) -> None:
@@ -59,8 +62,8 @@ class Writing:
         return _is_record(self._find())
 
     def begin(self) -> int:
-        """Make the hidden file; its descriptor. The system drops its lock when the process dies, so
-        the lock shows that the writer lives."""
+        """Make and lock the hidden file, and return its descriptor. The lock shows that the writer
+        lives, because the system drops it when the process dies."""
         self._folder = self._kept(self._directory.open("writing", make=True))
         for _ in range(_MAX_TRIES):
             name = f"{self.key.hex()}.{machine_of(self._folder)}.{secrets.token_hex(12)}"
@@ -73,7 +76,7 @@ class Writing:
             if is_ours:
                 self.name = name
                 return fd
-            with suppress(OSError):  # taken for a dead writer's before it was locked
+            with suppress(OSError):  # an upkeep took it for a dead writer's
                 os.unlink(name, dir_fd=self._folder)
         raise OSError(errno.EAGAIN, "no file can be locked")
 
@@ -92,7 +95,7 @@ class Writing:
             return False
         if there is not None:
             with suppress(FileNotFoundError):
-                remove_any(target, self._shard)  # no record, and in its way
+                remove_any(target, self._shard)  # something else in its place
         handles = {"src_dir_fd": self._folder, "dst_dir_fd": self._shard}
         if self._directory.loses_links:
             os.rename(self.name, target, **handles)
@@ -101,23 +104,23 @@ class Writing:
             os.link(self.name, target, **handles, follow_symlinks=False)
         except OSError as error:
             with suppress(FileNotFoundError):
-                # Linked if it is ours: a network file system sent the request twice.
+                # A network file system may send the request twice: then the name is ours already.
                 return self._has_name(target)
             if error.errno not in _NO_LINKS:
                 raise
-            # Without hard links two writers of one key can both believe to be first: the later one
-            # replaces the earlier with equal bytes.
+            # Without hard links, two writers of one key may both believe to be first. The later one
+            # replaces the file of the earlier one with equal bytes.
             os.rename(self.name, target, **handles)
         return True
 
     def unplace(self) -> None:
-        """Undo `place`, as far as it went. Never raises: what stays is found later."""
+        """Undo `place`, as far as it went. Never raises: the upkeep finds what stays."""
         with suppress(OSError):
             if self._has_name(target := record_name(self.key)):
                 os.unlink(target, dir_fd=self._shard)
 
     def close(self) -> None:
-        """Idempotent. Never raises: what stays is found later."""
+        """Remove the hidden name. Idempotent. Never raises: the upkeep finds what stays."""
         if self.name:
             with suppress(OSError):
                 remove_any(self.name, self._folder)
@@ -127,7 +130,7 @@ class Writing:
                 os.close(fd)
 
     def _find(self, *, make: bool = False) -> os.stat_result | None:
-        """What stands under the record's name; its directory is made if `make`."""
+        """Status of what has the record's name, or None. Makes its directory if `make`."""
         try:
             if self._shard < 0:
                 self._shard = self._kept(self._directory.open(*shard_of(self.key), make=make))
@@ -140,7 +143,7 @@ class Writing:
         return None
 
     def _has_name(self, name: str) -> bool:
-        """Whether it is this file that has a name among the records."""
+        """Whether `name`, in the directory of the record, is a name of this file."""
         return os.path.samestat(lstat_at(name, self._shard), lstat_at(self.name, self._folder))
 
 

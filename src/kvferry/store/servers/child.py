@@ -1,16 +1,16 @@
-"""The child process of a `ChildClient`, a script: it hands the commands of its lanes to a worker.
+"""The script of a `ChildClient`'s child process: it hands the commands of its lanes to workers.
 
-Each lane is a socket and a part of shared memory. A lane reads one command, works, and sends one
-answer: lines of JSON. The first answer says that the lane is ready: 0, or why it cannot be.
+A lane is a socket and a part of shared memory, and has a thread. It reads one command, works, and
+sends one answer, each a line of JSON. The first answer is 0 if the lane is ready, or says why it
+cannot be.
 
-The worker is a file, `mooncake_child.py` or `objects_child.py`, of which this runs
+The option `worker` names a file, `mooncake_child.py` or `objects_child.py`. From it come
 
     make_lanes(options, memories)   the `Worker` of each lane, or the reason why there is none
-    close(workers)                  once a lane has ended
+    close(workers)                  called once a lane has ended
+    STACK_BYTES                     stack size of a lane's thread, 0 for the system's size
 
-and which says how large the stack of a lane's thread is: `STACK_BYTES`, 0 for the system's size.
-
-Neither imports anything of kvferry: where the parent found it may be no place of the child's.
+Neither file imports anything of kvferry, as the child may not find it where the parent did.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Worker(Protocol):
         """Seconds without a command after which `give_up` is called; None for never."""
 
     def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
-        """The answer to a command; what this raises ends the process."""
+        """Return the answer to a command. An exception ends the process."""
 
     def give_up(self) -> None:
-        """End what waits for another command."""
+        """End work that waits for another command."""
 
 
 def serve_lane(end: socket.socket, worker: Worker) -> None:
-    """Until the other end closes."""
+    """Answer the commands of a lane until the other end closes."""
     lines = end.makefile("rb")
-    # Not `select`, which takes no descriptor above 1023; it is the parent's.
+    # Not `select`, which takes no descriptor above 1023: the number is the parent's.
     coming = select.poll()
     coming.register(end, select.POLLIN)
     answer: object = 0
@@ -59,7 +59,7 @@ def serve_lane(end: socket.socket, worker: Worker) -> None:
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Serve until the parent closes a socket, or is gone."""
+    """Serve all lanes until the parent closes a socket, or is gone."""
     ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
     num_bytes = options["lane_bytes"]
     memory = memoryview(mmap.mmap(options["memory"], num_bytes * len(ends)))
@@ -75,7 +75,7 @@ def serve(options: dict[str, Any]) -> None:
     are_ready, over = threading.Event(), threading.Event()
 
     def run(end: socket.socket, worker: Worker) -> None:
-        are_ready.wait()  # with the memory of all threads: from the first answer on it is limited
+        are_ready.wait()  # for the stacks of all threads: after the first answer, memory is limited
         try:
             serve_lane(end, worker)
         finally:
@@ -85,7 +85,7 @@ def serve(options: dict[str, Any]) -> None:
     for each in zip(ends, workers, strict=True):
         threading.Thread(target=run, args=each, daemon=True).start()
     are_ready.set()
-    # The first lane that ends shows that the parent closes, or is gone: another may hang for long.
+    # The first lane that ends shows that the parent closes or is gone. Others may hang for long.
     over.wait()
     module.close(workers)
 
@@ -96,4 +96,4 @@ if __name__ == "__main__":
     try:
         serve(json.load(sys.stdin))
     finally:
-        os._exit(0)  # without the end of what is under way, in which threads may panic or hang
+        os._exit(0)  # at once: in an orderly end of their work, threads may panic or hang

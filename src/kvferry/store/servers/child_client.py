@@ -1,9 +1,9 @@
-"""Clients whose library works in a child process: what it allocates, holds up or crashes is not
-ours.
+"""The parent's side of clients whose library runs in a child process (`child.py`): so the library
+takes no memory of the engine's process, holds up none of its threads and cannot crash it.
 
-This side hands commands to the child and waits until its deadline. A lane whose answer is overdue
-is not used again before it came: its memory, not the caller's, is what a late transfer writes to.
-No thread is needed for that.
+I/O threads hand commands to the child over its lanes, and wait for the answers until a deadline. A
+lane (a socket and shared memory) whose answer is overdue is not used again before the answer came:
+a late transfer then writes to the lane's memory, not to the caller's. This needs no thread.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from kvferry.store.servers import child
 from kvferry.store.servers.remote import RemoteClient
 
 LONGEST_SECONDS = 60.0
-"""A call without a deadline ends, too."""
+"""Longest time of a call, also of one without a deadline."""
 
-# A child that answers nothing for so long is replaced.
+# A child that answers on no lane for so long is replaced.
 _OVERDUE_SECONDS = 30.0
 _RESTART_SECONDS = 1.0
 _ENDED = (
     "its process ended: it crashed, was killed, or the server sent more than fits into its memory"
 )
-# No answer of ours is as long.
+# No right answer is as long.
 _MAX_ANSWER_BYTES = 16 << 20
 # What a lane keeps between calls; the memory of a longer value goes back.
 _KEPT_BYTES = 8 << 20
 
 
 class _Gone(Exception):
-    """The child ended, or could not begin; the text says why."""
+    """The child ended, could not begin or answers nonsense; the text says why."""
 
 
 class LaneEnd:
-    """One command at a time, and the `memory` shared with the child through which it moves bytes.
-    `waits_since` is when the command was sent whose answer has not come, if there is one."""
+    """The parent's end of a lane: sends one command at a time, and moves bytes through the `memory`
+    shared with the child. `waits_since` is when the command without an answer was sent, or None."""
 
     def __init__(self, end: socket.socket, whole: mmap.mmap, start: int, num_bytes: int) -> None:
         self.socket = end
         self.memory = memoryview(whole)[start : start + num_bytes]
-        self.waits_since: float | None = time.monotonic()  # for the answer that it is ready
+        self.waits_since: float | None = time.monotonic()  # for the first answer: the lane is ready
         self._whole = whole
         self._start = start
         self._received = bytearray()
 
     def ask(self, command: Sequence[object], deadline: float) -> Any:  # noqa: ANN401
-        """The answer; StoreError at the deadline, _Gone if there is no child any more."""
+        """Send a command and return the answer. Raises StoreError at the deadline, _Gone if the
+        child is gone."""
         now = time.monotonic()
         if now >= deadline:
             raise StoreError("the deadline passed")
@@ -76,7 +77,7 @@ class LaneEnd:
         return answer
 
     def answer(self, deadline: float) -> Any:  # noqa: ANN401
-        """The answer to the command; None if it does not come in time."""
+        """Wait for the answer to the last command; None if it does not come in time."""
         while b"\n" not in self._received:
             # At least a moment: 0 would mean not to look at all.
             self.socket.settimeout(max(0.000001, deadline - time.monotonic()))
@@ -101,7 +102,7 @@ class LaneEnd:
         return answer
 
     def trim(self, used_bytes: int) -> None:
-        """Give memory back that only a long value needs, unless the child still uses it."""
+        """Give back memory beyond `_KEPT_BYTES` after a long value, unless the child uses it."""
         if used_bytes > _KEPT_BYTES and self.waits_since is None:
             with suppress(OSError, AttributeError):  # not every system can
                 self._whole.madvise(
@@ -110,7 +111,7 @@ class LaneEnd:
 
 
 class _ChildProcess:
-    """A running child process with its lanes. Not thread-safe, but for `kill`."""
+    """A running child process with its lanes. Only `kill` is thread-safe."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _ChildProcess:
         theirs = [end.fileno() for _, end in pairs]
         given = {**options, "sockets": theirs, "memory": memory, "lane_bytes": lane_bytes}
         try:
-            # -P: the files beside the script are no top-level modules.
+            # -P: the files beside the script must not become top-level modules.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", script],
                 stdin=subprocess.PIPE,
@@ -136,7 +137,7 @@ class _ChildProcess:
                 env={**os.environ, **environment},
             )
             if self._process.stdin is not None:
-                # Not as an argument, which `ps` shows: a URL may hold a password.
+                # Not as an argument, which `ps` shows: the options may hold a password.
                 with suppress(OSError), self._process.stdin as options_pipe:
                     options_pipe.write(json.dumps(given).encode())
             whole = mmap.mmap(memory, num_bytes)
@@ -152,7 +153,8 @@ class _ChildProcess:
         ]
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Let it allocate so much more; nothing happens the second time, or where no system can."""
+        """Let the child allocate `num_bytes` more than it has now. Does nothing when called again,
+        or where the system cannot."""
         if self._is_limited:
             return
         self._is_limited = True
@@ -165,9 +167,9 @@ class _ChildProcess:
             resource.prlimit(pid, resource.RLIMIT_DATA, limits)
 
     def kill(self, seconds: float) -> None:
-        """Ask it to end, and end it after `seconds`. Who waits for an answer learns it at once."""
+        """Ask the child to end; kill it after `seconds`. Calls that wait for it fail at once."""
         if self.owner != os.getpid():
-            return  # the process that was forked from owns it
+            return  # this is a fork: the child belongs to the process before it
         for lane in self.lanes:
             with suppress(OSError):
                 lane.socket.shutdown(socket.SHUT_RDWR)
@@ -179,7 +181,7 @@ class _ChildProcess:
 
 
 def _shared_memory(num_bytes: int) -> int:
-    """A file descriptor. Pages take memory only once they are written."""
+    """Return the file descriptor of new memory, whose pages are taken only once written."""
     if hasattr(os, "memfd_create"):
         memory = os.memfd_create("kvferry")
     else:
@@ -190,20 +192,21 @@ def _shared_memory(num_bytes: int) -> int:
 
 
 class ChildClient(RemoteClient):
-    """A client whose commands a child process carries out.
+    """A client whose commands a child process carries out. Starts the child, and another one when
+    it is gone.
 
     Args:
-        where: names the server in messages, without a credential.
-        options: what `make_lanes` of the worker gets.
+        where: name of the server in messages, without a credential.
+        options: options for `make_lanes` of the worker.
     """
 
     script: ClassVar[str] = child.__file__
     worker: ClassVar[str]
     """Path of the module that works in the child; see `child.py`."""
     environment: ClassVar[dict[str, str]] = {}
-    """Of the child, besides ours."""
+    """Variables of the child besides those of this process."""
     memory_bytes: ClassVar[int]
-    """What it may allocate beyond what it has when it is ready; if it tries to, it ends."""
+    """What the child may allocate beyond what it has when it is ready. It ends if it needs more."""
     num_lanes: ClassVar[int]
     lane_bytes: ClassVar[int]
     close_seconds: float = 0.0
@@ -212,7 +215,7 @@ class ChildClient(RemoteClient):
     def __init__(self, where: str, options: dict[str, object]) -> None:
         self._where = where
         self._options = {**options, "worker": self.worker}
-        # Notified when a lane is free. Held for moments only, but by `close`.
+        # Notified when a lane is free. Held for moments only, except by `close`.
         self._changed = threading.Condition()
         self._idle: list[LaneEnd] = []
         self._late: list[LaneEnd] = []
@@ -233,8 +236,8 @@ class ChildClient(RemoteClient):
         return Call(self, what, min(deadline, time.monotonic() + LONGEST_SECONDS))
 
     def get_lane(self, deadline: float) -> LaneEnd:
-        """A lane for one call. Raises StoreError if none comes free until `deadline`, or there is
-        no connection."""
+        """Take a lane for one call. Raises StoreError if none is free by `deadline`, the client is
+        closed, or there is no child."""
         with self._changed:
             while True:
                 self._ensure_child()
@@ -244,11 +247,11 @@ class ChildClient(RemoteClient):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise StoreError(f"{self._where}: it does not answer")
-                # No lane that is late gives notice; it is looked at now and then.
+                # A late answer notifies no one: late lanes are looked at now and then.
                 self._changed.wait(min(left, 0.005) if self._late else left)
 
     def give_back(self, lane: LaneEnd) -> None:
-        """A call has ended; its lane is free, or still waits for the answer."""
+        """Take back the lane of a call that ended: it is free, or still waits for an answer."""
         with self._changed:
             if self._child is None or lane not in self._child.lanes:
                 lane.socket.close()
@@ -257,8 +260,8 @@ class ChildClient(RemoteClient):
             self._changed.notify()
 
     def lost(self, lane: LaneEnd, what: str, reason: str) -> StoreError:
-        """The child of `lane` is gone: after a moment, a call starts another. The error of the call
-        that was under way."""
+        """Drop the child of `lane`, which is gone; a call starts another after a moment. Returns
+        the error for the call that was under way."""
         with self._changed:
             if self._closed:
                 return StoreError(f"{self._where}: closed")
@@ -287,7 +290,8 @@ class ChildClient(RemoteClient):
             self._start()
 
     def _collect_late(self) -> None:
-        """Find lanes whose answers have come, and a child that gives none."""
+        """Free late lanes whose answers have come. Drop a child that is gone or answers on no lane,
+        and raise StoreError."""
         if not self._late:
             return
         # Not `select`, which takes no descriptor above 1023.
@@ -329,8 +333,8 @@ class ChildClient(RemoteClient):
 
 
 class Call:
-    """One command after another on one lane, which goes back at the end. `what` it does stands in
-    messages; of the lane's memory it has used up to `used_bytes`."""
+    """A context in which one call sends commands on a lane; at its end, the lane is given back.
+    Messages say `what` the call does. It used the first `used_bytes` of the lane's memory."""
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
         self.what = what
@@ -349,7 +353,7 @@ class Call:
         self._client.give_back(self.lane)
 
     def restart(self, deadline: float) -> None:
-        """Its next command has as much time as the first had."""
+        """Give the next command a full time limit again: `LONGEST_SECONDS` or until `deadline`."""
         self._started = time.monotonic()
         self._deadline = min(deadline, self._started + LONGEST_SECONDS)
 
@@ -358,8 +362,8 @@ class Call:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, command: Sequence[object]) -> Any:  # noqa: ANN401
-        """The child's answer. Raises StoreError if none comes until the deadline, or the child is
-        gone."""
+        """Return the child's answer to a command. Raises StoreError if none comes by the deadline,
+        or the child is gone."""
         try:
             return self.lane.ask(command, self._deadline)
         except _Gone as error:

@@ -48,7 +48,7 @@ class MooncakeOptions:
     Attributes:
         metadata: URL of the metadata server; P2PHANDSHAKE means no metadata server.
         segment: memory that this process lends to the others.
-        protocol: between machines.
+        protocol: protocol between machines.
         device: names of RDMA devices, separated by commas; empty for all.
         admin: URL of the master's metrics port, by which commands list what is stored.
     """
@@ -77,8 +77,8 @@ class MooncakeOptions:
 
 
 class MooncakeClient(ChildClient):
-    """Values in the memory that Mooncake's clients lend to its master. They are
-    lost when the lending process or the master exits.
+    """Values in the memory that Mooncake's clients lend to its master. They are lost when the
+    lending process or the master exits.
 
     Mooncake has no authentication and no encryption: for trusted networks only.
 
@@ -250,8 +250,8 @@ def own_address(host: str) -> str:
 
 
 def _names_at(url: str, deadline: float) -> Iterator[str]:
-    """The words of the answer to a GET of `url`, one after the other. The server may take until
-    `deadline`, and `LONGEST_SECONDS` at most; the consumer's time does not count.
+    """Yield the words of the answer to a GET of `url`. The server may take until `deadline`, and
+    `LONGEST_SECONDS` at most; the consumer's time does not count.
 
     Raises:
         ValueError: the answer is not a list of names, too long or too slow; the message is one
@@ -260,7 +260,7 @@ def _names_at(url: str, deadline: float) -> Iterator[str]:
     budget = _TimeBudget(min(deadline - time.monotonic(), LONGEST_SECONDS))
     place = urlsplit(url)
     kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-    port = place.port or kind.default_port  # else it would look for one in the host
+    port = place.port or kind.default_port  # else it looks for one in the host
     with closing(kind(place.hostname or "", port, timeout=budget.seconds)) as connection:
         budget.wait_for(connection.connect)
         budget.socket = connection.sock
@@ -297,7 +297,7 @@ class _TimeBudget:
         self.socket: socket.socket | None = None
 
     def wait_for(self, call: Callable[[], T]) -> T:
-        """What `call` returns. Raises ValueError, one line, if it failed or the time is over."""
+        """Return what `call` returns. Raises ValueError (one line) if it fails or time is over."""
         started = time.monotonic()
         timer = threading.Timer(self.seconds, self._cut)
         timer.daemon = True
@@ -321,7 +321,7 @@ class _TimeBudget:
     def _cut(self) -> None:
         if self.socket is not None:
             with suppress(OSError):
-                # Not the method of a TLS socket, which is for the thread that reads only.
+                # Not the method of a TLS socket, which only the thread that reads may call.
                 socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
 

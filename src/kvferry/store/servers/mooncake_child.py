@@ -1,10 +1,10 @@
-"""What the child process of `kvferry.store.servers.mooncake` does (`child.py` runs it). Imports
+"""The worker in the child process of `kvferry.store.servers.mooncake`; `child.py` runs it. Imports
 nothing of kvferry.
 
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
-its master is dead. In a process of its own, that stops no thread of ours; nor does its crash.
+its master is dead. In a process of its own, it stops no thread of the engine, nor does its crash.
 
-The memory of the lanes is registered with Mooncake.
+The memory of the lanes is registered with Mooncake, which copies values to it and from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXISTS_HERE = -600
 # A writer that waits longer than this between two pieces of a value gave up.
 _PIECE_SECONDS = 2.0
 
-# The default action of the alarm ends the process.
+# Limit of `close`: then the default action of the alarm ends the process.
 _CLOSE_SECONDS = 10
 
 
@@ -36,7 +36,7 @@ class MooncakeLane:
 
     Args:
         mooncake: a `MooncakeDistributedStore`, shared by all lanes.
-        address: of the lane's memory.
+        address: address of the lane's memory.
     """
 
     def __init__(self, mooncake: Any, address: int) -> None:  # noqa: ANN401
@@ -61,14 +61,14 @@ class MooncakeLane:
         return None if self._unfinished is None else _PIECE_SECONDS
 
     def give_up(self) -> None:
-        """Take back a value whose writer gave up in its middle, so that another can store it."""
+        """Revoke a value whose writer gave up halfway, so that another writer can store it."""
         name, self._unfinished = self._unfinished, None
         if name is not None:
             self._mooncake.batch_put_session_revoke([name])
 
     def read(self, name: str, pieces: list[tuple[int, int]]) -> int:
-        """Put the pieces (offset, length) into the memory, one after the other, each up to the end
-        of the value. Returns the size of the value, or a negative code."""
+        """Copy pieces (offset, length) of a value into the lane's memory, one after the other, each
+        up to the value's end. Returns the size of the value, or a negative code."""
         size = int(self._mooncake.get_size(name))
         sources, targets, lengths, used = [], [], [], 0
         for offset, length in pieces:
@@ -87,8 +87,8 @@ class MooncakeLane:
         return size
 
     def put(self, name: str, size: int, offset: int, length: int) -> int:
-        """Write one piece of a value from the memory; the first begins it, the last makes it
-        visible. Returns 0 or a negative code, after which nothing is left of it."""
+        """Write one piece of a value from the lane's memory. The first piece begins the value, the
+        last makes it visible. Returns 0, or a negative code: then nothing is left of the value."""
         if offset == 0:
             [code] = self._mooncake.batch_put_session_start([name], [size])
             if code != 0:
@@ -110,13 +110,13 @@ class MooncakeLane:
         return [int(self._mooncake.get_size(name)) for name in names]
 
     def delete(self, name: str) -> int:
-        # Forced, or the lease of the reader that found a value wrong would keep it. Another reader
-        # may get bytes of a later value, which its checks find.
+        # Forced: else the lease of the reader that found the value wrong would keep it. Another
+        # reader may then get bytes of a later value, but its checks find that.
         return int(self._mooncake.remove(name, True))
 
 
 def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
-    """A client of the master, or the reason why there is none."""
+    """Return a client of the master, and None or the reason why it cannot be used."""
     host, _, port = options["master"].rpartition(":")
     try:
         # Mooncake itself would try for 90 seconds.
@@ -152,6 +152,6 @@ def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[
 
 
 def close(lanes: Sequence[MooncakeLane]) -> None:
-    """Tell the master that the memory goes. Another lane may hang for long: this may not."""
+    """Tell the master that lent memory goes. Takes a bounded time, though a lane may hang."""
     signal.alarm(_CLOSE_SECONDS)
     lanes[0]._mooncake.close()

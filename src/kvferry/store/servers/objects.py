@@ -1,6 +1,6 @@
-"""Values as objects in a bucket: S3 and what is compatible with it, Google Cloud, Azure.
+"""Values as objects in a bucket: `s3:` (Amazon and compatible servers), `gs:` and `az:` URLs.
 
-A child process holds obstore (`objects_child` says why).
+The library obstore runs in a child process; `objects_child` says why.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
-# Ranges nearer to each other than this come with one request: the bytes between them take less
-# time than a request of their own.
+# Ranges that are nearer to each other than this share one request: to read the bytes between them
+# takes less time than another request.
 _GAP_BYTES = 1 << 20
 _NUM_LANES = 16
-# Enough for the reads in flight and a page of a list.
+# Enough for the reads in flight and one page of a list.
 _CHILD_BYTES = 56 << 20
-# Only what is written takes memory.
+# Address space: only what is written takes memory.
 _LANE_BYTES = 1 << 30
 
 _CREDENTIALS = {
@@ -53,7 +53,7 @@ _DENIED = re.compile(
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = re.compile(r"AWS_ENDPOINT(_URL)?(_S3)?|AZURE_(STORAGE_)?ENDPOINT")
-# What of an error may be shown: never its text, which can quote the request and its key id.
+# The parts of an error that may be shown. Its text can quote the request and its key id.
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CONNECTION = re.compile(
@@ -62,7 +62,7 @@ _CONNECTION = re.compile(
 
 
 def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, int]]:
-    """The fewest requests for `ranges`, as bytes `[start, end)`: those near each other are joined.
+    """Return the requests for `ranges`, as bytes `[start, end)`; ranges near each other share one.
 
     >>> spans_of([(5 << 20, memoryview(b"1234")), (0, memoryview(b"12")), (9, memoryview(b"1"))])
     [(0, 10), (5242880, 5242884)]
@@ -87,7 +87,7 @@ class ObjectOptions:
 
     Attributes:
         endpoint: URL of an S3-compatible server (s3, az); http:// where it has no TLS.
-        region: of the bucket (s3).
+        region: region of the bucket (s3).
     """
 
     endpoint: str | None = None
@@ -101,10 +101,10 @@ class ObjectOptions:
 
 
 class ObjectClient(ChildClient):
-    """Objects of one bucket (of a container, for az), each created once and never changed.
+    """A client of one bucket (az: container). Objects are created once; only wrong ones change.
 
-    The rights to list, get, put and delete objects are needed. Raises ConfigError if obstore
-    refuses the options.
+    Needs the rights to list, get, put and delete objects. Raises ConfigError if obstore refuses the
+    options.
     """
 
     worker = objects_child.__file__
@@ -119,9 +119,9 @@ class ObjectClient(ChildClient):
         super().__init__(f"{scheme}://{bucket}", {"store": _open(scheme, bucket, options)})
 
     def check(self, deadline: float, name: str = "") -> None:
-        """Ask for a list under the prefix of `name`. For the one who opens a store; the first call
-        of any other kind does it, too: a HEAD or GET says the same of an absent bucket as of an
-        absent object, and so would hide the mistake.
+        """Check bucket and credentials by a list under the prefix of `name`. Runs when a store is
+        opened, and before other calls until it has succeeded. HEAD and GET would hide a mistake:
+        they say the same of an absent bucket as of an absent object.
 
         Raises:
             ConfigError: the bucket or the credentials are wrong.
@@ -129,7 +129,7 @@ class ObjectClient(ChildClient):
         """
         prefix, slash, _ = name.rpartition("/")
         with self._lane("first request", deadline) as call:
-            # Behind all names, so that the answer is short.
+            # From an offset behind all names, so that the answer is short.
             self._ask(call, "list", prefix, f"{prefix}{slash}~")
         self._is_checked = True
 
@@ -179,7 +179,7 @@ class ObjectClient(ChildClient):
             return list(self._ask(call, "exists", list(names)))
 
     def delete(self, name: str, deadline: float) -> bool:
-        """Of callers in several processes at once, more than one may get True."""
+        """See `RemoteClient.delete`. Several processes that delete at once may all get True."""
         self._first_check(name, deadline)
         with self._lane("delete", deadline) as call:
             return bool(self._ask(call, "delete", name))
@@ -201,20 +201,20 @@ class ObjectClient(ChildClient):
                 raise StoreError(str(error)) from None
 
     def _ask(self, call: Call, command: str, *arguments: object) -> Any:  # noqa: ANN401
-        """The result of a command of the child. Raises as `check`."""
+        """Return the result of a command of the child. Raises as `check`."""
         answer = call.ask([command, call.seconds_left, *arguments])
         match answer:
             case {"result": result}:
                 return result
             case {"error": str(text), "kind": str(kind)}:
-                # Not chained: its text can show the request.
+                # Not chained: the text can show the request.
                 raise self._translate(call.what, text, kind)
             case {"late": True}:
                 raise call.late()
         raise call.failed("failed: the answer of its process cannot be read")
 
     def _translate(self, what: str, text: str, kind: str) -> ConfigError | StoreError:
-        """One line about an error of obstore, without its text."""
+        """Make an exception of an error of obstore: one line, without the error's text."""
         found = _CODE.search(text) or _STATUS.search(text) or _CONNECTION.search(text)
         reason = found.group(found.lastindex or 0) if found else kind
         if kind == WrongAnswer.__name__:
@@ -231,7 +231,7 @@ class ObjectClient(ChildClient):
 
 
 def _open(scheme: str, bucket: str, given: ObjectOptions) -> list[Any]:
-    """What `make_store` makes a store of; it has been tried."""
+    """Return arguments for the child's `make_store`, which were tried here."""
     client: ClientConfig = {"timeout": f"{LONGEST_SECONDS:.0f}s"}
     if given.endpoint is not None:
         client["allow_http"] = given.endpoint.startswith("http://")
@@ -261,7 +261,7 @@ def _open(scheme: str, bucket: str, given: ObjectOptions) -> list[Any]:
 
 
 def _check_environment(scheme: str, bucket: str) -> None:
-    """Refuse variables at which obstore would panic; values are not shown."""
+    """Raise ConfigError for variables at which obstore would panic. Does not show values."""
     for name, value in os.environ.items():
         if name.startswith(_VARIABLES[scheme]) and not value.isprintable():
             raise ConfigError(

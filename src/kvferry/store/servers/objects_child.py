@@ -1,9 +1,8 @@
-"""What the child process of `kvferry.store.servers.objects` does (`child.py` runs it). Imports
+"""The worker in the child process of `kvferry.store.servers.objects`; `child.py` runs it. Imports
 nothing of kvferry.
 
-obstore keeps in memory what a server sends as a list or as an error, without end if that has none,
-and panics on some of it. In a process of its own, which may have little memory, that costs one
-call.
+obstore keeps in memory all that a server sends as a list or as an error, even if it has no end, and
+panics on some of it. In a process of its own with little memory, that costs only one call.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _NO_RANGE = "status code: 416"
 _HEADS_IN_FLIGHT = 32
 STACK_BYTES = 512 << 10
-"""See `child.py`. Stacks count as memory, and what runs deep runs on the threads of obstore."""
+"""See `child.py`. Small, as stacks count as memory; deep calls run on the threads of obstore."""
 
 _READS_IN_FLIGHT = 5
 
-# Few and quick: a tier that fails is a miss, and the store above decides when to try again.
+# Few and quick: a failed call is a miss, and the tier above decides when to try again.
 _RETRIES: RetryConfig = {
     "max_retries": 2,
     "retry_timeout": timedelta(seconds=10),
@@ -42,36 +41,36 @@ _RETRIES: RetryConfig = {
         "max_backoff": timedelta(milliseconds=500),
     },
 }
-# Reads come in pieces, each of which takes four times its size for a moment: a short read in one.
+# A piece of a read takes four times its size in memory for a moment. A short read is one piece.
 _SHORT_BYTES = 2560 << 10
 _PIECE_BYTES = 1 << 20
 _PAGE = 1000
 _PAGE_CHARACTERS = 128 << 10
-# S3's limit; no name of ours is as long.
+# S3's limit; no name of a record is as long.
 _MAX_NAME_CHARACTERS = 1024
 _MAX_TEXT_CHARACTERS = 16 << 10
-# Few threads, and few places for what is freed: all of it counts as memory.
+# Few threads and few arenas of malloc, as both count as memory.
 ENVIRONMENT = {
     "TOKIO_WORKER_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
-    # Of the threads that look a host name up: a broken connection to a slow server means one each.
+    # Of threads that look up host names: each broken connection to a slow server means one.
     "RUST_MIN_STACK": str(256 << 10),
 }
 
 
 def make_store(scheme: str, bucket: str, options: dict[str, Any], client: ClientConfig) -> Any:  # noqa: ANN401
-    """The store of obstore; raises what obstore raises."""
+    """Return a store of obstore; raises what obstore raises."""
     kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
     return kind(bucket, config=options, client_options=client, retry_config=_RETRIES)
 
 
 class WrongAnswer(Exception):
-    """The server sent something else than was asked for."""
+    """The server sent something else than what was asked for."""
 
 
 class ObjectLane:
-    """A `Worker` of `child.py`. A command works until its time is over. Lanes share the names that
-    some of them is `removing`, and the limits of `reads` and of questions for sizes (`heads`)."""
+    """A `Worker` of `child.py`, whose commands have a time limit. Lanes share the event loop, the
+    names that a lane is `removing`, and the limits of GET (`reads`) and HEAD requests (`heads`)."""
 
     patience = None
     give_up = staticmethod(lambda: None)
@@ -103,7 +102,7 @@ class ObjectLane:
         }
 
     def answer(self, command: str, *arguments: Any) -> dict[str, object]:  # noqa: ANN401
-        """What came of a command: its result, or the text and the type of an error."""
+        """Run a command; return its result, that it is late, or the text and type of an error."""
         work = self._answer(command, *arguments)
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
@@ -116,13 +115,13 @@ class ObjectLane:
         except asyncio.CancelledError:
             raise
         except MemoryError:
-            os._exit(1)  # what holds the memory may stay: a new child begins without it
+            os._exit(1)  # the memory may never be freed: a new child starts without that
         except BaseException as error:  # a panic of obstore's is no Exception
             return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
 
     async def read(self, name: str, spans: list[tuple[int, int]]) -> int | None:
-        """Put the bytes of each span (start, end) into the memory, one after the other; of what
-        lies behind the end, nothing. Returns the size of the value; None if it is absent."""
+        """Copy the bytes of each span (start, end) into the lane's memory, one after the other, up
+        to the value's end. Returns the size of the value; None if it is absent."""
         starts = [sum(end - start for start, end in spans[:each]) for each in range(len(spans))]
         try:
             if not spans:
@@ -135,7 +134,7 @@ class ObjectLane:
             if NO_BUCKET.search(str(error)):
                 raise
             return None
-        # Sizes differ if the value went, and another one came, between two ranges.
+        # Sizes differ if the value was replaced between two requests.
         return sizes[0] if len(set(sizes)) == 1 else None
 
     async def _read_span(self, name: str, start: int, target: memoryview) -> int:
@@ -148,7 +147,7 @@ class ObjectLane:
                 if _NO_RANGE not in str(error):
                     raise
                 size = await self._size(name)
-                if size > start:  # nothing came for what lies before the end
+                if size > start:  # the range begins before the end of the value
                     raise WrongAnswer("a range inside the value was refused") from None
                 return size
             size = int(response.meta["size"])
@@ -171,7 +170,7 @@ class ObjectLane:
         return size
 
     async def put(self, name: str, num_bytes: int, replaces: bool) -> bool:
-        """Store the first bytes of the memory; False if the name has a value that stays."""
+        """Store the first `num_bytes` of the lane's memory; False if an older value stays."""
         content = self._memory[:num_bytes]
         try:
             mode: Any = "overwrite" if replaces else "create"
@@ -198,7 +197,7 @@ class ObjectLane:
             return False
         self._removing.add(name)
         try:
-            await self._size(name)  # S3 says of what was absent, too, that it was deleted
+            await self._size(name)  # S3 says of absent objects, too, that it deleted them
             await obstore.delete_async(self._store, name)
         except FileNotFoundError:
             return False
@@ -207,7 +206,8 @@ class ObjectLane:
         return True
 
     async def begin_list(self, prefix: str, offset: str | None) -> list[tuple[str, int, float]]:
-        """Some names, sizes and times of change; `next_page` says the others. Empty at the end."""
+        """Return the first names, sizes and times of change; `next_page` returns more, and nothing
+        at the end."""
         self._listed = []
         self._stream = obstore.list(self._store, prefix or None, offset=offset, chunk_size=_PAGE)
         return await self.next_page()
@@ -232,7 +232,7 @@ class ObjectLane:
 
 
 async def gather(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once; when one fails, the others end."""
+    """Run all requests at once and return their results. When one fails, cancel the others."""
     tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         return await asyncio.gather(*tasks)
@@ -242,7 +242,7 @@ async def gather(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def released(content: memoryview) -> None:
-    """Wait until no request looks at it: one that was cancelled may for a moment longer."""
+    """Wait until no request uses `content`: a cancelled one may do so for a moment longer."""
     while True:
         try:
             return content.release()
@@ -262,7 +262,7 @@ def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[
         try:
             loop.run_forever()
         finally:
-            os._exit(1)  # no memory for the loop itself: no lane would ever answer again
+            os._exit(1)  # no memory for the loop itself: no lane would answer again
 
     threading.Thread(target=run, daemon=True).start()
     removing: set[str] = set()

@@ -1,8 +1,8 @@
-"""Records that other engines hold in memory, as a store that is read: `peer://host:port`.
+"""Records in the memory of other engines (peers), as a read-only store: `peer://host:port`.
 
-A peer's memory changes without a word to us. So what it said that it holds is a hint, what it sends
-is verified as every record is, and nothing is removed there. Several peers are tiers of one store:
-each has a breaker and a limit of its own.
+A peer's memory changes without notice. So the keys that it says it holds are a hint, records that
+it sends are verified as all others are, and nothing is removed there. Several peers are tiers of
+one store: each has a circuit breaker and a time limit of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvferry.transfer.tls import PeerFiles
 from kvferry.types import ChunkKey
 
 MAX_WRONG = 3
-"""Wrong records after which a peer is not asked again until it is another process."""
+"""Number of wrong records after which a peer is not asked again until another process answers."""
 
 _MAX_SERVED = 1024
-"""Records whose reader may still find them wrong."""
+"""Number of records remembered as served, in case their readers find them wrong."""
 
 _IS_HERE = {KeyState.HELD: True, KeyState.ABSENT: False, KeyState.PENDING: None}
 
@@ -50,11 +50,11 @@ class PeerOptions(PeerFiles):
 
 
 class PeerStore(ServerStore):
-    """What one peer holds. Only read: a `put` is FAILED, and `discard` and `delete` remove nothing
-    at the peer. `stat` counts what this process knows.
+    """The records of one peer, read-only: a `put` is FAILED, and `discard` and `delete` remove
+    nothing at the peer. `stat` counts the keys that this process knows.
 
     Args:
-        client: closed with the store.
+        client: the connection to the peer, closed with the store.
     """
 
     def __init__(self, client: PeerClient, opening: Opening) -> None:
@@ -108,11 +108,11 @@ class PeerStore(ServerStore):
         return [_IS_HERE[state] for state in states]
 
     def _check_trust(self, deadline: float) -> None:
-        """Raises TransferError for a process that sent too many wrong records."""
+        """Raise TransferError if the peer is the process that sent too many wrong records."""
         if not self._distrusted:
             return
         if self._client.incarnation == self._distrusted:
-            self._client.states_of((), deadline)  # perhaps another one answers
+            self._client.states_of((), deadline)  # perhaps another process answers now
             if self._client.incarnation == self._distrusted:
                 raise TransferError(f"peer {self._client}: it sent {MAX_WRONG} wrong records")
         self._distrusted, self._num_wrong = b"", 0
@@ -123,12 +123,12 @@ class PeerStore(ServerStore):
         return PutResult.FAILED
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Not to be served again. What the peer holds is its own affair, but if it was this peer
-        that sent the record, it counts."""
+        """Forget the key; remove nothing at the peer. If this peer sent the record, count it as a
+        wrong one."""
         self._keys.forget(key)
         try:
             del self._served[key]
-        except KeyError:  # it did not, or another reader said so
+        except KeyError:  # it did not send it, or another reader counted it
             return
         self._observer.count("peer_wrong_records")
         self._num_wrong += 1
@@ -141,14 +141,14 @@ class PeerStore(ServerStore):
 
     def close(self) -> None:
         self._closed = True
-        self._client.close()  # first: calls under way end
+        self._client.close()  # first, as it ends calls under way
         self._expected.close()
         self._keys.close()
 
 
 class PeerStores(TieredStore):
-    """Several peers as one store, each a tier. A value is read from a peer that is known to have
-    it, the fastest first; if none is, all are asked."""
+    """Several peers as one store, each a tier. A read asks the peers that are known to have the
+    value first, the fastest of them first, and then the others."""
 
     def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
         return sorted(
@@ -162,7 +162,8 @@ class PeerStores(TieredStore):
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
-        """See `Store.read`. A peer that fails is no failure while another one answers."""
+        """See `Store.read`. Raises only when no peer is up: while another one answers, a peer that
+        fails means a miss."""
         try:
             return super().read(key, ranges, deadline)
         except StoreError:

@@ -1,7 +1,7 @@
-"""Stores on other machines: what all of them share, and what one kind of server has to bring.
+"""`RemoteStore`, the store on a server, and `RemoteClient`, which each kind of server implements.
 
-A value's name is `<prefix><namespace>/<key>`, both in hexadecimal, so that one server or bucket
-holds the records of many models. A cache of its keys: `kvferry.store.servers.server_keys`.
+A value's name is `<prefix><namespace>/<key>`, the latter two in hexadecimal, so that one server or
+bucket holds the records of many models. `kvferry.store.servers.server_keys` caches the keys.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})"
 
 
 class RemoteClient(ABC):
-    """Speaks to one kind of server; all that a remote store has to bring.
+    """A client of one kind of server. A new kind of remote store has to implement only this.
 
     Calls block until `deadline` (`time.monotonic()` seconds) at most, plus a bounded clean-up. They
     raise StoreError, whose message never holds a credential. Thread-safe: several I/O threads call
-    at once. No buffer is written after the call returned.
+    at once. No buffer is written after a call has returned.
     """
 
     @abstractmethod
@@ -48,8 +48,8 @@ class RemoteClient(ABC):
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        """Store the concatenation of `buffers`. Atomic. Where the name has a value, the answer is
-        EXISTS, unless this `replaces` it."""
+        """Store the concatenation of `buffers`. Atomic. If the name has a value, the call returns
+        EXISTS, or with `replaces` replaces it."""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
@@ -61,24 +61,24 @@ class RemoteClient(ABC):
 
     @abstractmethod
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        """Name, size in bytes and last use (seconds since the epoch; 0: unknown) of each value
-        whose name starts with `prefix`."""
+        """Yield name, size in bytes and last use (seconds since the epoch; 0: unknown) of each
+        value whose name starts with `prefix`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent; bounded in time."""
+        """Close the client. Idempotent; bounded in time."""
 
 
 class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
-    Reading, not `touch`, is what makes a value recent there. `stat` counts what this process knows.
+    Reads, not `touch`, make a value recent there. `stat` counts the keys that this process knows.
 
     Args:
-        url: without credentials.
-        client: closed with the store.
-        opening: values are named under its namespace; `of` reads those of others.
-        prefix: of all names; ends in a separator, or is empty.
+        url: URL without credentials.
+        client: client of the server, closed with the store.
+        opening: its namespace is that of the values; `of` gives a store of another namespace.
+        prefix: start of all names; ends in a separator, or is empty.
         clock: monotonic seconds, also of deadlines.
     """
 
@@ -122,8 +122,8 @@ class RemoteStore(ServerStore):
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         try:
             result = self._client.put(name, buffers, until)
-            # To replace what is wrong loses nothing, also where another writer was first; to remove
-            # it could take the right value that another writer stored meanwhile.
+            # To replace a wrong value loses nothing, even if another writer was first. To remove it
+            # could take away the right value that another writer stored meanwhile.
             if result is PutResult.EXISTS and self._is_wrong(self._client.read(name, (), until)):
                 result = self._client.put(name, buffers, until, replaces=True)
             self._refusal = ""
@@ -139,7 +139,7 @@ class RemoteStore(ServerStore):
         return result
 
     def _is_wrong(self, size: int | None) -> bool:
-        """Whether a value of this size is none of ours; None: it went, or is not whole yet."""
+        """Whether no right value has this size (None: the value went, or is not whole yet)."""
         return size == 0 or (size is not None and self._size not in (None, size))
 
     @property
@@ -188,7 +188,7 @@ class RemoteStore(ServerStore):
         return shrink(self, max_bytes, older_than_seconds)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Also those of which nothing but the description is left."""
+        """See `Store.namespaces`. Includes namespaces that have only a description left."""
         found: dict[bytes, tuple[int, int]] = {}
         for key, num_bytes, _, namespace, *_ in self._scan():
             num_records, total = found.get(namespace, (0, 0))
@@ -196,11 +196,11 @@ class RemoteStore(ServerStore):
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Every value, and with an empty key every description. Raises StoreError also for a
-        listing that does not end."""
+        """Yield every value and, with an empty key, every description. Raises StoreError also if
+        the listing does not end."""
         if self._closed:
             return
-        # Those listed last, the oldest first: a server may list a name twice.
+        # The names that came last, the oldest first: a server may list a name twice.
         seen: dict[tuple[bytes, bytes], None] = {}
         num_repeats, bounds = 0, self._bounds
         for count, (name, num_bytes, last_used) in enumerate(
@@ -241,7 +241,7 @@ class RemoteStore(ServerStore):
         return description or said
 
     def name_of(self, key: ChunkKey) -> str:
-        """Of a value, at the server."""
+        """Return the name of a value at the server."""
         if len(key) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(key)}")
         return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"

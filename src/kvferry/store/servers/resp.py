@@ -1,8 +1,8 @@
-"""The protocol of Valkey and Redis (RESP2), read so that an answer costs no more than was asked.
+"""The protocol of Valkey and Redis (RESP2), read so that a reply takes no more than was asked for.
 
-A server announces how much it is going to send. A reader that believes it can be frozen, filled or
-led into a depth without end. So each command says what its reply may be, and what is larger, deeper
-or of another kind ends the connection before memory is made for it.
+A server announces how much it is going to send. A reader that trusts it can be made to hang, to
+fill its memory or to recurse without end. So each command says how large its reply may be. A reply
+that is larger, deeper or of another kind ends the connection before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from kvferry.store.base import Buffer
 
 _BUFFER_BYTES = 32 * 1024
 _JOINED_BYTES = 64 * 1024
-"""A larger value is sent by itself; for a smaller one, to copy it costs less."""
+"""A larger value is sent by itself. A smaller one is copied to be sent with others: cheaper."""
 _JOINED_WORDS = 1000
 _MAX_LINE_BYTES = 1024
 """Lines hold a number, a word or an error."""
 _MAX_DEPTH = 4
-"""Of lists in lists: ranges of slots, their nodes, what is said of these."""
+"""Depth of nested lists: a cluster's slot ranges, their nodes, the attributes of nodes."""
 _ITEM_BYTES = 64
-"""What an item of a list costs in memory, besides its bytes."""
+"""Memory that an item of a list takes besides its bytes."""
 _STRANGE = "it does not speak the protocol of Valkey and Redis"
 _MORE = "it sends more than was asked for"
 
 _TEXT = (str, bytes, int)
 Word = str | bytes | int | Sequence[Buffer]
-"""Of a command. Buffers are one word together, and are not copied."""
+"""A word of a command. Several buffers are one word; large ones are not copied."""
 
 
 class Command(NamedTuple):
-    """What is asked, and how large the reply may be; numbers, short texts and errors always may."""
+    """A command and how large its reply may be. Numbers, short texts and errors always may come."""
 
     words: tuple[Word, ...]
     into: memoryview | None = None
-    """Where a reply of bytes goes; it is no longer than this."""
+    """Where a reply of bytes goes; a longer one is refused."""
     room: int = 0
     """Bytes of memory that a reply of lists may take."""
 
@@ -58,7 +58,7 @@ class ErrorReply(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The first word: WRONGPASS, NOAUTH, ..."""
+        """The first word: WRONGPASS, NOAUTH, ...; ERR if that is no code."""
         word = self.text.partition(" ")[0]
         return word if word.isascii() and word.isalpha() and word.isupper() else "ERR"
 
@@ -73,27 +73,29 @@ def code_of(reply: object) -> str:
 
 
 class Connection:
-    """A connection that one call at a time uses, each wait of which ends at the call's deadline.
-    Closes `stream`."""
+    """A connection for one call at a time. Every wait ends at the call's deadline. `close` closes
+    `stream`."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
         self._pid = os.getpid()
         self._deadline = 0.0
-        # What came and is not read yet: [start, end) of the buffer.
+        # Bytes that were received and not read yet: [start, end) of the buffer.
         self._buffer = bytearray(_BUFFER_BYTES)
         self._start = 0
         self._end = 0
         self._room = 0
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
-        """The replies: a number, None, bytes of a short text, the filled part of `into`, an
-        `ErrorReply`, or a list of these with bytes of any length.
+        """Send commands and return their replies: a number, None, bytes of a short text, the filled
+        part of `into`, an `ErrorReply`, or a list of these with bytes of any length.
+
+        Whatever is raised, the connection is closed: the next call would take a late reply for its
+        own.
 
         Raises:
             OSError: the connection failed, or the deadline passed (TimeoutError).
-            StoreError: the server sent anything else. Whatever is raised, the connection is closed:
-                an answer that is late would be taken for that of the next call.
+            StoreError: the server sent anything else.
         """
         self._deadline = deadline
         try:
@@ -107,8 +109,8 @@ class Connection:
         return replies
 
     def is_quiet(self) -> bool:
-        """Whether it can be used: the server has neither closed it nor sent anything unasked. In
-        the child of a fork it cannot: the parent uses it."""
+        """Whether the connection can be used: the server has neither closed it nor sent anything
+        unasked. False in the child of a fork, as the parent uses the connection."""
         if self._pid != os.getpid():
             return False
         try:
@@ -125,7 +127,7 @@ class Connection:
         self._stream.close()
 
     def _send(self, commands: Sequence[Command]) -> None:
-        # Not the socket's `sendall`: with TLS, that of Python starts its timeout at every record.
+        # Not the socket's `sendall`: with TLS, Python's restarts its timeout for every TLS record.
         for piece in _pack(commands):
             view, sent = memoryview(piece), 0
             while sent < len(view):
@@ -167,7 +169,7 @@ class Connection:
         self._room -= num_bytes
 
     def _bulk(self, view: memoryview, size: int) -> memoryview:
-        """Read `size` bytes to the begin of `view`; that part."""
+        """Read `size` bytes into the first part of `view`; return that part."""
         if not 0 <= size <= view.nbytes:
             raise StoreError(_MORE)
         view = view[:size]
@@ -181,7 +183,7 @@ class Connection:
         return view
 
     def _line(self) -> bytes:
-        """The next line, without its end."""
+        """Read the next line; return it without its end."""
         while True:
             end = self._buffer.find(b"\r\n", self._start, self._end)
             if (end if end >= 0 else self._end) - self._start > _MAX_LINE_BYTES:
@@ -204,7 +206,7 @@ class Connection:
 
 
 def _number(line: bytes) -> int:
-    """What follows the first character. Raises StoreError unless it has at most 64 bits."""
+    """The number after the first character. Raises StoreError unless it has at most 64 bits."""
     digits = line[1:]
     if len(digits) <= 20 and digits.removeprefix(b"-").isdigit():
         number = int(digits)
@@ -214,7 +216,7 @@ def _number(line: bytes) -> int:
 
 
 def _pack(commands: Sequence[Command]) -> Iterator[Buffer]:
-    """The commands, in the pieces in which they are sent."""
+    """Yield the commands in the pieces in which they are sent."""
     packed: list[Buffer] = []
     for words, *_ in commands:
         packed.append(b"*%d\r\n" % len(words))

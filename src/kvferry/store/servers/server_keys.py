@@ -1,8 +1,8 @@
-"""A cache of a server's keys, so that look-ups never block, the probes that fill it, and what a
-store on a server answers from these alone.
+"""A cache of a server's keys, so that look-ups never block, and the base of all stores on servers,
+which answers from it.
 
-No process lists a server's keys. When a request arrives, a probe asks for the keys of its prompt,
-and the cache keeps the answers for a limited time.
+No engine lists a server's keys. When a request arrives, a probe asks on an I/O thread for the keys
+of its prompt, and the cache keeps the answers for a limited time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ABSENT_SECONDS = 1.0
 """How long a negative answer is valid; probes skip the key until then."""
 
 MAX_KNOWN = 1 << 18
-"""Keys that are remembered; those that were not used for longest are forgotten first."""
+"""Most keys remembered; those learnt longest ago are forgotten first."""
 
 MAX_PROBES = 256
-"""Maximum of queued probes, one per prompt; further probes are dropped, and their keys miss."""
+"""Most queued probes, one per prompt. Further probes are dropped, and their keys miss."""
 
 FIRST_BATCH = 32
-"""Keys of a prompt in the first question. Each further question has twice as many; a question
-without a hit is the last one."""
+"""Keys of a prompt in the first question to the server. Each further question has twice as many. A
+question without a hit is the last one."""
 
 FIRST_EXPECTED = 4
-"""The same for keys that are asked for again and again, as they are stored one by one: a bucket
-answers for each key on its own."""
+"""The same for expected keys. These are asked for again and again while they are stored one by one,
+and a bucket answers for each key on its own."""
 
 CLOSE_SECONDS = 2.0
 
@@ -60,14 +60,16 @@ class _Question(NamedTuple):
 
     keys: list[ChunkKey]
     mark: float
-    """Until when look-ups wait for the answer."""
+    """Clock time until which look-ups wait for the answer."""
 
 
 class ServerKeys:
-    """Answers from memory, without a lock; all but `contains` may be called from any thread.
+    """The known keys of one server, and the threads that ask for others.
+
+    Thread-safe. `contains` answers from memory and takes no lock.
 
     Args:
-        find: asks the server which keys it has; None stands for one that it is about to have.
+        find: asks the server which keys it has; None stands for a key that it is about to have.
             Bounded in time. Raises StoreError.
         learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
@@ -109,7 +111,7 @@ class ServerKeys:
         return None if now < asked_until else False
 
     def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
-        """The server has it; 0 for a size that is not known."""
+        """Note that the server has a key. 0 stands for an unknown size."""
         if not self._learns:
             return
         self._absent.pop(key, None)
@@ -130,8 +132,8 @@ class ServerKeys:
 
     @contextmanager
     def call(self) -> Iterator[Callable[[ChunkKey, int], None]]:
-        """A call to the server. Yields a `learn` that ignores keys forgotten since the call began,
-        such as a corrupt value that another thread removed during the read."""
+        """Context of a call to the server. Yields a `learn` that ignores keys forgotten since the
+        call began, such as that of a corrupt value which another thread removed meanwhile."""
         forgotten: set[ChunkKey] = set()
         with self._lock:
             self._calls[id(forgotten)] = forgotten
@@ -187,12 +189,12 @@ class ServerKeys:
         finally:
             for keys, mark in questions:
                 for key in keys:
-                    if self._asked.get(key, mark) <= mark:  # else asked for again since
+                    if self._asked.get(key, mark) <= mark:  # else a later probe asks for it
                         self._asked.pop(key, None)
 
     def ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int = FIRST_EXPECTED) -> None:
-        """Ask for the first `count` keys of each prompt, and for further ones of those of which the
-        server has some. Blocks on I/O."""
+        """Ask for the first `count` keys of each prompt, and for more keys of a prompt while the
+        server has some of the last ones. Blocks on I/O; failures go to `on_result`."""
         waiting, start = prompts, 0
         try:
             while waiting:
@@ -210,7 +212,7 @@ class ServerKeys:
             self.on_result(error)
 
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
-        """One question. Raises StoreError."""
+        """Ask the server one question. Raises StoreError."""
         with self.call() as learn:
             found = self._find(keys)
             self.on_result(None)
@@ -229,10 +231,10 @@ class ServerKeys:
 
 
 class ServerStore(Store):
-    """A store whose keys others keep: it answers look-ups from what this process knows of them.
+    """A store on a server. Answers look-ups from what this process knows of the server's keys.
 
     Args:
-        url: without credentials.
+        url: URL without credentials.
         clock: monotonic seconds, also of deadlines.
     """
 
@@ -258,7 +260,7 @@ class ServerStore(Store):
         pass
 
     def stat(self) -> StoreStat:
-        """What this process knows."""
+        """Counts of the keys that this process knows."""
         num_records, num_bytes = self._keys.totals()
         return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
 

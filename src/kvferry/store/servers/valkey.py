@@ -1,10 +1,10 @@
-"""Values on a Valkey or Redis server, or a cluster of them, as plain strings.
+"""Values as strings on a Valkey or Redis server, or a cluster of them: `valkey:` and `redis:` URLs.
 
-A value is one string key: it appears by SET NX, and goes by UNLINK, expiry or the server's
-eviction, which needs no quota of ours. Names share no hash tag, so a cluster spreads them.
+A value is one string key. It appears by SET NX, and goes by UNLINK, expiry or the server's
+eviction, so kvferry needs no quota. Names share no hash tag, so a cluster spreads them.
 
-The client is our own, since what a server sends has to be bounded before memory is made for it, and
-each call as a whole by its deadline: `resp.py` reads, `valkey_nodes.py` connects.
+kvferry has a client of its own, as replies have to be bounded before memory is taken for them, and
+each whole call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ __all__ = ["DEFAULT_PORT", "Login", "ValkeyClient", "make_tls"]
 
 DEFAULT_PORT = 6379
 _CALL_SECONDS = 30.0
-"""Limit of a call without a deadline, and of each page of a list."""
+"""Longest time of a call, also of one without a deadline, and of each page of a list."""
 _LIST_SECONDS = 600.0
-"""Limit of a list without a deadline."""
+"""Longest time of a list, also of one without a deadline."""
 _PAGE_NAMES = 500
-"""Asked for at once. A server may send more while it resizes its table."""
+"""Names asked for at once. A server may send more while it resizes its table."""
 _MAX_PAGES = 1 << 18
-"""Of a node, names of others included."""
+"""Most pages of a node's list, which has also names that are not of this store."""
 _PAGE_ROOM = 1 << 20
-"""Bytes that a page may take: names of ten times as many records."""
+"""Bytes that a page may take: enough for ten times as many names of records."""
 _OTHER_TYPE_BYTES = 1
-"""The size of a list or a hash under the name of a value. No record is so small: its reader takes
-it out, and the name is free again."""
+"""Size reported for a list or a hash under the name of a value. No record is so small: its reader
+discards it, and the name is free again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyOptions:
     """Options of `valkey:`, `valkeys:`, `redis:` and `rediss:` URLs. User and password may stand in
-    the URL instead; but hosts log their command line and configuration, and a file they do not.
+    the URL instead, but engines log their command line and configuration, and no file's content.
 
     Attributes:
-        cluster: the hosts are nodes of a cluster.
-        username: at the server.
-        password_file: its first line is the password; read again at every connect.
+        cluster: whether the hosts are nodes of a cluster.
+        username: user at the server.
+        password_file: file whose first line is the password; read again at every connect.
         ca_file: PEM file of those who sign the servers' certificates; the system's if left out.
         cert_file: PEM file of a certificate to show to the servers.
-        key_file: PEM file of its key, unless that is in the same file.
+        key_file: PEM file of that certificate's key, unless `cert_file` holds it.
     """
 
     cluster: bool = False
@@ -72,15 +72,15 @@ class ValkeyOptions:
 
 
 class ValkeyClient(RemoteClient):
-    """One Valkey or Redis server (6.2 or newer), or a cluster of them.
+    """A client of one Valkey or Redis server (6.2 or newer), or a cluster of them.
 
-    Makes no thread (but one that looks a host name up, while it does). A call takes a connection of
-    its own, so calls of several threads do not wait for each other. Servers that were away are
-    found again by the next call. Works on both sides of a fork.
+    Starts no thread, except while it looks up a host name. Each call takes a connection of its own,
+    so calls of several threads do not wait for each other. The next call finds a server again that
+    was away. Works on both sides of a fork.
 
     Args:
-        addresses: the server; of a cluster, any of its nodes, tried in this order.
-        tls: None for a connection in clear.
+        addresses: the server, or any nodes of a cluster, tried in this order.
+        tls: what `make_tls` returns; None for connections in clear.
 
     Raises:
         ConfigError: no address, several of them without a cluster, or a password file that cannot
@@ -122,7 +122,7 @@ class ValkeyClient(RemoteClient):
             command("GETRANGE", name, offset, offset + view.nbytes - 1, into=view)
             for offset, view in wanted
         ]
-        # These come last: a value that went while its ranges were read has no size.
+        # These come last: so a value that went while its ranges were read has no size.
         commands += [command("STRLEN", name), command("EXISTS", name)]
         *pieces, last, exists = self._ask(commands, deadline)
         if code_of(last) == "WRONGTYPE":
@@ -132,7 +132,7 @@ class ValkeyClient(RemoteClient):
             if not isinstance(piece, memoryview):
                 self._refuse(piece, "read", name)
             if piece.nbytes != max(min(view.nbytes, size - offset), 0):
-                return None  # it went, and another one came, between two ranges
+                return None  # the value was replaced between two commands
         return size if self._number(exists, "read", name) else None
 
     def put(
@@ -158,16 +158,16 @@ class ValkeyClient(RemoteClient):
         return self._number(reply, "delete", name) > 0
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        """As in the base class. A value may come twice while the server resizes its table. The last
-        use is unknown where the server evicts by frequency (LFU)."""
+        """See `RemoteClient.scan`. A value may come twice while the server resizes its table. The
+        last use is unknown where the server evicts by frequency (LFU)."""
         until = min(deadline, time.monotonic() + _LIST_SECONDS)
         for node in self._open().nodes(_call_ends(until)):
             for names in self._pages(node, prefix, until):
                 yield from _describe(node, names, prefix, _call_ends(until))
 
     def _pages(self, node: ValkeyNode, prefix: str, until: float) -> Iterator[list[object]]:
-        """The names that a server lists. Fails where the list does not end by itself."""
-        # Characters of the pattern language stand for themselves.
+        """Yield the names that a server lists. Raises StoreError if the list does not end."""
+        # Escaped, characters of the pattern language stand for themselves.
         pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", prefix) + "*"
         cursor, seen = b"0", set[bytes]()
         while cursor not in seen and len(seen) < _MAX_PAGES:
@@ -194,7 +194,7 @@ class ValkeyClient(RemoteClient):
         return self._server
 
     def _ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
-        """Replies, also errors that a server answered, in one round trip to each node."""
+        """Return the replies, also `ErrorReply`s, after one round trip to each node."""
         if any("{" in str(each.words[1]) for each in commands):
             raise StoreError("valkey: a name holds a brace, which decides the place in a cluster")
         server = self._open()
@@ -215,7 +215,7 @@ class ValkeyClient(RemoteClient):
     def _refuse(self, reply: object, what: str, name: str) -> NoReturn:
         if not isinstance(reply, ErrorReply):
             raise StoreError(f"valkey: {what} of {name!r}: a reply that makes no sense")
-        self._server.refresh()  # it may have become a replica
+        self._server.refresh()  # the server may have become a replica
         raise StoreError(f"valkey: {what} of {name!r} refused: {reply}")
 
 
@@ -226,13 +226,13 @@ def _call_ends(deadline: float) -> float:
 def _describe(
     node: ValkeyNode, keys: list[object], prefix: str, deadline: float
 ) -> list[tuple[str, int, float]]:
-    """Name, size and last use of those that a server listed."""
+    """Return name, size and last use of the values that a server listed."""
     texts = [key.decode("utf-8", "replace") for key in keys if isinstance(key, bytes)]
     names = list(dict.fromkeys(text for text in texts if text.startswith(prefix)))
     if not names:
         return []
-    # STRLEN counts as a use: the last one is asked for first, and stays as it was where the
-    # server knows NO-TOUCH (Valkey, Redis 7.2).
+    # STRLEN counts as a use. So the last use is asked for first. STRLEN does not change it where
+    # the server knows NO-TOUCH (Valkey, Redis 7.2).
     commands = [command("CLIENT", "NO-TOUCH", "ON")]
     commands += [command("OBJECT", "IDLETIME", name) for name in names]
     commands += [command("STRLEN", name) for name in names]
@@ -241,7 +241,7 @@ def _describe(
     now, found = time.time(), []
     for name, reply, idle in zip(names, sizes, idles, strict=True):
         size = _OTHER_TYPE_BYTES if code_of(reply) == "WRONGTYPE" else reply
-        if isinstance(size, int) and size > 0:  # else it went, or is none of ours
+        if isinstance(size, int) and size > 0:  # else it went, or is no value of kvferry
             found.append((name, size, now - idle if isinstance(idle, int) else 0.0))
     return found
 

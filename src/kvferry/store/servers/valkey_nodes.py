@@ -1,5 +1,7 @@
-"""One Valkey or Redis server: how it is found, connected to and logged in to. A cluster of them:
-which has a name."""
+"""Connections to one Valkey or Redis server, with TLS and login, and to the servers of a cluster.
+
+A cluster maps each name to one of 16384 hash slots, and each slot to a node.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from kvferry.store.servers.resp import Command, Connection, ErrorReply, code_of,
 CONNECT_SECONDS = 2.0
 _NUM_SLOTS = 16384
 _LEARN_SECONDS = 2.0
-"""Limit of learning the nodes."""
+"""Longest time to learn a cluster's nodes."""
 _MAX_MOVES = 5
-"""A name whose slot moves on and on is given up."""
+"""Most redirects that a command follows, in case its slot moves on and on."""
 _SLOTS_ROOM = 4 << 20
-"""4,000 ranges of slots, with a replica of each, take so much."""
+"""Bytes that 4,000 ranges of slots, with a replica of each, take."""
 
 _MAX_HOST = 255
 """Characters of a host's name."""
@@ -32,23 +34,23 @@ Place = tuple[str, int]
 
 
 class Login(NamedTuple):
-    """User and password of a server. Nothing shows it."""
+    """User and password of a server. `repr` does not show them."""
 
     username: str = ""
     password: str = ""
     password_file: str | None = None
-    """Its first line is the password, read at every connect; instead of `password`."""
+    """Used instead of `password`: its first line is the password, read at every connect."""
 
     def get_credentials(self) -> tuple[str, ...]:
-        """User, if there is one, and password; nothing for no login. Raises StoreError for a file
-        that cannot be read."""
+        """Return the arguments of AUTH: user, if there is one, and password; none for no login.
+        Raises StoreError for a file that cannot be read."""
         password = self.password
         if self.password_file is not None:
             try:
                 lines = Path(self.password_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
-                # Without its name: someone may have given the password itself.
+                # The name is not shown: someone may have given the password itself.
                 raise StoreError(f"password_file: {reason}") from None
             password = lines[0] if lines else ""
         if self.username:
@@ -60,8 +62,8 @@ class Login(NamedTuple):
 
 
 class ValkeyNode:
-    """A server, and the connections to it that no call is using. Thread-safe, and on both sides of
-    a fork: a list hands each connection to one thread, and a connection knows its process. A
+    """A server, and the idle connections to it. Thread-safe, and safe on both sides of a fork: the
+    list of idle connections hands each one to one thread, and a connection knows its process. A
     connect takes at most `CONNECT_SECONDS` of its call's time."""
 
     def __init__(self, host: str, port: int, login: Login, tls: ssl.SSLContext | None) -> None:
@@ -73,14 +75,14 @@ class ValkeyNode:
         self._closed = False
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
-        """Replies, as of `Connection`, in one round trip. Raises StoreError for all that fails."""
+        """Return replies as `Connection.ask` does. Raises StoreError for all that fails."""
         try:
             seconds_left(deadline)
             connection = self._idle_one() or self._connect(deadline)
             replies = connection.ask(commands, deadline)
         except StoreError as error:
             raise StoreError(f"valkey server {self}: {error}") from None
-        # ValueError: a host name that cannot be one. MemoryError: little was left.
+        # ValueError: an impossible host name. MemoryError: little memory was left.
         except (OSError, ValueError, MemoryError) as error:
             raise StoreError(f"valkey server {self}: {reason_of(error)}") from None
         self._idle.append(connection)
@@ -89,18 +91,18 @@ class ValkeyNode:
         return replies
 
     def nodes(self, deadline: float) -> list[ValkeyNode]:
-        """Of a server alone; see `ValkeyCluster`."""
+        """Return this server; see `ValkeyCluster.nodes`."""
         return [self]
 
     def refresh(self) -> None:
-        """Replace all connections: the name of the server may lead to another one."""
-        with suppress(IndexError):  # none is left; other threads take them, too
+        """Close idle connections: the name of the server may lead to another one by now."""
+        with suppress(IndexError):  # none is left: other threads take them, too
             while True:
                 self._idle.pop().close()
 
     def close(self) -> None:
         self._closed = True
-        self.refresh()  # the others as their calls end
+        self.refresh()  # the others are closed as their calls end
 
     def _idle_one(self) -> Connection | None:
         while True:
@@ -130,13 +132,13 @@ class ValkeyNode:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None:
             return stream
-        with stream:  # closed if this fails; what comes back has taken its place
+        with stream:  # closed if this fails; else the TLS socket has taken over its descriptor
             stream.settimeout(seconds_left(limit))
             return self._tls.wrap_socket(stream, server_hostname=self.host)
 
     def _log_in(self, connection: Connection, deadline: float) -> None:
-        """Log in, and give the connection a name: that makes a server that wants a password, and
-        got none, say so. It would answer a large value by closing."""
+        """Log in, and name the connection: so a server that wants a password and got none says so.
+        It would answer a large value by closing the connection."""
         try:
             credentials = self._login.get_credentials()
             if credentials:
@@ -152,15 +154,15 @@ class ValkeyNode:
 
 
 def _say(connection: Connection, asked: Command, deadline: float, *, is_login: bool) -> None:
-    """Raises StoreError if the server refuses."""
+    """Send a command that connects. Raises StoreError if the server refuses it."""
     (reply,) = connection.ask([asked], deadline)
     code = code_of(reply)
     if reply == b"OK" or (asked.words[0] == "CLIENT" and code == "NOPERM"):
-        return  # a user of these keys alone cannot give names
+        return  # a user with rights to keys only cannot name a connection
     if not code:
         raise StoreError("refused the connection: a reply that makes no sense")
     if is_login:
-        # The code alone: a server that does not know AUTH repeats its arguments.
+        # Show the code only: a server that does not know AUTH repeats its arguments.
         raise StoreError(f"refused the login ({code}); check username and password")
     hint = "; give username and password_file" if code == "NOAUTH" else ""
     raise StoreError(f"refused the connection: {reply}{hint}")
@@ -169,8 +171,8 @@ def _say(connection: Connection, asked: Command, deadline: float, *, is_login: b
 def make_tls(
     ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
 ) -> ssl.SSLContext:
-    """What `ValkeyClient` takes as `tls`: checks the server's certificate and name. For the files
-    see `ValkeyOptions`; raises ConfigError for one that is absent or holds something else."""
+    """Return the `tls` of a `ValkeyClient`, which checks the server's certificate and name. See
+    `ValkeyOptions` for the files. Raises ConfigError for one that is absent or no usable PEM."""
     if key_file is not None and cert_file is None:
         raise ConfigError("key_file is given without cert_file")
     shown = ca_file
@@ -186,22 +188,23 @@ def make_tls(
 
 
 class ValkeyCluster:
-    """The nodes that hold slots, learnt from any of them (the `seeds` first), and again when one
-    failed or a slot has moved. Thread-safe without a lock: what threads learn at once is the same.
+    """The nodes of a cluster that hold slots. Learnt from a known node, or else from the `seeds`,
+    and again when a node failed or a slot has moved. Thread-safe without a lock: threads that learn
+    at the same time learn the same.
     """
 
     def __init__(self, seeds: Sequence[Place], new_node: Callable[[str, int], ValkeyNode]) -> None:
         self._new_node = new_node
         self._seeds = list(seeds)
         self._nodes: dict[Place, ValkeyNode] = {}
-        # By slot; empty until they are learnt.
+        # The node of each slot; empty until learnt.
         self._owners: list[ValkeyNode | None] = []
         self._is_stale = True
         self._failed: Place | None = None
         self._closed = False
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
-        """Replies to commands whose second words are names; one round trip to each node."""
+        """Return replies to commands whose second words are names: a round trip to each node."""
         owners = self._learnt(deadline)
         groups: dict[ValkeyNode, list[int]] = {}
         for number, each in enumerate(commands):
@@ -218,7 +221,7 @@ class ValkeyCluster:
         return replies
 
     def nodes(self, deadline: float) -> list[ValkeyNode]:
-        """Those that hold slots now."""
+        """Learn and return the nodes that hold slots now."""
         self._is_stale = True
         return list(dict.fromkeys(node for node in self._learnt(deadline) if node is not None))
 
@@ -240,7 +243,8 @@ class ValkeyCluster:
 
     @contextmanager
     def _node_at(self, place: Place) -> Iterator[ValkeyNode]:
-        """One that is not known yet is used once: servers may name as many as they like."""
+        """Context of a node. One that is not known yet is closed at its end, not kept: servers may
+        name as many as they like."""
         known = self._nodes.get(place)
         node = known or self._new_node(*place)
         try:
@@ -250,7 +254,7 @@ class ValkeyCluster:
                 node.close()
 
     def _follow(self, node: ValkeyNode, asked: Command, reply: object, deadline: float) -> object:
-        """The reply to a command whose slot has moved, or is about to."""
+        """Follow redirects to the nodes that a slot has moved to; return the last reply."""
         for _ in range(_MAX_MOVES):
             if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
                 break
@@ -258,26 +262,26 @@ class ValkeyCluster:
             named, _, port = reply.text.rpartition(" ")[2].rpartition(":")
             is_number = port.isascii() and port.isdigit() and len(port) < 6
             with self._node_at(_place(named, int(port) if is_number else 0, node)) as other:
-                # A server that owns the slot accepts ASKING, too.
+                # A node that owns the slot accepts ASKING, too.
                 _, reply = self._ask(other, [command("ASKING"), asked], deadline)
                 node = other
         return reply
 
     def _learnt(self, deadline: float) -> list[ValkeyNode | None]:
-        """The owner of each slot. Keeps the old ones if no node answers."""
+        """Return the owner of each slot. Learn them if stale; keep the old ones if none answers."""
         if self._owners and not self._is_stale:
             return self._owners
-        # Other threads go on with the old ones.
+        # Meanwhile other threads go on with the old owners.
         self._is_stale, failed, owners = False, self._failed, self._owners
         until = min(deadline, time.monotonic() + _LEARN_SECONDS)
-        if owners:  # half of the time at most, so that the call itself can still succeed
+        if owners:  # at most half of the time, so that the call itself can still succeed
             until = (until + time.monotonic()) / 2
         fault = StoreError("valkey cluster: it has no nodes")
         places = dict.fromkeys([*self._nodes, *self._seeds])
         for place in sorted(places, key=lambda each: each == failed):
             try:
                 with self._node_at(place) as node:
-                    # Half of what is left, so that one that hangs leaves time to ask another.
+                    # At most half of what is left: a node that hangs leaves time to ask another.
                     return self._learn_from(node, (until + time.monotonic()) / 2)
             except StoreError as error:
                 fault = error
@@ -287,7 +291,7 @@ class ValkeyCluster:
         return owners
 
     def _learn_from(self, asked: ValkeyNode, deadline: float) -> list[ValkeyNode | None]:
-        """Learn the nodes that one of them names. Raises StoreError."""
+        """Learn nodes and slots from one node's answer. Raises StoreError."""
         (reply,) = asked.ask([command("CLUSTER", "SLOTS", room=_SLOTS_ROOM)], deadline)
         if isinstance(reply, ErrorReply):
             raise StoreError(f"valkey server {asked}: it answered {reply}")
@@ -317,8 +321,8 @@ class ValkeyCluster:
 
 
 def _place(host: str, port: int, asked: ValkeyNode) -> Place:
-    """Where a node says that another one is. One that does not know its name leaves it out: it is
-    the one that was used. Raises StoreError."""
+    """Return the place of a node as the node `asked` gives it. A node that does not know its own
+    name leaves it out: then its host is that of `asked`. Raises StoreError for nonsense."""
     if not 0 < port < 1 << 16 or len(host) > _MAX_HOST or not host.isprintable():
         _refuse(asked)
     return (asked.host if host in ("", "?") else host, port)
@@ -329,5 +333,5 @@ def _refuse(node: ValkeyNode) -> NoReturn:
 
 
 def _slot_of(name: str) -> int:
-    """Of a name without braces."""
+    """Return the hash slot of a name without braces."""
     return binascii.crc_hqx(name.encode(), 0) % _NUM_SLOTS

@@ -1,7 +1,8 @@
-"""The state of one tier: whether it is asked, whether it is written to, and when it is tried.
+"""The state of one tier: whether it is read, whether it is written to, and when it is tried.
 
-A circuit breaker, and more: a store that is not open yet is tried by opening it, and a store that
-answers but stores nothing is still read. Events in, decisions out: no threads and no I/O.
+A tier is one of several stores that act as one. `Health` is its circuit breaker, and more: a store
+that is not open yet is tried by opening it, and a store that answers but stores nothing is still
+read. `Tier` reports events and reads decisions, under its lock. No threads and no I/O.
 """
 
 from __future__ import annotations
@@ -17,28 +18,32 @@ from kvferry.errors import ConfigError, StoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """The waits and sizes of tiers; all times in seconds.
+    """The waits and sizes of tiers; all times in seconds. A store that is away is not asked, except
+    by trials: single reads that show whether it answers.
 
     Attributes:
         start_seconds: how long a start waits for stores to open.
-        max_failures: in a row, after which a store is away.
-        first_pause_seconds: until an away store is tried; doubled for each trial. No write follows
-            one that failed for so long, and four times what it took: a fifth of a thread's time at
-            most goes into writes that fail.
-        longest_pause_seconds: an away store that answers again is used within it and one trial. A
-            store whose medium does not answer is opened again after it.
-        soon_seconds: a store that goes away again within it is unstable: its pauses stay long.
-        accepts_again_seconds: a write that succeeds after so long without a refusal ends the
-            refusals; a store that takes only some values has one log line.
-        min_limit_seconds: no read has a shorter limit: below it, what was measured is noise. A read
-            that was given half of it, and took all of that, is no failure; one that takes twice as
-            much longer than its limit does not end.
-        min_write_seconds: the same of writes, and the deadline of a trial: no request waits for
-            them. Nor should it be much longer: a server that hangs holds a thread for as long, and
-            the close of an engine waits for that thread.
-        max_limit_seconds: of reads, writes and copies.
-        look_seconds: how often a tier's thread looks for reads that do not end.
-        max_waiting: values that wait to be copied to a tier; the oldest is dropped for a new one.
+        max_failures: number of failures in a row after which a store is away.
+        first_pause_seconds: pause before an away store is tried; doubled with each trial. After a
+            write that failed, writes pause for this and four times what that write took, so that at
+            most a fifth of a thread's time goes into writes that fail.
+        longest_pause_seconds: longest pause between trials: an away store that answers again is
+            used after this and one trial at most. Also the pause before a store whose medium did
+            not answer is opened again.
+        soon_seconds: a store that is away again this soon after it came back is unstable: its
+            pauses stay long.
+        accepts_again_seconds: how long after the last refusal a write that succeeds ends the
+            refusals. So a store that takes only some values has one log line.
+        min_limit_seconds: shortest limit of a read, because shorter times measure noise. A read
+            that was given less than half of this, and took all of that, is no failure. A read that
+            exceeds its limit by twice this hangs.
+        min_write_seconds: shortest limit of a write, and deadline of a trial. It can be long, since
+            no request waits for these; not much longer, since a server that hangs holds a thread
+            for as long, and the close of an engine waits for that thread.
+        max_limit_seconds: longest limit of a read or write, and deadline of a copy.
+        look_seconds: how often a tier's thread looks for reads that hang.
+        max_waiting: number of values that may wait to be copied to a tier; then the oldest is
+            dropped for a new one.
         close_seconds: how long a close lets copies go on.
     """
 
@@ -57,22 +62,22 @@ class Patience:
 
 
 class Limit:
-    """How long a call may take, from how long such calls took, as TCP sets its timeout: the average
-    and four deviations, twice. Not exact under threads, which does not matter.
+    """How long a call may take, learned from earlier calls as TCP sets its timeout: twice the sum
+    of the average and four deviations. Not exact under threads, which does not matter.
 
     Args:
-        least: seconds; the limit is never shorter.
-        most: nor longer.
+        least: shortest limit, in seconds.
+        most: longest limit, in seconds.
 
     Attributes:
-        average: seconds that a call takes.
+        average: average duration of a call, in seconds.
     """
 
     def __init__(self, least: float, most: float) -> None:
         self._least = least
         self._most = most
         self.average = 0.0
-        # At first two seconds: the first calls may be many at once.
+        # So the limit begins at two seconds: many first calls may come at once.
         self._deviation = 0.25
 
     @property
@@ -81,22 +86,22 @@ class Limit:
         return min(max(expected, self._least), self._most)
 
     def saw(self, seconds: float) -> None:
-        """A call took so long; one that was cut short counts, too, so that the limit grows."""
+        """Learn from a call that took `seconds`. One that was cut short counts: the limit grows."""
         difference = seconds - self.average
         self.average += difference / 8
         self._deviation += (abs(difference) - self._deviation) / 4
 
 
 class State(StrEnum):
-    """Of a tier."""
+    """The state of a tier."""
 
     OPENING = "opening"
     """There is no store yet; every read misses."""
     UP = "up"
     REFUSING = "refuses writes"
-    """Read as when it is up; written to when its time is over."""
+    """Read as when up, and written to again after a pause."""
     AWAY = "away"
-    """Not asked, but for trials."""
+    """Not asked, except by trials."""
     CLOSED = "closed"
 
 
@@ -105,9 +110,9 @@ class Standing(NamedTuple):
 
     state: State
     since: float
-    """Of the clock."""
+    """Monotonic seconds, of the clock of `Health`."""
     because: str = ""
-    """One line without a credential; empty where nothing is wrong."""
+    """One line without a credential; empty if nothing is wrong."""
 
 
 _MAX_BECAUSE = 120
@@ -116,23 +121,24 @@ _UP = frozenset({State.UP, State.REFUSING})
 
 
 class Health:
-    """State machine of one tier. The caller lets one thread in at a time.
+    """State machine of one tier. The caller lets one thread in at a time. Methods that return text
+    return a line to log, or "".
 
-    Reads and probes decide whether the store is away. A write that fails does not: the store may be
-    full or read-only, and still be read. It asks for a check, and the next writes pause.
+    Reads and probes decide whether the store is away. A failed write does not: the store may be
+    full or read-only, and still be read. Such a write asks for a check of the store, and the next
+    writes pause.
 
     Args:
-        what: for log lines, such as "store s3://bucket". Methods that return text return the line
-            to log, or "".
-        clock: monotonic seconds.
+        what: name of the store in log lines, such as "store s3://bucket".
+        clock: clock that gives monotonic seconds.
 
     Attributes:
-        standing: its state as it is now.
-        until: when an unopened or away store is tried next; when a refusing one is written to.
+        standing: the state as it is now.
+        until: when an unopened or away store is tried next, or a refusing one is written to again.
         generation: how often the store went away. Results of calls that began in an earlier
             generation are ignored.
-        may_create: False once the medium did not answer: below a mount that is away may be an empty
-            directory.
+        may_create: whether opening may make a store. False once the medium did not answer, since a
+            mount that is away may show an empty directory.
     """
 
     def __init__(self, what: str, clock: Callable[[], float], patience: Patience) -> None:
@@ -171,13 +177,13 @@ class Health:
 
     @property
     def next_try(self) -> float:
-        """When the store is to be opened or asked next; infinite if it need not be."""
+        """When the store is to be opened or tried next; infinite if it need not be."""
         if self.state in (State.OPENING, State.AWAY):
             return self.until
         return -math.inf if self._wants_check and self.is_up else math.inf
 
     def claim_try(self) -> bool:
-        """Whether a try is due, which the caller then makes. The next one is due after a pause."""
+        """Whether a try is due. If so, the caller makes it, and the next is due after a pause."""
         now = self._clock()
         if now < self.next_try:
             return False
@@ -199,7 +205,7 @@ class Health:
         return f"{self._what}: opened after {seconds:.1f} s" if self._is_announced else ""
 
     def is_late(self, seconds: float) -> str:
-        """The start goes on, `seconds` after it began."""
+        """The start goes on without the store, `seconds` after it began."""
         if self.state is not State.OPENING or self._is_announced:
             return ""
         self._is_announced = True
@@ -207,8 +213,8 @@ class Health:
         return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
     def open_failed(self, error: BaseException) -> str:
-        """The store could not be opened. It is tried again if its medium did not answer, also where
-        something else was found there meanwhile, as below a mount that is away."""
+        """The store could not be opened. It is tried again if its medium did not answer. After that
+        it is tried again for a ConfigError, too: where a mount is away, other things are found."""
         if self.state is not State.OPENING:
             return ""
         was_announced, self.until = self._is_announced, math.inf
@@ -264,7 +270,7 @@ class Health:
     # -- writes ---------------------------------------------------------------------------------
 
     def write_failed(self, seconds: float, generation: int) -> None:
-        """A write of this generation failed after so long: have the store asked, and pause."""
+        """A write of this generation failed after `seconds`: ask for a check, and pause writes."""
         if generation == self.generation and self.is_up:
             self._pause_writes(seconds)
             self._wants_check = True
@@ -277,12 +283,12 @@ class Health:
         return self._refused("it has no room for a value")
 
     def begin_check(self) -> bool:
-        """The store is asked now; whether a failed write is why."""
+        """A check of the store begins. Whether a failed write asked for it."""
         wanted, self._wants_check = self._wants_check, False
         return wanted
 
     def write_refused(self, why: str) -> str:
-        """The store answers, though a write failed; `why` may be empty."""
+        """The store answers a check, though a write failed; `why` may be empty."""
         if not self.is_up:
             return ""
         return self._refused(f"a value could not be stored{f': {why}' if why else ''}")
@@ -321,14 +327,14 @@ class Health:
 
 @dataclass(slots=True, kw_only=True)
 class _Counts:
-    """What decides how long a store stays away.
+    """The counts and times that decide how long a store stays away.
 
     Attributes:
-        pause: the last one before a trial.
-        since: when the store went away, or came back.
-        is_back: it was away once.
-        num_failures: in a row.
-        num_again: times in a row that it went away soon after it had come back.
+        pause: last pause before a trial, in seconds.
+        since: when the store went away or came back; at first, when it began to be opened.
+        is_back: whether the store was away once.
+        num_failures: number of failures in a row.
+        num_again: how often in a row the store went away soon after it had come back.
     """
 
     pause: float

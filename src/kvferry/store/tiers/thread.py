@@ -1,4 +1,7 @@
-"""The one thread of a tier: opens or tries its store when that is due, then copies what waits."""
+"""The one thread of a tier: opens or tries its store when that is due, then copies what waits.
+
+`TieredStore` starts a `TierThread` for each tier, and gives it keys to copy from other tiers.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _MAX_COPY_BYTES = 1 << 30
-"""A larger value is no record of ours; the bound where values cannot be checked."""
+"""Bound of the values that are copied unchecked: a larger value is no record of ours."""
 
 _LEAVE_SECONDS = 0.1
-"""How long a close waits for a thread that opens or tries a store, and may hang."""
+"""How long a close waits for a thread that opens or tries a store, because it may hang."""
 
 
 def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """A daemon thread that does this; None where the process can start none."""
+    """Start a daemon thread that does `work`; None if the process can start none."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     with suppress(RuntimeError):
         thread.start()
@@ -34,26 +37,26 @@ def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
 
 
 class TierThread:
-    """Serves one tier. Values that are to be copied to it wait while it accepts none, and one that
-    the tier did not answer waits again.
+    """The thread of one tier, and the queue of values to copy to it. Values wait while the tier
+    accepts no writes, and wait again if a tier did not answer.
 
-    A daemon: a mount that hangs for ever must not keep the process from ending. While a copy is
-    held by a source that hangs, the target is tried by a thread that does nothing else.
+    The thread is a daemon: a mount that hangs for ever must not keep the process from ending. While
+    a source that hangs holds a copy, a second thread tries the target, and does nothing else.
 
     Args:
-        check: a value that it finds wrong is not copied.
+        check: tells which values are wrong; these are not copied.
 
     Attributes:
-        is_at_work: it does not wait, and may hang in a store.
+        is_at_work: whether the thread works, and so may hang in a store.
     """
 
     def __init__(self, target: Tier, observer: Observer, check: ValueCheck | None = None) -> None:
         self._target = target
         self._observer = observer
         self._check = check
-        # What waits, oldest first, and the tier that has it.
+        # Keys that wait, oldest first, and the tier that has the value.
         self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
-        self._copying: ChunkKey | None = None  # also None from the moment that it is removed
+        self._copying: ChunkKey | None = None  # None, too, once the value is removed
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
@@ -63,18 +66,18 @@ class TierThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Start the thread. Where the process can start none, a later call tries again."""
+        """Start the thread. False if the process can start none; a later call tries again."""
         with self._lock:
             if self._thread is None:
                 self._thread = _started(self._run, "kvferry-tier")
         return self._thread is not None
 
     def keep_trying(self) -> None:
-        """A request found the tier away: have it tried when that is due. Never blocks."""
+        """Have the tier tried if that is due, as a request found it away. Never blocks."""
         target = self._target
         if self._closed or target.next_try > target.calls.clock() or not self.start():
             return
-        # The thread copies, and may hang.
+        # The thread may hang in a copy.
         if self.is_at_work and not (self._is_trying or self._is_tried_aside):
             self._is_tried_aside = True
             if _started(self._try_aside, "kvferry-try") is None:
@@ -82,14 +85,14 @@ class TierThread:
 
     def _try_aside(self) -> None:
         try:
-            self._target.try_if_due()  # one thread at a time gets to
+            self._target.try_if_due()  # only one thread at a time claims a try
         finally:
             self._is_tried_aside = False
 
     # -- what waits -----------------------------------------------------------------------------
 
     def add(self, key: ChunkKey, source: Tier) -> None:
-        """Copy a value later. Never blocks."""
+        """Have a value copied from `source` later. Never blocks."""
         with self._lock:
             if self._closed or key in self._waiting or key == self._copying:
                 return
@@ -101,7 +104,7 @@ class TierThread:
         self._wake.set()
 
     def cancel(self, key: ChunkKey) -> None:
-        """A value is about to be removed: no copy of it may bring it back."""
+        """Copy a value no more. It is about to be removed, and no copy may bring it back."""
         with self._lock:
             self._waiting.pop(key, None)
             if key == self._copying:
@@ -127,7 +130,7 @@ class TierThread:
             self._wake.wait(max(0.0, min(seconds, self._target.calls.patience.look_seconds)))
 
     def run_due(self) -> None:
-        """Do all that is due now. Raises what a copy raised that is no fault of a store."""
+        """Do all that is due now. Raises an error of a copy that is no StoreError."""
         while True:
             if not self._closed:
                 self._target.find_overdue()
@@ -149,7 +152,7 @@ class TierThread:
                 return
 
     def _pop(self) -> tuple[ChunkKey, Tier] | None:
-        """The next value to copy, if the tier accepts one."""
+        """Take the next value to copy; None while the tier accepts no writes or none waits."""
         with self._lock:
             if not self._can_copy:
                 return None
@@ -163,11 +166,11 @@ class TierThread:
         return next(iter(self._waiting.values())).up is not None
 
     def _copy(self, key: ChunkKey, source: Tier) -> PutResult | None:
-        """Copy one value; None if it waits again, as it does while a tier is away or full. A value
-        that fails twice though the tier answers is dropped, so that it does not block the queue."""
+        """Copy one value; None if it waits again, as it does while a tier is away or full. Drop a
+        value that fails twice though the tier answers, so that it does not block the queue."""
         for _ in range(2):
             result, asked = self._attempt(key, source)
-            if result is PutResult.STORED and self._copying is None:  # removed since it was read
+            if result is PutResult.STORED and self._copying is None:  # it was removed meanwhile
                 self._target.delete(key)
             if result is PutResult.NO_SPACE:
                 return self._put_back(key, source)
@@ -178,13 +181,13 @@ class TierThread:
         return PutResult.FAILED
 
     def _attempt(self, key: ChunkKey, source: Tier) -> tuple[PutResult, Tier | None]:
-        """The result of one copy, and which tier it depended on; None if there is nothing right to
-        copy."""
+        """Try to copy once. Return the result and the tier that it depended on; no tier if there is
+        no right value to copy."""
         target, calls = self._target, self._target.calls
         until = calls.clock() + calls.patience.max_limit_seconds
         asked = target
         try:
-            size = target.ask(key, (), until)  # costs less than to read and send it
+            size = target.ask(key, (), until)  # costs less than reading and sending it
             if size is not None and (self._check is None or size == self._check.num_bytes):
                 return PutResult.EXISTS, target
             asked = source
@@ -197,7 +200,7 @@ class TierThread:
             return PutResult.FAILED, asked
 
     def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
-        """What is copied; None if it is gone, or wrong and so discarded. Raises StoreError."""
+        """Read the value; None if it is gone, or wrong and so discarded. Raises StoreError."""
         check = self._check
         size = source.ask(key, (), until) if check is None else check.num_bytes
         if size is None or (check is None and size > _MAX_COPY_BYTES):
@@ -207,7 +210,7 @@ class TierThread:
         if check is None or found is None:
             return value if found == size else None
         reason = check.why_wrong(key, value[:found], found)
-        if reason is not None:  # once more: another process may have replaced it meanwhile
+        if reason is not None:  # read once more: another process may have replaced it
             found = source.ask(key, [(0, value)], until)
             reason = None if found is None else check.why_wrong(key, value[:found], found)
         if reason is not None:
@@ -216,7 +219,7 @@ class TierThread:
         return None if reason is not None or found is None else value
 
     def _put_back(self, key: ChunkKey, source: Tier) -> PutResult | None:
-        """FAILED at the end, else None."""
+        """Let the value wait again, first in the queue. FAILED if closed or removed, else None."""
         with self._lock:
             if self._closed or self._copying is None:
                 return PutResult.FAILED
@@ -225,8 +228,8 @@ class TierThread:
         return None
 
     def close(self, until: float) -> None:
-        """Go on until a monotonic time; what is left then is not copied, and a thread that opens or
-        tries a store that hangs is left behind. Idempotent."""
+        """Go on until `until` (monotonic seconds); what is left then is not copied. Leave a thread
+        behind that hangs in opening or trying a store. Idempotent."""
         was_closed, self._closed = self._closed, True
         self._wake.set()
         if self._thread is not None and not was_closed:

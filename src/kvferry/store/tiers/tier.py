@@ -1,4 +1,8 @@
-"""One store among several: its calls, with their limits, and what they mean for its health."""
+"""One store among several: its calls, with their limits, and what they mean for its health.
+
+`TieredStore` calls a `Tier` for look-ups, reads and writes, on the threads of its own callers. The
+thread of each tier opens its store, tries it, and copies values to it.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 _WAIT_SECONDS = 0.5
-"""Of one wait of a start. An interrupt that comes just before a wait is seen after it only."""
+"""Longest single wait of a start: an interrupt just before a wait is seen only after it."""
 
 _TRIAL_KEY = ChunkKey(b"\xff" * 32)
-"""Of no record: a trial reads it to see whether a store answers."""
+"""A key of no record: a trial reads it to see whether a store answers."""
 
 
 class Unopened(NamedTuple):
     """A store that is still to be opened.
 
     Attributes:
-        url: without credentials.
-        open: opens it, on a thread of the tier. Gets False when it must not make a store where
-            there is none. Raises StoreError where the medium does not answer; then it is called
+        url: URL of the store, without credentials.
+        open: opens the store, on a thread of the tier. Gets False if it must not make a store where
+            there is none. Raises StoreError if the medium does not answer, and is then called
             again.
     """
 
@@ -44,15 +48,15 @@ class Tier:
 
     Args:
         given: the store, or how it is opened.
-        number: 0 is the nearest.
-        clock: monotonic seconds, also of deadlines.
+        number: place among the tiers; 0 is the nearest.
+        clock: clock that gives monotonic seconds, as deadlines do.
 
     Attributes:
-        name: of the tier, in metrics: its scheme.
-        store: None until it is open.
-        up: the store while it is asked, else None. Look-ups read it once, and decide nothing.
-        calls: their clock, limits, and those under way.
-        opening: done when the store was tried once; has the error of one that never opens.
+        name: name of the tier in metrics: the scheme of its URL.
+        store: the store; None until it is open.
+        up: the store while it may be asked, else None. Look-ups only read this, once.
+        calls: clock and limits of calls, and the reads under way.
+        opening: done after the first try to open the store; has the error if that failed.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Tier:
         return self._health.next_try
 
     def try_if_due(self) -> None:
-        """Open the store, or see whether it answers, if that is due. Blocks on I/O."""
+        """Open the store, or check whether it answers, if that is due. Blocks on I/O."""
         with self._lock:
             is_due = self._health.claim_try()
         if is_due and self.store is None:
@@ -113,7 +117,7 @@ class Tier:
     def _try_open(self) -> None:
         try:
             store = self._open(self._health.may_create)
-        except BaseException as error:  # a library's panic, too: the start raises or logs it
+        except BaseException as error:  # also a library's panic: the start raises or logs it
             fault = error
             if not self.opening.done():
                 self.opening.set_exception(fault)
@@ -129,7 +133,7 @@ class Tier:
             self.opening.set_result(None)
 
     def wait_opened(self, seconds: float) -> BaseException | None:
-        """Wait for the first try to open the store; what it raised if the store will not open."""
+        """Wait for the first try to open the store. Return its error if the store never opens."""
         while seconds > 0.0 and not wait([self.opening], min(seconds, _WAIT_SECONDS)).done:
             seconds -= _WAIT_SECONDS
         if not self.opening.done():
@@ -139,7 +143,7 @@ class Tier:
         return None if isinstance(fault, StoreError) else fault
 
     def check_now(self) -> bool:
-        """Whether the store answers now. Blocks on I/O."""
+        """Read a key of no record. Whether the store answers and is up. Blocks on I/O."""
         store = self.store
         if store is None:
             return False
@@ -159,15 +163,15 @@ class Tier:
         return self._health.is_up
 
     def _on_result(self, fault: StoreError | None) -> None:
-        """A probe ended. Ignored while the store is away: the probe may have begun before."""
+        """Hear that a probe ended. Ignored while the store is away: it may have begun before."""
         if fault is None:
             self._event(lambda health: health.succeeded(health.generation) if health.is_up else "")
         else:
             self._event(lambda health: health.failed(fault, health.generation))
 
     def find_overdue(self) -> None:
-        """A read that does not return, as on a mount that hangs, is a failure when its time is
-        over, and holds its thread. Memory only."""
+        """Report reads that hang as failures. Such a read, as on a mount that hangs, exceeds its
+        limit and holds its thread. Memory only."""
         reading = self.calls.reading
         overdue = self.calls.clock() - self.calls.read_limit.seconds
         overdue -= 2 * self.calls.patience.min_limit_seconds
@@ -183,13 +187,13 @@ class Tier:
 
     @property
     def status(self) -> TierStatus:
-        """Memory only."""
+        """State of the tier and counts of its store. Memory only."""
         state, since, because = self._health.standing
         since = time.time() - (self.calls.clock() - since)
         return TierStatus(self.name, state, since, because, self.stat())
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """See `Store.read`; counted."""
+        """Do `ask`, and count the result."""
         try:
             size = self.ask(key, ranges, deadline)
         except StoreError:
@@ -202,7 +206,7 @@ class Tier:
         return size
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """See `Store.read`; with the limit of this tier, and a result for its health."""
+        """Do `Store.read` within the limit of this tier, and report the result to its health."""
         store, calls, call = self.store, self.calls, object()
         if store is None:
             raise StoreError(f"store {self.url} is not open yet")
@@ -213,7 +217,7 @@ class Tier:
         except StoreError as error:
             now, fault = calls.clock(), error
             calls.read_limit.saw(now - started)
-            # A read that was given little time and took all of it is no evidence.
+            # A read that had little time and took all of it says nothing about the store.
             is_blamed = now < deadline or now - started >= calls.patience.min_limit_seconds / 2
             if calls.reading.pop(call, None) is not None and is_blamed:
                 self._event(lambda health: health.failed(fault, generation))
@@ -226,9 +230,9 @@ class Tier:
         return size
 
     def put_all(self, values: Sequence[Value], deadline: float) -> list[PutResult]:
-        """See `Store.put_all`; as many at a time as share a cost, by the limit of a write, if that
-        is earlier than `deadline`. Not tried while the store is away or failed to do the last
-        write."""
+        """Do `Store.put_all`, for `values_per_put` values at a time, each within the limit of a
+        write and until `deadline`. Values are FAILED without a try while the tier accepts no
+        writes."""
         results: list[PutResult] = []
         while len(results) < len(values):
             store, start = self.store, len(results)
@@ -258,16 +262,16 @@ class Tier:
         return results
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """See `Store.discard`; nothing while the store is away."""
+        """Do `Store.discard`; nothing while the store is not up."""
         if (store := self.up) is not None:
             store.discard(key, reason)
 
     def delete(self, key: ChunkKey) -> bool:
-        """See `Store.delete`; nothing while the store is away."""
+        """Do `Store.delete`; nothing while the store is not up."""
         return (store := self.up) is not None and store.delete(key)
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether `key` is known to be there now. Memory only."""
+        """Whether the store is up and known to have `key`. Memory only."""
         return (store := self.up) is not None and bool(store.contains(key))
 
     def stat(self) -> StoreStat:
@@ -275,7 +279,7 @@ class Tier:
         return StoreStat(self.url, 0, 0, None, False) if self.store is None else self.store.stat()
 
     def close(self) -> None:
-        """Close the store; one that opens later is closed by the thread that opens it."""
+        """Close the store. If it is being opened, the thread that opens it closes it then."""
         self._event(Health.close)
         if self.store is not None:
             self.store.close()
@@ -285,10 +289,10 @@ class Tier:
 
 
 class Calls:
-    """The time that calls of one tier take, and may take.
+    """How long the calls of one tier take and may take.
 
     Attributes:
-        reading: when each read under way began.
+        reading: start of each read under way, by an object that stands for the read.
     """
 
     def __init__(self, clock: Callable[[], float], patience: Patience) -> None:

@@ -1,8 +1,9 @@
-"""Several stores as one, nearest first; each behind a breaker and a limit of its own.
+"""Several stores as one, nearest first; each is a tier with its own circuit breaker and limits.
 
-A value is read from the first tier that has it and brought nearer. It is written to the nearest
-tier at once, and to the others by a thread of each that reads it back from there. Each copy is
-verified. While a tier is away, reads skip it and writes to it queue.
+A value is read from the first tier that has it, and then copied to the nearest. It is written at
+once to the nearest tier that takes it; the threads of farther tiers read it back from there and
+copy it. Each copy is verified. While a tier is away, reads skip it and copies to it queue. Calls
+come on the threads of the engine or command that opened the store URLs.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class TieredStore(Store):
     """Tiers as one store; see the module. Closing it closes them.
 
     Args:
-        stores: nearest first; at least one. Those that are not open yet are opened side by side,
-            and a store that does not open in time, or whose medium does not answer, is a tier that
-            is used once it does.
-        check: a value that it finds wrong is not copied to another tier. None copies what has at
-            most 1 GiB.
-        clock: monotonic seconds, also of deadlines.
+        stores: one or more stores, nearest first. Those that are not open yet are opened in
+            parallel. A store that does not open in time, or whose medium does not answer, is used
+            once it does.
+        check: tells which values are wrong; these are not copied to another tier. With None, values
+            of up to 1 GiB are copied unchecked.
+        clock: clock that gives monotonic seconds, as deadlines do.
 
     Raises:
-        Exception: what a store raised within the time that cannot be opened; none stays open.
+        Exception: what a store that can never be opened raised in time; all stores are closed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TieredStore(Store):
         self._deleting = threading.Lock()
         for thread in self._threads:
             if not thread.start():
-                thread.run_due()  # here, as the process can start no thread
+                thread.run_due()  # on this thread, as the process can start none
         self._wait_opened()
         self.multi_process = all(
             tier.store is None or tier.store.multi_process for tier in self._tiers
@@ -92,7 +93,7 @@ class TieredStore(Store):
                 fault = tier.wait_opened(until - self._clock())
                 if fault is not None:
                     raise fault
-        except BaseException:  # also of the user, who waits no longer
+        except BaseException:  # also an interrupt by a user who waits no longer
             self.close()
             raise
 
@@ -137,7 +138,7 @@ class TieredStore(Store):
         return self._tiers
 
     def _serve(self, key: ChunkKey, tier: Tier) -> None:
-        """Remember who served a value, and bring it nearer."""
+        """Remember which tier served a value, and have it copied to the nearest tier."""
         if len(self._tiers) == 1:
             return
         with self._serving:
@@ -149,9 +150,9 @@ class TieredStore(Store):
             self._threads[0].add(key, tier)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """From the tier that served it, and from nearer ones, which can only hold copies. Farther
-        tiers may hold a good one."""
-        served = self._served.get(key)  # kept: two may find the same copy wrong
+        """Discard a value in the tier that served it, and in nearer tiers, which can only hold
+        copies. Farther tiers may hold a good one. If it is not known who served it, in all."""
+        served = self._served.get(key)  # not removed: two readers may find the same copy wrong
         self._cancel_copies(key)
         for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
             tier.discard(key, reason)
@@ -169,7 +170,7 @@ class TieredStore(Store):
 
     @property
     def values_per_put(self) -> int:
-        """Of the tier that is written now."""
+        """That of the nearest tier that accepts writes now."""
         stores = (tier.store for tier in self._tiers if tier.accepts_writes)
         return next((store.values_per_put for store in stores if store is not None), 1)
 
@@ -199,7 +200,7 @@ class TieredStore(Store):
 
     def delete(self, key: ChunkKey) -> bool:
         self._cancel_copies(key)
-        with self._deleting:  # of racing deletes, one removes the value from all tiers
+        with self._deleting:  # so that of racing deletes, one removes all copies
             removed = [tier.delete(key) for tier in self._tiers]
         return any(removed)
 
@@ -210,7 +211,7 @@ class TieredStore(Store):
                 tier.store.touch(keys)
 
     def tier_of(self, key: ChunkKey) -> str:
-        """The scheme of a tier; of a second one of the same scheme, with its number."""
+        """Name of a tier: its scheme; with its number for a second tier of one scheme."""
         for tier in self._tiers:
             if tier.has(key):
                 return tier.name
@@ -219,12 +220,12 @@ class TieredStore(Store):
     # -- what is there --------------------------------------------------------------------------
 
     def _up(self) -> Iterator[Store]:
-        """The stores that are asked now."""
+        """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         for tier, thread in zip(self._tiers, self._threads, strict=True):
-            if thread.is_at_work:  # and may be held by what holds the reads
+            if thread.is_at_work:  # and so may hang where the reads hang
                 tier.find_overdue()
             if (store := tier.up) is None:
                 thread.keep_trying()
@@ -234,8 +235,8 @@ class TieredStore(Store):
     def expect(
         self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
     ) -> None:
-        """Of every tier that is asked now; if one reads from `held_by`, of the others not for
-        long."""
+        """Expect `keys` in every tier that may be asked now. If one reads from `held_by`, the other
+        tiers expect them only for `ASK_SECONDS`."""
         holders = [
             tier
             for tier in self._tiers
@@ -254,14 +255,14 @@ class TieredStore(Store):
         return any(store.awaits(key) for store in self._up())
 
     def note_stored(self, key: ChunkKey) -> None:
-        """In the nearest tier that several processes share: there it was written."""
+        """Tell the nearest tier that several processes share: the value was written there."""
         for store in self._up():
             if store.multi_process:
                 store.note_stored(key)
                 return
 
     def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """In every tier that can."""
+        """Pin in every tier that can."""
         opened = [tier.store for tier in self._tiers if tier.store is not None]
         return sum(store.pin_for(keys, seconds) for store in opened) > 0
 
@@ -271,19 +272,19 @@ class TieredStore(Store):
         return bool(answers) and all(answers)
 
     def scan(self) -> Iterator[Entry]:
-        """Of a single tier."""
+        """List a single tier; several cannot be listed."""
         only = next(self._up(), None) if len(self._tiers) == 1 else None
         return super().scan() if only is None else only.scan()
 
     def recent(self, limit: int) -> Iterator[Entry]:
-        """Of the nearest tier that knows."""
+        """List the recent values of the nearest tier that knows them."""
         for store in self._up():
             with suppress(StoreError):
                 return store.recent(limit)
         return super().recent(limit)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """In every tier."""
+        """Describe the namespace in every tier that may be asked now."""
         known = [store.describe(namespace, description) for store in self._up()]
         return next(filter(None, known), None)
 
@@ -302,7 +303,7 @@ class TieredStore(Store):
         return [tier.status for tier in self._tiers]
 
     def close(self) -> None:
-        """Copies go on for a limited time first."""
+        """Let copies go on for a limited time, then close all tiers."""
         self._closed = True
         until = self._clock() + self._patience.close_seconds
         for tier in self._tiers:

@@ -12,12 +12,12 @@
 
     TestMyStoreMachine = store_machine(TestMyStore()).TestCase
 
-`ScanTests` are for stores that list their values, and `ProbeTests` for those that several processes
-share; a store that is able and does not run its tests fails `test_every_ability_is_tested`.
-`IndexTests` are for stores that know by themselves what there is; `RemoteStoreTests` replace
-`StoreTests` where a server has a quota of its own.
+Run `ScanTests` exactly if the store lists its values, and `ProbeTests` exactly if several processes
+can share it; else `test_every_ability_is_tested` fails. `IndexTests` are for shared stores whose
+index lists what is there. `RemoteStoreTests` replace `StoreTests` where the server has its own
+quota.
 
-Asserts read better after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a
+Failed asserts show more after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a
 `conftest.py`."""
 
 from kvferry.testing.stores.abilities import (

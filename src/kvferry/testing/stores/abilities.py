@@ -1,5 +1,5 @@
-"""What a store with an optional ability must do (scan, probe), and a store beside a dict: the same
-actions on both, compared after each."""
+"""Tests of a store's optional abilities (scan, probe, index), and a stateful test that runs actions
+on a store and a dict and compares both after each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvferry.testing.stores.hooks import (
 from kvferry.types import ChunkKey
 
 QUOTA = 20_000
-"""Two or three large values fill it: eviction is the rule, not the exception."""
+"""Two or three large values fill this quota, so that evictions are frequent."""
 
 numbers = st.integers(0, 7)
 sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
@@ -50,7 +50,7 @@ def _is_known(store: Store, key: ChunkKey) -> bool:
 
 
 class ScanTests(StoreHooks):
-    """For stores that list their values."""
+    """Tests of stores that list their values."""
 
     def test_scan_lists_every_value_once(self, store: Store) -> None:
         sizes = (1, 4096, 9001)
@@ -85,7 +85,7 @@ class ScanTests(StoreHooks):
 
 
 class ProbeTests(StoreHooks):
-    """For stores that several processes share."""
+    """Tests of stores that several processes share."""
 
     def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
         started = time.monotonic()
@@ -100,7 +100,7 @@ class ProbeTests(StoreHooks):
                 writer.put(key, [b"value"])
 
             def are_known() -> bool:
-                reader.probe(keys)  # again, as the next request does: a server may be late once
+                reader.probe(keys)  # once more if a server is late, as the next request does
                 return all(reader.contains(key) for key in keys[:3])
 
             wait_until(are_known, "probed keys become known", self.patience_seconds)
@@ -117,7 +117,7 @@ class ProbeTests(StoreHooks):
             assert not any(reader.contains(key) for key in keys)
             assert all(reader.awaits(key) for key in keys)
             assert not reader.awaits(make_key(7))
-            for key in keys:  # one after the other: the next is looked for, too
+            for key in keys:  # in turn: the store must go on to look for the next
                 writer.put(key, [b"value"])
                 wait_until(partial(_is_known, reader, key), "it comes", self.patience_seconds)
 
@@ -139,7 +139,7 @@ class ProbeTests(StoreHooks):
 
 
 class IndexTests(StoreHooks):
-    """For stores that several processes share, and that know by themselves what there is."""
+    """Tests of stores that several processes share, and whose index lists what is there."""
 
     def test_the_first_fill_completes(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
@@ -153,13 +153,14 @@ class IndexTests(StoreHooks):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Values under eight keys, with and without a quota.
+    """Actions on a store and a dict with values under eight keys, with and without a quota.
 
-    Without a quota the store must equal the dict. With one, values may go, but only in an action
-    that needs room for a new value; what goes then leaves the dict, and everything else must stay.
+    Without a quota the store must equal the dict. With a quota, the store may evict values, but
+    only when it needs room for a new one. The test removes these from the dict; all others must
+    stay.
 
-    `vanished_bytes` is the size of values that were removed behind the store's back or
-    quarantined. A correct store may still count them.
+    `vanished_bytes` is the size of values that were removed behind the store's back or quarantined.
+    A correct store may still count them.
     """
 
     hooks: StoreHooks
@@ -197,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert result is PutResult.EXISTS
             return
         if result is PutResult.NO_SPACE and may_evict and self.vanished_bytes:
-            # It counted free room as taken. After `settle` its count must be right.
+            # The store counted vanished values. After `settle` its count must be right.
             self.hooks.settle(self.store)
             result = self.store.put(key, buffers)
         assert result is PutResult.STORED
@@ -274,5 +275,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def store_machine(hooks: StoreHooks) -> type[StoreMachine]:
-    """The machine for one kind of store; its `.TestCase` is what pytest collects."""
+    """Make the stateful test of one kind of store. pytest collects its `.TestCase`."""
     return type(f"{type(hooks).__name__}Machine", (StoreMachine,), {"hooks": hooks})

@@ -1,4 +1,4 @@
-"""What a store gives to its conformance suite, and what the tests share."""
+"""The hooks that a store gives its conformance suite, and helpers of the tests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kvferry.store.base import Buffer, Store
 from kvferry.types import ChunkKey
 
 awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
-"""Around pages, sectors and leaves; no store may be right for round numbers only."""
+"""Sizes of values just beside round numbers, so that no store is right for those only."""
 
 PATIENCE_SECONDS = 20.0
-"""How long a test waits for what another thread does. Reached only by a failing test."""
+"""How long a test waits for another thread. Only a failing test waits so long."""
 
 
 def make_key(number: int = 0) -> ChunkKey:
-    """A key that looks like a real one (uniform 32 bytes), the same in every run."""
+    """Make a key that looks real (32 random bytes) and is the same in every run."""
     return ChunkKey(random.Random(f"key {number}").randbytes(32))
 
 
 def make_value(num_bytes: int = 4097, number: int = 0) -> bytes:
-    """Bytes that differ from every other value's, the same in every run."""
+    """Make bytes that differ from every other value's and are the same in every run."""
     return random.Random(f"value {number}").randbytes(num_bytes)
 
 
 def read_value(store: Store, key: ChunkKey) -> bytes | None:
-    """The whole value as the API gives it; None if absent."""
+    """Read a whole value through the store's API; None if absent."""
     while (size := store.read(key, ())) is not None:
         buffer = bytearray(size)
         found = store.read(key, [(0, memoryview(buffer))])
@@ -55,7 +55,7 @@ def can_scan(store: Store) -> bool:
 
 
 def same_bytes(found: Buffer | None, expected: Buffer | None) -> bool:
-    """Whether the two are equal. pytest takes minutes to compare long values that differ."""
+    """Whether both are equal. An assert on long values that differ takes pytest minutes."""
     return found == expected
 
 
@@ -66,7 +66,7 @@ def wait_until(
     *,
     interval: float = 0.005,
 ) -> None:
-    """Ask every `interval` seconds until `condition` holds; fails after `patience` seconds."""
+    """Ask every `interval` seconds until `condition` holds; fail after `patience` seconds."""
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, f"not within {patience:g} s: {what}"
@@ -74,7 +74,7 @@ def wait_until(
 
 
 def run_together(*actions: Callable[[], object]) -> None:
-    """Run `actions` at once, each in a thread of its own, and raise the first error of any."""
+    """Run `actions` at once, each in its own thread, and raise the first error."""
     barrier = threading.Barrier(len(actions))
     errors: list[BaseException] = []
 
@@ -96,13 +96,13 @@ def run_together(*actions: Callable[[], object]) -> None:
 
 
 class StoreHooks(ABC):
-    """What a conformance test needs to know about one kind of store."""
+    """What the conformance tests must know about one kind of store; its test class defines it."""
 
     persistent: ClassVar[bool] = False
-    """True if a store made again at the same place holds what the last one held."""
+    """True if a store that is reopened at the same place still holds its values."""
 
     patience_seconds: ClassVar[float] = PATIENCE_SECONDS
-    """How long a test waits for what a thread of the store does."""
+    """How long a test waits for a thread of the store."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
@@ -118,20 +118,20 @@ class StoreHooks(ABC):
         max_bytes: int | None = None,
         observer: Observer | None = None,
     ) -> Store:
-        """Open a store at `tmp_path`; several times for several instances at one place."""
+        """Open a store at `tmp_path`. Tests open several instances at one place."""
 
     @abstractmethod
     def poke(self, store: Store, key: ChunkKey, value: bytes | None) -> None:
-        """Behind the API: make `value` what the medium holds under `key`; None removes it."""
+        """Write `value` under `key` to the medium, behind the store's API; None removes it."""
 
     @abstractmethod
     def peek(self, store: Store, key: ChunkKey) -> bytes | None:
-        """Behind the API: what the medium holds under `key`, or None."""
+        """Return what the medium holds under `key`, or None, behind the store's API."""
 
     def charge(self, num_bytes: int) -> int:
-        """What a value takes from the quota; `stat().used_bytes` of one process is their sum."""
+        """Return what a value takes from the quota; `stat().used_bytes` is the sum of these."""
         return num_bytes
 
     def settle(self, store: Store) -> None:  # noqa: B027  # nothing to wait for is the default
-        """Wait until everything stored and touched so far counts for the next eviction, and until
-        counts are up to date. For stores that do such work in batches, in the background."""
+        """Wait until all puts and touches so far count for the next eviction, and counts are up to
+        date. For stores that do such work in batches, in the background."""

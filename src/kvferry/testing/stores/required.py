@@ -1,4 +1,4 @@
-"""What every store must do: values, quota, races of threads, and its life from open to close."""
+"""Tests that every store must pass: values, quota, racing threads, opening and closing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from kvferry.testing.stores.hooks import (
 from kvferry.types import ChunkKey
 
 SIZE = 8191
-"""Of most values where there is a quota."""
+"""Bytes of most values in tests with a quota."""
 
 ROUNDS = 20
-"""How often threads race, each time with fresh keys."""
+"""Number of races in a test, each with a new key."""
 
 
 class ValueTests(StoreHooks):
-    """One thread, no quota: absent is None, the index is a hint, and the read is the truth."""
+    """Tests of values with one thread and no quota. The index is a hint; a read is the truth."""
 
     @pytest.mark.parametrize("num_bytes", awkward_sizes)
     def test_a_value_comes_back_as_it_was_put(self, store: Store, num_bytes: int) -> None:
@@ -164,7 +164,7 @@ class ValueTests(StoreHooks):
             size = store.read(make_key(), [(0, memoryview(buffer))], over)
         except StoreError:
             pass
-        else:  # memory needs no time
+        else:  # a store in memory may ignore deadlines
             assert size == len(value)
             assert same_bytes(buffer, value)
         result = store.put(make_key(1), [value], over)
@@ -200,11 +200,11 @@ class ValueTests(StoreHooks):
 
 
 class QuotaTests(StoreHooks):
-    """One thread, `max_bytes` set: what was used longest ago goes, and no more than must."""
+    """Tests with `max_bytes` set: the least recently used values go, and no more than must."""
 
     @contextmanager
     def _full_store(self, tmp_path: Path) -> Iterator[Store]:
-        """A store that holds values 0, 1 and 2, put in this order, and has room for no other."""
+        """Open a store that holds values 0, 1 and 2, put in this order, and has no more room."""
         with self.make_store(tmp_path, max_bytes=3 * self.charge(SIZE)) as store:
             for number in range(3):
                 assert store.put(make_key(number), [make_value(SIZE, number)]) is PutResult.STORED
@@ -312,7 +312,7 @@ class QuotaTests(StoreHooks):
             assert 0 < sum(value is not None for value in held) <= 5
             assert {value for value in held if value is not None} == {make_value(size)}
             assert store.stat().used_bytes <= quota
-            # The race must not have lost room: what fits the quota fits the empty store.
+            # The race must not have lost room: the empty store must take all that the quota allows.
             for number in range(3 * ROUNDS):
                 store.delete(make_key(number))
             for number in range(5):
@@ -322,7 +322,7 @@ class QuotaTests(StoreHooks):
 
 
 class RaceTests(StoreHooks):
-    """Several threads: values appear whole, one writer wins, one remover removes."""
+    """Tests with several threads: values appear whole, one writer wins, one remover removes."""
 
     def test_readers_see_a_value_whole_or_not_at_all(self, tmp_path: Path) -> None:
         value = make_value(300_007)
@@ -389,7 +389,7 @@ class RaceTests(StoreHooks):
 
 
 class LifecycleTests(StoreHooks):
-    """Opening, closing, and what a closed store answers."""
+    """Tests of opening and closing, and of what a closed store answers."""
 
     def test_every_ability_is_tested(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as store:
@@ -459,7 +459,7 @@ class LifecycleTests(StoreHooks):
 
 
 class EmptyValueTests(StoreHooks):
-    """An empty value is none: the next put replaces it."""
+    """Tests that an empty value counts as absent, so that the next put replaces it."""
 
     def test_an_empty_value_is_replaced(self, store: Store) -> None:
         key, value = make_key(), make_value(SIZE)
@@ -486,8 +486,8 @@ class EmptyValueTests(StoreHooks):
 
 
 class RemoteStoreTests(ValueTests, RaceTests, LifecycleTests, EmptyValueTests):
-    """What every store must pass whose server has a quota of its own; `max_bytes` is not given."""
+    """All tests for a store whose server has its own quota; they never give `max_bytes`."""
 
 
 class StoreTests(ValueTests, RaceTests, LifecycleTests, QuotaTests):
-    """What every other store must pass."""
+    """All tests for any other store."""
