@@ -181,9 +181,11 @@ def test_across_two_networks(
     assert f"another engine at {place}, as the parameters say: {MOVED}" in log
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("gemma3_text", APART)])
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [pytest.param("llama", {}, marks=pytest.mark.sweep), ("gemma3_text", APART)],
+)
+@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2), marks=pytest.mark.sweep)])
 def test_ranks_of_other_numbers(
     ranks: tuple[int, int], arch: str, options: dict[str, Any], tmp_path: Path,
     make_prompt: MakePrompt, pool: Pool,

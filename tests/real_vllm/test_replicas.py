@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Engine, Process, kvferry
 from tests.servers.process import LOCALHOST, free_ports
@@ -47,7 +45,6 @@ def hits_of(
     return found
 
 
-@pytest.mark.sweep
 def test_two_replicas_hit_what_one_engine_with_the_sum_of_their_memory_hits(
     models: dict[str, Path], make_prompt: MakePrompt, first: Process, second: Process
 ) -> None:
@@ -80,6 +77,5 @@ def test_two_replicas_hit_what_one_engine_with_the_sum_of_their_memory_hits(
     with first.engine(model, connector(port, port, 2 * CHUNKS_EACH), **shape) as engine:
         alone = hits_of([engine], documents, trace)
     share = replicas / alone
-    print(f"two replicas: {replicas} tokens, one engine: {alone}, share {share:.3f}")
     assert alone > REQUESTS * DOCUMENT_TOKENS / 4
     assert share >= LEAST_SHARE

@@ -1,9 +1,10 @@
 """Compares a chunk of KV that was computed again with its record: an audit.
 
 Checksums show that a record is what its writer wrote. They do not show that its writer ran the
-model that reads it now: two models may share a key by a hole in their identity, and a model may
-change in memory. An audit shows that: the model computes the chunk again on top of the loaded
-prefix. The worker role compares on a thread of its own; a host's adapter may compare, too.
+model that reads it now: two models may get the same key, if their identity leaves out what differs,
+and a model may change in memory. An audit shows that: the model computes the chunk again on top of
+the loaded prefix. The worker role compares on a thread of its own; a host's adapter may compare,
+too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Difference(NamedTuple):
     """Whether this is the second half of a token's content: values, or the end of a latent."""
 
     def describe(self, rows: RankRows) -> str:
-        """Describe it for people: layer of the group and head, as the whole model counts them."""
+        """Describe it for people. Layer (within the group) and head are counted as in the whole
+        model."""
         layer, head = rows.origin_of(self.group)
         half = "values" if self.is_value else "keys"
         return (

@@ -198,7 +198,7 @@ def _number(value: object, most: int) -> int | None:
 
 
 def _has_any(block_ids: object) -> bool:
-    """Whether a block is named. True, too, for anything but a list: we write lists only."""
+    """Whether a block is named. True, too, for a value that is no list: we write lists."""
     if block_ids is None:
         return False
     return not isinstance(block_ids, list) or any(group != [] for group in block_ids)

@@ -45,8 +45,8 @@ class SchedulerRole(ABC):
           sync load: the last token is always computed.
         - The count is a multiple of the block size.
         - `(0, True)` is illegal.
-        - `None` means that a known hit is on its way, and is answered for no other reason. It needs
-          a deadline of the connector's own, because no host bounds the retries.
+        - `None` means that a hit is on its way, or that it is still being found out whether there
+          is one. Never without a deadline of the connector's own: no host bounds the retries.
         """
 
     @abstractmethod

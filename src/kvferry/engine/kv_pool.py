@@ -72,7 +72,7 @@ def allocate_pool(
 
 
 def pairs_together(rotated: torch.Tensor) -> torch.Tensor:
-    """Put the two numbers of each pair of rotated keys side by side, as vLLM and records have them.
+    """Put the two numbers of each rotary pair of a key side by side, as vLLM and records have them.
     Transformers' DeepSeek-V3 has the first numbers of all pairs first, then the second ones."""
     return torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
 
@@ -117,7 +117,8 @@ class LatentCodec(KVCodec):
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, layer_index: int, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep `[1, 1, num_tokens, size]` each; a layer calls this as a cache's `update`."""
+        """Keep latents and rotated keys, `[1, 1, num_tokens, size]` each; a layer calls this as a
+        cache's `update`."""
         rows = pairs_together(rotated) if self._has_pairs_apart else rotated
         self._offered[layer_index] = torch.cat((latent, rows), dim=-1)
         return latent, rotated

@@ -62,7 +62,8 @@ class ModelRunner:
 
         Returns:
             `[num_logits, vocab]` float32: logits of the last token of each entry that wants them,
-            in order. If a request's load fails in this step, its logits are wrong.
+            in order. If a request's load fails in this step, its logits are wrong. Empty if the
+            step has no tokens.
         """
         if not step.batch:
             self._lifecycle.no_forward(step.plan, step.finished_request_ids)

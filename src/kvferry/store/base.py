@@ -290,8 +290,9 @@ class Store(ABC):
         return self
 
     def scan(self) -> Iterator[Entry]:
-        """Yield every value stored at some moment during the call. Has no effect on later reads.
-        Keeps few names in memory: a name that a server lists twice, far apart, may come twice.
+        """Yield every value that is stored throughout the call; of those that come or go meanwhile,
+        any may be missing. Has no effect on later reads. Keeps a bounded number of names in memory:
+        a name that a server lists twice, far apart, may come twice.
         Raises StoreError if the store cannot list its values, or the medium failed."""
         raise StoreError(f"{self.url} cannot list its values")
 

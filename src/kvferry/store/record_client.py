@@ -133,8 +133,8 @@ class _Named(NamedTuple):
 class RecordClient:
     """Reads records of one schema on `io_threads` threads, and writes them on half as many.
 
-    `get` and `put` never block. `get_leading` and `put_all` block until their deadline; only one
-    thread at a time may call these two.
+    `get` and `put` never block. `get_leading` and `put_all` block, at most until their deadline;
+    only one thread at a time may call these two.
 
     Args:
         store: not closed here, but by its owner.

@@ -65,7 +65,8 @@ class Gate:
         self._arrivals = threading.Semaphore(0)
 
     def pass_through(self) -> None:
-        """Wait until released. `limit_seconds` at most, lest a test that forgets it hangs."""
+        """Wait until released. Waits `limit_seconds` at most, so that a test that forgets `release`
+        does not hang."""
         self._arrivals.release()
         self._open.wait(self._limit_seconds)
 

@@ -73,7 +73,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
     },
-    # Two that the engine refuses: no causal mask; values of another size than keys.
+    # Two that the engine refuses: no causal mask; latent attention that it does not know.
     "bert": {**_SMALL},
     "youtu": {**_SMALL, **_LATENT, "q_lora_rank": 16},
 }

@@ -1,8 +1,8 @@
 """Serves a lender's records to peers on the server's own threads, never within an engine's steps.
 
-The scheduler role of an engine with the option `serve` starts a `PeerServer`. One thread accepts;
-each connection has a thread, which answers one question at a time straight from the lender's
-memory. A reader that goes away or stops reading ends only its own connection.
+With the option `serve`, a `PeerServer` starts beside an engine's scheduler role. One thread
+accepts; each connection has a thread, which answers one question at a time straight from the
+lender's memory. A reader that goes away or stops reading ends only its own connection.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _PLAIN_ARGUMENTS = {
 
 
 class _Forward(NamedTuple):
-    """Copies of a forward's arguments, on the model's device: to read them would wait for it."""
+    """Copies of a forward's arguments. They stay on the model's device: a read waits for that."""
 
     num_before: int
     """Tokens of each row that were in the cache before the forward."""
@@ -128,7 +128,8 @@ class _History:
 
 
 def _rows_of(forward: _Forward, num_rows: int) -> list[_Row]:
-    """Return what a forward was given for each row; rows that were repeated since share it."""
+    """Return what a forward was given for each row; if rows were repeated later, all copies share
+    it."""
     before, after = forward.num_before, forward.num_after
     ids = forward.input_ids.tolist()
     at = [list(range(before, after))]
@@ -146,7 +147,7 @@ class Provenance(Watcher):
     """The histories of the caches that a model filled since this object was made.
 
     Args:
-        host: the model whose KV is stored; None: nothing is noted.
+        host: the model whose KV is stored; None: no forward is noted.
     """
 
     def __init__(self, host: HostModel | None = None) -> None:

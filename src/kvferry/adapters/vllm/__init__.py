@@ -15,7 +15,7 @@ metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events
 tier.py       a tier of vLLM's own offloading: the class, its options
 tier_rows.py  the tier's work: look-ups, and jobs, each reported once
-tier_identity.py  what gives vLLM's block hashes and rows their meaning
+tier_identity.py  what vLLM's block hashes leave out of a row's identity
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ Every hit is audited until one audit passes at the last chunk of its hit that ca
 From then on a share of hits is audited (option `audit`).
 
 After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
-nothing is loaded or saved, and each hit is compared at its first chunk that came from the store:
-the engine computes it without KV that was loaded for the request. If that audit passes, a record
-was wrong: the records of the hit that differed are compared one by one before they are used, from
-the first on, since a look-up ends a hit at its first suspect. A record that differs then is taken
-out of the store, unless the host's own cache had the chunks before it. If another prompt differs
-before an audit has passed at the end of its hit, nothing is loaded or saved until the next epoch
-(`begin_epoch`, when weights change), and the records stay.
+nothing that came from the store is loaded and nothing is saved, and each hit is compared at its
+first chunk that came from the store: the engine computes it without KV that was loaded from there
+for the request. If that audit passes, a record was wrong: the records of the hit that differed are
+compared one by one before they are used, from the first on, since a look-up ends a hit at its first
+suspect. A record that differs then is taken out of the store, unless the host's own cache had the
+chunks before it. If another prompt differs before an audit has passed at the end of its hit,
+nothing is loaded or saved until the next epoch (`begin_epoch`, when weights change), and the
+records stay.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Audits:
         later records were computed on it, they agree with each other and the end shows nothing. So
         one hit of n chunks in n is compared at its start, which costs one chunk more on average.
         Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
-        the option `audit`. A suspect at the end of a hit is compared in any case.
+        the option `audit`. A hit that ends with a suspect is audited in any case.
         """
         if self._rate is None or not numbers:
             return None

@@ -1,11 +1,11 @@
 """Prefill here, decode there: what a request may wait for, and what its answer says.
 
 The producer of a request's KV stores the chunks, and its answer to the client carries a stamp: the
-namespace, the number of stored leading chunks, and the key of the last one. The client passes the
-stamp to the consumer, which computes the keys of the prompt on its own. If the stamp does not match
-them, the consumer does not wait. Else it expects the chunks for `load_timeout_seconds`, from the
-store that both share or from the producer's memory. The tail, the whole blocks behind the last
-whole chunk, comes from memory only.
+namespace, the number of leading chunks that are stored or lent, or soon will be, and the key of the
+last one. The client passes the stamp to the consumer, which computes the keys of the prompt on its
+own. If the stamp does not match them, the consumer does not wait. Else it expects the chunks for
+`load_timeout_seconds`, from the store that both share or from the producer's memory. The tail, the
+whole blocks behind the last whole chunk, comes from memory only.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RankSlots:
 
     def record(self, slot: int) -> list[memoryview] | None:
         """Return the buffers of the record in a slot, in file order and writable; the first begins
-        with the head, from rank 0. None until the slots of all ranks have been opened."""
+        with the head, from rank 0. None while the slots of some rank are not open."""
         if self._parts is None:
             return None
         return [self._slots[part.rank].part(slot, part.start, part.stop) for part in self._parts]

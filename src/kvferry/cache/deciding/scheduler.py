@@ -397,9 +397,9 @@ class SharedStorageScheduler(SchedulerRole):
         return () if announcer is None else announcer.pop_events()
 
     def reset(self) -> bool:
-        """Begin another epoch, with new chunk keys: the weights changed. Stored records stay for
-        other engines, but this one does not read them again. The pool is emptied. Saves under way
-        carry the old namespace, so they cannot come back."""
+        """Begin another epoch, with new chunk keys, as when the weights changed. Stored records
+        stay for other engines, but this one does not read them again. The pool is emptied. Saves
+        under way carry the old namespace, so they cannot come back."""
         for request_id, state in self.requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)

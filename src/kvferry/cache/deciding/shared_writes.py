@@ -69,7 +69,7 @@ class SharedWrites:
                 record.job = self._threads.submit(lambda _job: self._write(record))
 
     def abort(self, slot: Slot) -> None:
-        """Give up a record of which a rank could not copy or hash its part."""
+        """Drop a record because a rank could not copy or hash its part."""
         self._records.pop(slot.index, None)
 
     def poll(self) -> list[tuple[Slot, PutResult]]:

@@ -137,7 +137,8 @@ class SlotIO:
 
     def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
         """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
-        the chunk, and write it if this rank holds whole records. Never blocks."""
+        the chunk, and write it if this rank holds whole records and it is no tail. Never blocks.
+        """
         schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         self._copying[chunk.slot] = chunk, gathered

@@ -1,10 +1,11 @@
 """Values as strings on a Valkey or Redis server, or a cluster of them: `valkey:` and `redis:` URLs.
 
-A value is one string key. It appears by SET NX, and goes by UNLINK, expiry or the server's
-eviction, so kvferry needs no quota. Names share no hash tag, so a cluster spreads them.
+A value is one string key. It appears by SET NX (by SET, if it replaces another one), and goes by
+UNLINK, expiry or the server's eviction, so kvferry needs no quota. Names share no hash tag, so a
+cluster spreads them.
 
-kvferry has a client of its own, as replies have to be bounded before memory is taken for them, and
-each whole call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
+kvferry has a client of its own: it must bound a reply before it takes memory for it, and bound each
+whole call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ _MAX_PAGES = 1 << 18
 _PAGE_ROOM = 1 << 20
 """Bytes that a page may take: enough for ten times as many names of records."""
 _OTHER_TYPE_BYTES = 1
-"""Size reported for a list or a hash under the name of a value. No record is so small: its reader
-discards it, and the name is free again."""
+"""Size reported for a list or a hash under the name of a value. No record is so small: a reader
+takes it for a damaged one and discards it, which frees the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyOptions:
     """Options of `valkey:`, `valkeys:`, `redis:` and `rediss:` URLs. User and password may stand in
-    the URL instead, but engines log their command line and configuration, and no file's content.
+    the URL instead, but engines log their command line and configuration. They log no file's
+    content.
 
     Attributes:
         cluster: whether the hosts are nodes of a cluster.
@@ -75,8 +77,8 @@ class ValkeyClient(RemoteClient):
     """A client of one Valkey or Redis server (6.2 or newer), or a cluster of them.
 
     Starts no thread, except while it looks up a host name. Each call takes a connection of its own,
-    so calls of several threads do not wait for each other. The next call finds a server again that
-    was away. Works on both sides of a fork.
+    so calls of several threads do not wait for each other. After a server was away, the next call
+    connects to it again. Works on both sides of a fork.
 
     Args:
         addresses: the server, or any nodes of a cluster, tried in this order.

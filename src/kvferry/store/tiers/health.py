@@ -2,7 +2,7 @@
 
 A tier is one of several stores that act as one. `Health` is its circuit breaker, and more: a store
 that is not open yet is tried by opening it, and a store that answers but stores nothing is still
-read. `Tier` reports events and reads decisions, under its lock. No threads and no I/O.
+read. `Tier` reports events and claims tries under its lock. No threads and no I/O.
 """
 
 from __future__ import annotations

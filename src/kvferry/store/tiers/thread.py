@@ -41,7 +41,8 @@ class TierThread:
     accepts no writes, and wait again if a tier did not answer.
 
     The thread is a daemon: a mount that hangs for ever must not keep the process from ending. While
-    a source that hangs holds a copy, a second thread tries the target, and does nothing else.
+    the thread is busy with a copy, which may hang, a second thread tries the target if a request
+    asks for that.
 
     Args:
         check: tells which values are wrong; these are not copied.
@@ -73,7 +74,7 @@ class TierThread:
         return self._thread is not None
 
     def keep_trying(self) -> None:
-        """Have the tier tried if that is due, as a request found it away. Never blocks."""
+        """A request found the tier away: have it tried, if that is due. Never blocks."""
         target = self._target
         if self._closed or target.next_try > target.calls.clock() or not self.start():
             return
@@ -130,7 +131,7 @@ class TierThread:
             self._wake.wait(max(0.0, min(seconds, self._target.calls.patience.look_seconds)))
 
     def run_due(self) -> None:
-        """Do all that is due now. Raises an error of a copy that is no StoreError."""
+        """Do all that is due now. Errors of a copy other than StoreError are raised."""
         while True:
             if not self._closed:
                 self._target.find_overdue()
@@ -152,7 +153,8 @@ class TierThread:
                 return
 
     def _pop(self) -> tuple[ChunkKey, Tier] | None:
-        """Take the next value to copy; None while the tier accepts no writes or none waits."""
+        """Take the next value to copy; None if none waits, and while the tier accepts no writes or
+        the tier that has the value is not up."""
         with self._lock:
             if not self._can_copy:
                 return None
@@ -200,7 +202,8 @@ class TierThread:
             return PutResult.FAILED, asked
 
     def _value(self, key: ChunkKey, source: Tier, until: float) -> memoryview | None:
-        """Read the value; None if it is gone, or wrong and so discarded. Raises StoreError."""
+        """Read the value; None if it is gone, too large to copy unchecked, or wrong and so
+        discarded. Raises StoreError."""
         check = self._check
         size = source.ask(key, (), until) if check is None else check.num_bytes
         if size is None or (check is None and size > _MAX_COPY_BYTES):
