@@ -10,13 +10,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry.blocks.rows import RankRows
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.loans import Loans, SlotLoan
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.cache.memory import SlotMemory, open_slots, slot_size
+from kvferry.cache.memory import NOT_SHARED, SlotMemory, open_slots, slot_size
 from kvferry.errors import ConfigError, TransferError
 from kvferry.record.schema import ALIGN
 from kvferry.store.file.directory import record_path
@@ -102,6 +103,9 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
         store.read(chunk.key, [(0, memoryview(record))])
         parts = ranks.whole_record(chunk.slot)
         assert b"".join(parts) == record
+    # The rank has other memory now, which cannot be opened: nothing is lent of what it had.
+    ranks.learn(msgspec.structs.replace(host.region, name="other", fd=NOT_SHARED))
+    assert ranks.whole_record(chunk.slot) is None
     host.worker.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.contract.asynchronous import OVERDUE_SECONDS
+from kvferry.contract.asynchronous import OVERDUE_SECONDS, AsyncOwedReports
 from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
@@ -24,6 +24,7 @@ from kvferry.contract.messages import (
     RepairedPlan,
     WorkerOutput,
 )
+from kvferry.contract.rules import HookFaults
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import SupportsLayerwise
 from kvferry.observe import Counters
@@ -270,6 +271,14 @@ def test_a9_a_free_that_no_rank_reports_is_reported_in_the_end():
     assert observer["contract_violation"] == 1
     lifecycle = StepLifecycle(GuardedWorker(RecordingWorker()))
     assert lifecycle.no_forward(plan, frozenset({"stuck"})).finished_sending == {"stuck"}
+
+
+def test_a9_overdue_frees_of_two_plans_wait_for_one_report():
+    owed = AsyncOwedReports(RecordingWorker(), HookFaults("worker", Counters()))
+    for request_id in ("stuck", "too"):
+        owed.repair(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
+    assert owed.add_to(WorkerOutput()).finished_sending == {"stuck", "too"}
+    assert not owed
 
 
 @pytest.mark.parametrize("aborted", [False, True])
