@@ -30,12 +30,12 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.NO_MEMORY: "The host pool was full of chunks in use; a larger pool would help.",
     LookupMiss.SLOWER: "Computing was measured to be faster than loading.",
     LookupMiss.PARTIAL: "The end of a prompt, less than a chunk or block, is always computed.",
-    LookupMiss.AUDIT: "Stored, and computed nevertheless, to compare it with its record.",
+    LookupMiss.AUDIT: "It was stored, but was computed too, to check the stored record.",
     LookupMiss.OTHER_MODEL: "An audit found records of another model; this engine reads no more.",
-    LookupMiss.NOT_PRODUCED: "Another engine was to compute it, and did not store it in time.",
+    LookupMiss.NOT_PRODUCED: "Another engine had to compute it but did not store it in time.",
     LookupMiss.OTHER_PRODUCER: "The engine that prefilled it runs another version or model.",
     LookupMiss.OTHER_TOKENS: "The engine that prefilled it computed other tokens.",
-    LookupMiss.NOT_CACHEABLE: "The request must not be cached, as it was asked.",
+    LookupMiss.NOT_CACHEABLE: "kvferry cannot cache a request of this form.",
     LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
 }
 """What each miss reason of a journal means, as in docs/explain.md."""
@@ -420,7 +420,7 @@ def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
             runs[number] = run._replace(why=Why.BEHIND)
         elif not run.why.is_explained and number < last_stored:
             runs[number] = run._replace(
-                why=Why.NOT_THERE, detail="stored once, because later chunks are there"
+                why=Why.NOT_THERE, detail="was stored before: later chunks are there"
             )
     if asked < num_whole:
         runs.append(Run(asked, num_whole - asked, Why.NOT_ASKED))

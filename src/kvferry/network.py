@@ -30,7 +30,7 @@ def reason_of(error: Exception) -> str:
             return error.strerror or str(error) or type(error).__name__
         case MemoryError():
             return "no memory for its answer"
-    return "its host is no name of a host"
+    return "its host name is not valid"
 
 
 def addresses_of(host: str, seconds: float) -> list[str]:
@@ -48,7 +48,7 @@ def addresses_of(host: str, seconds: float) -> list[str]:
     try:
         threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
     except RuntimeError:
-        raise OSError("the process can start no thread to look its address up") from None
+        raise OSError("a thread to look up its address could not start") from None
     try:
         answer = found.get(timeout=seconds)
     except queue.Empty:

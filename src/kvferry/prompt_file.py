@@ -361,8 +361,7 @@ class PromptFile:
             key = self.prompt.keys[number]
             if header != _member(_name(key), len(room)):
                 raise ConfigError(
-                    f"{self._path}: what stands at record {number + 1} is not the record that the "
-                    "tokens of the prompt lead to"
+                    f"{self._path}: record {number + 1} does not belong to the tokens of the prompt"
                 )
             if self._file.readinto(room) != len(room):
                 raise self._truncated()

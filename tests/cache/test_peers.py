@@ -618,7 +618,7 @@ def test_a_peer_of_another_tenant_or_model_gets_nothing_and_is_logged_once(peers
     assert prefiller.observer["peer_served_bytes"] == 0
     refused = [line for line in caplog.messages if "a peer is refused" in line]
     assert len(refused) == 1
-    assert len([line for line in caplog.messages if "left alone" in line]) <= 1
+    assert len([line for line in caplog.messages if "not used" in line]) <= 1
 
 
 def test_a_port_in_use_is_one_error_at_the_start(peers):

@@ -310,7 +310,7 @@ def test_19_chunks_that_are_larger_than_the_prompts(found, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(config(kv_connector_extra_config=extra))
     (what,) = found("--vllm-config", file)
-    assert "have fewer than 128 tokens" in what
+    assert "are shorter than a chunk (128 tokens)" in what
     file.write_text(config(kv_connector_extra_config={**extra, "chunk_tokens": 64}))
     assert found("--vllm-config", file) == []
 

@@ -468,7 +468,7 @@ def test_a_store_names_what_became_of_a_prompt(run, ask, url, kind, happens):
     chunks = value["namespaces"][0]["chunks"]
     assert [each["why"] for each in chunks] == said
     if happens is verified:
-        known = "bad_leaf" if kind == "file" else "stored once, because later chunks are there"
+        known = "bad_leaf" if kind == "file" else "was stored before: later chunks are there"
         assert chunks[1]["detail"] == known
     assert value["reason"] == next(why for why in said if why is not Why.HIT)
 

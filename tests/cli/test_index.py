@@ -205,7 +205,7 @@ def test_a_listing_without_an_index_says_so(make_store, run, caplog):
     (made.root / "index.sqlite3").unlink()
     run("ls", made.url)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no index that can be used" in caplog.text
+    assert "no usable index" in caplog.text
 
 
 def test_looking_at_many_records_takes_memory_for_those_shown(make_store, run):

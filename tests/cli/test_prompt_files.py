@@ -342,7 +342,7 @@ def hostile(content: bytes) -> dict[str, tuple[bytes, str]]:
     """Files by what is wrong, with a part of the reason."""
     prompt, first, second, *rest = members(content)
     everything = [prompt, first, second, *rest]
-    (head, record), wrong = first, "is not the record that the tokens"
+    (head, record), wrong = first, "does not belong to the tokens"
     links = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd", "size": 0}
     opaque = opaque_namespace(
         ModelIdentity(weights=bytes(32), config={}), {"name": "sglang"}, row_bytes=8, chunk_tokens=7

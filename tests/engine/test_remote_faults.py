@@ -227,7 +227,7 @@ def test_a_server_that_was_killed_is_used_again(model_dir, cold, place, caplog):
     """It comes back empty."""
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.kill()
-        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
+        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
         place.start()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -237,7 +237,7 @@ def test_a_server_that_stopped_is_used_again(model_dir, cold, place, caplog):
     with ExitStack() as undo, serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.server.process.pause()
         undo.callback(place.server.process.resume)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
+        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
         place.server.process.resume()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -267,7 +267,7 @@ def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, capl
 def test_values_that_are_cut_are_computed(model_dir, cold, place, caplog):
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
         place.proxy.cut_after(RECORD_BYTES // 2)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
+        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
         place.proxy.pass_all()
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -350,7 +350,7 @@ def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
         valkey.server.ask("CONFIG", "SET", "requirepass", "new")
         # Connections that stand stay logged in.
         ask(port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="new")
-        assert traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until")) == 0
+        assert traffic.rounds(FAULT_SECONDS, said(caplog, "not used until")) == 0
         ask(port, "CONFIG", "SET", "requirepass", "", password="new")
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -360,7 +360,7 @@ def test_a_secret_that_changes_is_said_once(model_dir, cold, s3, caplog):
     with ExitStack() as undo, serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
         s3.server.take_secret("another")
         undo.callback(s3.server.take_secret, SECRET_KEY)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "left alone until"))
+        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
         s3.server.take_secret(SECRET_KEY)
         traffic.wait_used()
     assert_said_once(caplog.messages)
@@ -373,7 +373,7 @@ def test_a_wrong_password_is_said_once(model_dir, cold, caplog):
     ):
         assert traffic.rounds(FAULT_SECONDS) == 0
     (line,) = caplog.messages
-    assert "left alone until" in line
+    assert "not used until" in line
     assert "WRONGPASS" in line
 
 
@@ -428,7 +428,7 @@ def test_another_tier_serves_while_one_is_stopped(model_dir, cold, valkey, s3, c
         with serving_hits(model_dir(), cold, [valkey.url, s3.url], caplog) as traffic:
             valkey.server.process.pause()
             undo.callback(valkey.server.process.resume)
-            num_found = traffic.rounds(FAULT_SECONDS, said(caplog, f"{valkey.url}: left alone"))
+            num_found = traffic.rounds(FAULT_SECONDS, said(caplog, f"{valkey.url}: not used"))
             until = time.monotonic() + BACK_SECONDS
             while num_found < 2:
                 num_found += traffic.round() > 0

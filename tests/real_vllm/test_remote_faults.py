@@ -109,7 +109,7 @@ class Traffic:
         return [line for line in log.decode(errors="replace").splitlines() if name in line]
 
     def has_left_alone(self) -> bool:
-        return any("left alone until" in line for line in self.lines())
+        return any("not used until" in line for line in self.lines())
 
     def _ask(self, index: int, salt: str | None) -> Answer:
         self._process.call("reset", 30, connector=False)

@@ -179,7 +179,7 @@ def test_a_wrong_option_is_one_line_at_start(
 def test_without_a_configuration_of_the_engine_a_tier_does_not_start(tmp_path: Path) -> None:
     tiers = [{**TIER, "store": tmp_path.as_uri()}]
     spec = TieringOffloadingSpec(offloading_config({"secondary_tiers": tiers}))
-    with pytest.raises(ConfigError, match="cannot be identified"):
+    with pytest.raises(ConfigError, match="cannot identify the model"):
         spec.get_manager()
 
 

@@ -89,7 +89,7 @@ def num_said(lines: Sequence[str], *texts: str) -> list[int]:
 
 # Of a store that fails, or that a busy machine makes too slow.
 _LEFT_ALONE = (
-    "left alone until",
+    "not used until",
     "used again",
     "fails again",
     "a value could not be stored",

@@ -65,7 +65,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("valkey://a?clustre=true", ["unknown option 'clustre'", "'cluster'"]),
         ("valkey://a,b/kv", ["2 servers", "?cluster=true"]),
         ("valkey://a/k{v}", ["holds a brace"]),
-        ("valkey://a?ca_file=/x", ["files for TLS, and no TLS", "valkeys://"]),
+        ("valkey://a?ca_file=/x", ["TLS files need a TLS URL", "valkeys://"]),
         ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
         ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
         ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),

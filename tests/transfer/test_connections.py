@@ -131,7 +131,7 @@ def assert_refused(counters, caplog, count, *reasons):
     """So many were refused and counted, with one line in the log for each reason."""
     assert counters["peer_refused"] == count
     assert caplog.messages == [
-        f"a peer is refused: {reason}; no more is said of such" for reason in reasons
+        f"a peer is refused: {reason}; this is logged once" for reason in reasons
     ]
 
 
@@ -142,12 +142,12 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     counters = Counters()
     server = serve(observer=counters)
     for client in (connect(server, key=SharedKey(b"x" * 32)) for _ in range(2)):
-        with pytest.raises(PeerFault, match="the key is another one"):
+        with pytest.raises(PeerFault, match="the keys are different"):
             read(client)
     for client in (connect(server, namespace=b"o" * 32) for _ in range(2)):
         with pytest.raises(PeerFault, match="another model, configuration or tenant"):
             read(client)
-    assert raw(server).hello(version=VERSION + 1) == Refused("no version but 1 is spoken here")
+    assert raw(server).hello(version=VERSION + 1) == Refused("only version 1 is spoken here")
     wait_until(lambda: counters["peer_refused"] == 5, "all are counted")
     assert len(caplog.messages) == 3
     assert read(connect(server))[2] == RECORD
@@ -164,7 +164,7 @@ def test_a_proof_of_another_connection_proves_nothing(serve, raw, caplog):
         assert heard != second.challenge.nonce
         second.stream.send(Hello(VERSION, SPACE, b"c" * 32, proof), soon())
         assert second.is_ended()
-    assert_refused(counters, caplog, 2, "the key is another one")
+    assert_refused(counters, caplog, 2, "the keys are different")
 
 
 def test_nothing_is_answered_before_a_proof(serve, raw, lender, caplog):

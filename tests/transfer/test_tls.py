@@ -167,7 +167,7 @@ def test_who_has_no_certificate_of_the_authority_is_refused(
 
 def test_a_certificate_does_not_stand_for_the_key(serve_tls, connect_tls):
     port = serve_tls().address[1]
-    with pytest.raises(PeerFault, match="the key is another one"):
+    with pytest.raises(PeerFault, match="the keys are different"):
         read(connect_tls(port, key=SharedKey(b"x" * 32)))
 
 

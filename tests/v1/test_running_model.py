@@ -367,7 +367,7 @@ model_identity(make_config(path), "v2", load_config)
 try:
     model_identity(make_config(path), None, load_config)
 except ConfigError as error:
-    assert "changed after this process had started" in str(error), error
+    assert "changed after this process started" in str(error), error
 else:
     sys.exit("not refused")
 """

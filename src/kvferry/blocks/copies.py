@@ -119,7 +119,7 @@ class BlockCopies:
         """
         if not self.stream.end().wait(timeout):
             raise TransferError(
-                f"copies out of the KV memory did not end in {timeout:.0f} s: it must stay"
+                f"copies out of the KV memory did not end in {timeout:.0f} s: keep it"
             )
         self.paged.unregister()
 
@@ -208,7 +208,7 @@ class BlockCopies:
         try:
             return self.stream.run(work, after=after)
         except torch.cuda.OutOfMemoryError as error:
-            raise TransferError("the device has no memory left for a chunk on its way") from error
+            raise TransferError("the device has no memory left to copy a chunk") from error
 
     def close(self, timeout: float) -> bool:
         """Let copies under way end, then unpin the slots. Return False if the copies did not end in

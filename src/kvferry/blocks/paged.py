@@ -156,7 +156,7 @@ class PagedTables:
     ) -> Runs:
         """Return the runs of tokens `[first_of(table), stop)` in each table."""
         if not self._of_group:
-            raise LayoutError("the engine has taken its KV memory away, as it does to sleep")
+            raise LayoutError("the engine has released its KV memory, as it does to sleep")
         result = {}
         for table in self._tables.tables:
             first = first_of(table)

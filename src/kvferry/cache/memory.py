@@ -136,14 +136,14 @@ def open_slots(name: str, process: int, fd: int, num_bytes: int) -> memoryview:
     if (made := _MADE_HERE.get(name)) is not None:
         return made.view
     if fd == NOT_SHARED:
-        raise TransferError(f"process {process} keeps its memory to itself")
+        raise TransferError(f"process {process} does not share its memory")
     if sys.platform != "linux":
         raise TransferError("only Linux shows the memory of another process")
     path = f"/proc/{process}/fd/{fd}"
     try:
         # On another machine, or in another container, the numbers mean something else.
         if os.readlink(path) != f"/memfd:{name} (deleted)":
-            raise TransferError(f"process {process} of this machine is not the one meant")
+            raise TransferError(f"process {process} of this machine is not that rank")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             is_sealed = fcntl(opened, F_GET_SEALS) & F_SEAL_SHRINK

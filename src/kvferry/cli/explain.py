@@ -230,9 +230,9 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[st
             )
     elif by_model and answer.reason is Why.PARTIAL:
         notes.append(
-            "An engine that misses it reads another namespace, as with another dtype, chunk size "
-            "or tenant: ask for the one in its log by --namespace. Or the engine chose to compute: "
-            "see --journal."
+            "An engine that misses it may read another namespace (other dtype, chunk size, tenant)"
+            ": give --namespace with the one in its log. Or the engine chose to compute: see "
+            "--journal."
         )
     return notes
 
@@ -453,7 +453,7 @@ def _without_keys(line: JournalLine) -> JsonRow:
 def _journal_row(line: JournalLine) -> JsonRow:
     hits, why = line.by_source(), line.why
     if not (hits or line.misses):
-        why = "no answer: of an earlier release, or it ended before it was admitted"
+        why = "no answer: an earlier release wrote it, or it ended before admission"
     return {
         "at": line.time,
         "request": _cut(line.request),

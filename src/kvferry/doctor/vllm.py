@@ -216,7 +216,7 @@ def _check_journal(path: Path, chunk_tokens: int, found: VllmConfig) -> None:
         return
     if lengths and statistics.median(lengths) < chunk_tokens:
         found.add(
-            f"half of the last {len(lengths)} recorded prompts have fewer than "
-            f"{chunk_tokens} tokens, which is a chunk, so nothing of them is stored",
+            f"half of the last {len(lengths)} recorded prompts are shorter than a chunk "
+            f"({chunk_tokens} tokens), so none of them is stored",
             "set chunk_tokens lower; what is stored already is not read then",
         )

@@ -81,5 +81,5 @@ class MediumFaults:
             self._logged[kind] = now
         reason = error.strerror or str(error)
         logger.warning(
-            "store %s: %s failed: %s; the cache goes on without", self._name, what, reason
+            "store %s: %s failed: %s; kvferry works without it", self._name, what, reason
         )

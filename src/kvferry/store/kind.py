@@ -202,7 +202,7 @@ def check_endpoint(
         or not 0 < int(place[2] or 1) < 65536
     ):
         raise ConfigError(
-            f"{name!r} is not the URL of a server, without user and query; write {name}={example}"
+            f"{name!r} must be the URL of a server without user and query; write {name}={example}"
         )
 
 

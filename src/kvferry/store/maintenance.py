@@ -221,8 +221,8 @@ def _check_uses(store: Store, num_unknown: int, num_values: int, age: float | No
         )
     if num_unknown:
         logger.warning(
-            "%s does not say when %d of its records were used: --max-bytes takes these first, and "
-            "--older-than none of them",
+            "%s does not say when %d of its records were used: --max-bytes deletes these first, "
+            "--older-than none",
             store.url,
             num_unknown,
         )

@@ -89,8 +89,8 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
         hosts.append((match[1].strip("[]"), None if match[2] is None else port))
     if re.search(r"[&;=]", raw_path):
         raise ConfigError(
-            f"{where}: &, ; or = in the prefix; options begin with ?, and what belongs to the "
-            "prefix is escaped as %26, %3B or %3D"
+            f"{where}: the prefix holds &, ; or =; options begin with ?; in the prefix, escape "
+            "these as %26, %3B or %3D"
         )
     # User and password are in no message: so bytes that are not UTF-8 are replaced, not refused.
     return StoreUrl(

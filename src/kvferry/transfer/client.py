@@ -244,7 +244,7 @@ class _Connection:
         hello = Hello(VERSION, namespace, nonce, key.proof("client", *said))
         self.stream.send(hello, self.deadline)
         if not key.is_proof(self._greeting(Welcome).proof, "server", *said):
-            raise PeerFault("its key is another one")
+            raise PeerFault("its key is different")
         self.incarnation = challenge.incarnation
 
     def _greeting(self, kind: type[M]) -> M:
@@ -260,7 +260,7 @@ class _Connection:
         self.stream.send(question, self.deadline)
         answer = _expect(self.stream.receive(REPLIES, MAX_FRAME_BYTES, self.deadline), kind)
         if (answer.number, answer.incarnation) != (question.number, self.incarnation):
-            raise PeerFault("an answer to another question")
+            raise PeerFault("it answered another question")
         return answer
 
     def read(self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]]) -> Lent:

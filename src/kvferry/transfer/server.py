@@ -254,7 +254,7 @@ class PeerServer:
         """Log a refusal, once for each reason: anyone who reaches the port can cause many."""
         if reason not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(reason)
-            logger.warning("a peer is refused: %s; no more is said of such", reason)
+            logger.warning("a peer is refused: %s; this is logged once", reason)
 
     def _forget(self, client: _Client) -> None:
         with self._lock:
@@ -343,9 +343,9 @@ class _Desk:
             raise PeerFault("it does not say who it is")
         said = (self._incarnation, nonce, hello.nonce, hello.namespace)
         if hello.version != VERSION:
-            self._refuse(stream, f"no version but {VERSION} is spoken here", deadline)
+            self._refuse(stream, f"only version {VERSION} is spoken here", deadline)
         if not self._key.is_proof(hello.proof, "client", *said):
-            self._refuse(stream, "the key is another one", deadline)
+            self._refuse(stream, "the keys are different", deadline)
         client.namespace = hello.namespace
         self._check_namespace(client, deadline)
         stream.send(Welcome(self._key.proof("server", *said)), deadline)

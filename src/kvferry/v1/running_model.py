@@ -131,8 +131,8 @@ def _refuse_recent(source: Path, files: str, changed: float) -> None:
     engine inside a caller's process: it may have started long after that process."""
     if is_engine_process() and changed > process_start():
         raise ConfigError(
-            f"the {files} in {source} changed after this process had started, so others may be "
-            "loaded than were hashed: start again when they are complete"
+            f"the {files} in {source} changed after this process started, so it may load others "
+            "than it hashed: start again when they are complete"
         )
 
 
@@ -383,7 +383,7 @@ def _changed_fields(
         loaded = _plain(config.to_dict())
     except (OSError, ValueError, TypeError) as error:
         # There is nothing to compare with, so all of it counts.
-        logger.warning("the model's config cannot be read again (%s): all of it is identity", error)
+        logger.warning("cannot reread the model's config (%s): identity covers all of it", error)
         return runs
     return {
         name: runs.get(name)

@@ -1,4 +1,4 @@
-"""A model that computes other KV than is stored under its identity is found at its first hit."""
+"""A model that KV differs from that in record under its identity is found at its first hit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_changed_model_is_found_at_its_first_hit(model_dir, load_model, stored
     found = reuse(model, stored, prompt(LENGTH), **NAMED)
     assert found.num_loaded == 0
     assert found.counts["audit_mismatch"] == 1
-    assert caplog.text.count("computes other KV than is stored") == 1
+    assert caplog.text.count("KV differs from that in record") == 1
 
 
 @pytest.mark.parametrize("change", ["an adapter merged", "frequencies rounded", "a hook"])

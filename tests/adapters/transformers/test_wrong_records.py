@@ -152,7 +152,7 @@ def test_two_prompts_that_differ_are_another_model(model, store_url, caplog):
     found, counts = read(model, store_url, [1, 2, 3, 3])
     assert found == [0, 0, 0, 0]
     assert counts["audit_mismatch"] == 2
-    assert caplog.text.count("another model than") == 1
+    assert caplog.text.count("another model stored them") == 1
     assert "weights_version" in caplog.text
 
 

@@ -69,7 +69,7 @@ def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_
     def is_told() -> bool:
         # Not even the first request behind the change: its files are looked at again first.
         assert identities(Lora(path)) is None
-        return "cannot be relied on" in caplog.text
+        return "its files are unreliable" in caplog.text
 
     wait_until(is_told, "the change is seen")
     for _ in range(50):

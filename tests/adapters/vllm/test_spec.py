@@ -175,7 +175,10 @@ REFUSED = {
         FullAttentionSpec(dtype=torch.int8, kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD),
         "keeps its KV as INT8_PER_TOKEN_HEAD",
     ),
-    "more than keys and values": (FullAttentionSpec(extra_bytes=64), "what else is in it"),
+    "more than keys and values": (
+        FullAttentionSpec(extra_bytes=64),
+        "does not store the other bytes",
+    ),
 }
 
 

@@ -534,7 +534,7 @@ def test_memory_that_is_still_copied_does_not_go(make):
     host = make(setup=device.setup(), bounds=CacheBounds(unregister_seconds=0.05))
     host.begin(saves=saves())
     host.end()
-    with pytest.raises(TransferError, match="it must stay"):
+    with pytest.raises(TransferError, match="keep it"):
         host.worker.unregister_kv_caches()
     device.drain()
     host.settle(saved=3)

@@ -277,7 +277,7 @@ def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatc
     store.put(make_key(), [b"value"])
 
     def unavailable(*arguments):
-        raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
+        raise IndexUnavailable(errno.ESTALE, "another index has replaced it")
 
     monkeypatch.setattr(store.index, "forget", unavailable)
     store.discard(make_key(), "bad_leaf")

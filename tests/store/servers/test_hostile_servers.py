@@ -146,7 +146,7 @@ def test_a_store_that_lies_is_left_alone_with_one_line(hostile, caplog, way):
                 store.read(make_key(), [(0, memoryview(bytearray(16)))], time.monotonic() + 20)
         assert not store.takes_values
         (line,) = [each.getMessage() for each in caplog.records]
-        assert "left alone until it answers" in line
+        assert "not used until it answers" in line
 
 
 # Ready at once, it answers every command with the same bytes.

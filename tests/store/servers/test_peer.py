@@ -253,7 +253,7 @@ def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):
 
         wait_until(is_back, "it is used again")
     left, used = caplog.messages
-    assert "left alone until it answers" in left
+    assert "not used until it answers" in left
     assert "used again" in used
 
 

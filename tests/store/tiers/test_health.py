@@ -87,7 +87,7 @@ def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
         ([("opened",), *[FAIL, ("succeeded", 0)] * 20], []),
         (
             [("opened",), *GO_AWAY, FAIL, ("succeeded", 1)],
-            ["left alone until it answers: down", "used again after 0.0 s"],
+            ["not used until it answers: down", "used again after 0.0 s"],
         ),
         (
             [("opened",), *[("write_refused", "read-only")] * 3, ("no_room", 0.0), ("stored",)],

@@ -242,7 +242,7 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     assert (near.name, near.state, near.because) == ("near", "away", "the server is down")
     assert (other.name, other.state, other.because) == ("memory", "up", "")
     assert [record.message for record in caplog.records] == [
-        "store near://x: left alone until it answers: the server is down"
+        "store near://x: not used until it answers: the server is down"
     ]
     for seconds in (2.0, 3.0):  # the first trial fails, the second does not
         clock.advance(seconds)
@@ -520,7 +520,7 @@ def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, capl
     store.put(make_key(), [b"value"])
     rest(store)
     assert len(caplog.records) == 1
-    assert "left alone" in caplog.text
+    assert "not used" in caplog.text
 
 
 def test_what_a_close_cuts_short_is_not_said(caplog):
@@ -641,7 +641,7 @@ def test_a_read_that_began_before_the_fault_does_not_use_the_store_again(make_ti
     assert found == [len(b"value")]
     assert state(store) == "away"
     (line,) = caplog.messages
-    assert "left alone" in line
+    assert "not used" in line
 
 
 def test_what_waits_for_a_tier_that_goes_away_is_written_when_it_is_back(make_tiers, caplog):

@@ -124,14 +124,14 @@ def shape_of(cache: Any, model: HostModel) -> CacheShape:
         )
     if getattr(cache, "offloading", False):
         raise ConfigError(
-            "the cache is offloaded, so that its tensors may be on their way between devices; "
-            "generate with the cache of kv.load(input_ids), which is not, and save that"
+            "the cache is offloaded, so its tensors may be moving between devices; generate with "
+            "the cache of kv.load(input_ids), which is not offloaded, and save that"
         )
     if not layers or cache.get_seq_length() == 0:
         return CacheShape(0, 0)
     if len(layers) != len(model.layers):
         raise ConfigError(
-            f"the cache has {len(layers)} layers, the model {len(model.layers)}: it is of another"
+            f"the cache has {len(layers)} layers, the model {len(model.layers)}: they do not fit"
         )
     num_rows = int(layers[0].keys.shape[0])
     for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):

@@ -172,8 +172,8 @@ class Auditor:
         self._differed.update(dict.fromkeys(bad, False))
         self._has_passed = False
         logger.warning(
-            "the model computes other KV than is stored in record %s of %s: %s. This and what "
-            "follows it is not loaded",
+            "the model's KV differs from that in record %s of %s: %s. This record and those after "
+            "it are not loaded",
             hit.keys[first].hex(),
             self._store.url,
             differ[first].describe(self._rows),
@@ -185,15 +185,15 @@ class Auditor:
             self._suspects = bad
             self._not_evidence = set(hit.keys[:first])
             logger.warning(
-                "nothing is saved before a hit of another prompt shows whether the record or the "
-                "model is another one"
+                "nothing is saved until a hit of another prompt shows which is wrong, the record "
+                "or the model"
             )
         else:
             self.is_other = True
             logger.warning(
-                "two prompts of %s differ: this is another model than the one that stored them. "
-                "Nothing is loaded or saved; if it was changed in memory, give it a "
-                "weights_version. If it is the right one, remove the namespace %s from the store",
+                "two prompts of %s differ: another model stored them. Nothing is loaded or saved. "
+                "If this model was changed in memory, give it a weights_version. If it is the "
+                "right one, remove the namespace %s from the store",
                 self._store.url,
                 self._rows.schema.namespace.hex(),
             )
@@ -208,8 +208,8 @@ class Auditor:
             self._observer.count("audit_bad_records", len(taken))
             logger.warning(
                 "%d records of %s, from %s on, are wrong and were taken out of the store: the "
-                "model agrees with others. They were saved from caches that were changed, or that "
-                "another prompt was computed with",
+                "model agrees with others. They were saved from caches that were changed, or were "
+                "of another prompt",
                 len(taken),
                 self._store.url,
                 taken[0].hex(),

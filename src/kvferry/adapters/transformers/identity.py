@@ -93,7 +93,7 @@ def refuse_other_code(model: Any) -> None:
     its directory, registered or replaced functions, kernels of a hub."""
     for name in _other_code(model):
         raise ConfigError(
-            f"{name} computes the model, which is not Transformers' own code and has no digest; "
+            f"{name} computes the model; it is not Transformers' own code and has no digest; "
             "load the model without it, or pass a weights_version that names the code, too"
         )
 

@@ -309,7 +309,7 @@ def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: in
     try:
         speed.start()
     except RuntimeError as error:  # the process reached its thread limit
-        logger.warning("kvferry: store %s is not measured: %s", stat.url, error)
+        logger.warning("kvferry: store %s: speed unknown: %s", stat.url, error)
 
 
 def _log_speed(store: Store) -> None:

@@ -62,7 +62,7 @@ class LoraIdentities:
         digest = job.result
         known = self._digests.setdefault(name, digest)
         if digest is None or digest != known:
-            logger.warning("LoRA adapter %s is not cached: its files cannot be relied on", name[1])
+            logger.warning("requests of LoRA %s are not cached: its files are unreliable", name[1])
             self._digests[name] = None
             self._next_check[name] = math.inf
 

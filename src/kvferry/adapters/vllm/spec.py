@@ -189,8 +189,8 @@ def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN
     size = content * spec.num_kv_heads * spec.block_size * spec.dtype.itemsize
     if getattr(spec, "page_size_padded", None) is None and spec.page_size_bytes != size:
         raise ConfigError(
-            f"a KV block of layer {name} has {spec.page_size_bytes} bytes where keys and values "
-            f"take {size}; kvferry does not store what else is in it"
+            f"a KV block of layer {name} has {spec.page_size_bytes} bytes, its keys and values "
+            f"only {size}; kvferry does not store the other bytes"
         )
     return KVGroup(
         num_layers=1,
@@ -300,8 +300,8 @@ def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object)
     sizes = sorted({part.block_size for part in spec.table_parts})
     if isinstance(chunk_tokens, int) and any(chunk_tokens % size for size in sizes):
         raise ConfigError(
-            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which the "
-            f"CPU kernels {cpu_kernels!r} need; set it to one"
+            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which "
+            f"CPU kernels {cpu_kernels!r} need; use a multiple"
         )
     content = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
     config = {**spec.identity.config, "cpu_blocks": content}

@@ -128,8 +128,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         vllm_config = constructing_config()
         if vllm_config is None:
             raise ConfigError(
-                "this vLLM shows its tiers no configuration of the engine, so the model cannot be "
-                "identified; use KVFerryConnector, or report the release"
+                "this vLLM gives its tiers no engine configuration, so kvferry cannot identify the "
+                "model; use KVFerryConnector, or report the release"
             )
         return rows_namespace(
             vllm_config,

@@ -36,15 +36,14 @@ logger = logging.getLogger(__name__)
 OTHER_MODEL = "the model computes other KV than is stored under its identity"
 
 REMEDY = (
-    "Two prompts differ: this is another model than the one that stored them. Nothing more is "
-    "loaded or saved; what was loaded may still be in the engine's own prefix cache: reset that, "
-    "or restart. If the weights or the code were changed in memory, give them a weights_version of "
-    "their own"
+    "Two prompts differ: another model stored them. Nothing more is loaded or saved. The engine's "
+    "own prefix cache may still hold what was loaded: reset it, or restart. If the weights or the "
+    "code were changed in memory, give them a weights_version of their own"
 )
 
 DOUBT = (
-    "This and what was loaded with it is not used, and nothing is saved, before another hit shows "
-    "whether the record or the model is another one"
+    "This record and what was loaded with it are not used, and nothing is saved, until another "
+    "hit shows which is wrong, the record or the model"
 )
 
 CLOSE_SECONDS = 0.5
@@ -306,8 +305,8 @@ class Audits:
             self.is_undecided = False
             self.suspects.update(dict.fromkeys(self.suspects, False))
             logger.warning(
-                "the model is the one that filled %s: a record was wrong. %d records of that "
-                "prompt are compared before they are used; one that differs is taken out",
+                "this model did fill %s, so a record was wrong. kvferry compares %d records of "
+                "that prompt before it uses them, and takes out any that differs",
                 self._context.store.url,
                 len(self.suspects),
             )
@@ -337,7 +336,7 @@ def _why_not(context: RoleContext) -> str | None:
     """Why hits cannot be audited; None if they can."""
     chunk = context.config.chunk_tokens
     if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
-        return "how far honest KV of this dtype differs is not known"
+        return "no tolerance is known for KV of this dtype"
     if any(table.window is not None and table.window < chunk for table in context.tables.tables):
         return f"an attention window is shorter than chunk_tokens={chunk}"
     return None

@@ -149,12 +149,12 @@ class Database:
         """Raise if another file took the place of the database or of its journal. SQLite would
         replay the journal of another database, follow a link, or block on a fifo."""
         if self._inode != self._inode_now():
-            raise IndexUnavailable(errno.ESTALE, "another index stands in its place")
+            raise IndexUnavailable(errno.ESTALE, "another index has replaced it")
         for suffix in _FILES if self._path is not None else ():
             with suppress(FileNotFoundError):
                 mode = os.lstat(f"{self._path}{suffix}").st_mode
                 if not stat.S_ISREG(mode) or not (self.read_only or mode & 0o600 == 0o600):
-                    raise Damaged("not a file, or not to be written")
+                    raise Damaged("not a file, or not writable")
 
     def _wake_from_fifos(self) -> None:
         """End the wait of a thread in whose SQLite a fifo took the place of a file that was checked

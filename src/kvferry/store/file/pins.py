@@ -76,8 +76,8 @@ class Pins:
                 (added,) = checked(db.execute(query, batch).fetchone(), "n")
                 if not ends and pinned_bytes + added > max_bytes:
                     raise ConfigError(
-                        f"{num_pinned} records are pinned, and no more: pins may take half of the "
-                        "quota, so that others are still stored; raise max_bytes or pin less"
+                        f"only {num_pinned} records are pinned: pins may take half of the quota, "
+                        "so that others are still stored; raise max_bytes or pin less"
                     )
                 changed = db.execute(
                     f"UPDATE records SET pinned_until = ? WHERE {here} AND pinned_until < ?",
@@ -118,7 +118,7 @@ class Pins:
                     self.pin(here, waiting.until, max_bytes, extends=True)
             except ConfigError:
                 self._observer.count("pins_refused")
-                logger.debug("%d records are not pinned: a quarter of the quota is", len(here))
+                logger.debug("%d records not pinned: pins fill a quarter of quota", len(here))
                 continue
             except OSError:
                 self._waiting.appendleft(waiting)

@@ -165,8 +165,8 @@ class FileStore(Store):
         # No complete index can be opened: this process keeps one in memory.
         if not self.directory.is_empty():
             logger.warning(
-                "store %s has no index that can be used: the directory is listed, so the times of "
-                "last use and the removals are not known",
+                "store %s has no usable index: kvferry lists the directory, so it does not know "
+                "the times of last use or the removals",
                 self.url,
             )
         index = make(None, read_only=False, settings=self._settings)

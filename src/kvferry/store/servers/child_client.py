@@ -313,7 +313,7 @@ class ChildClient(RemoteClient):
                 raise StoreError(f"{self._where}: {error}") from None
         oldest = min((lane.waits_since or math.inf for lane in self._late), default=math.inf)
         if len(self._late) == self.num_lanes and time.monotonic() - oldest > _OVERDUE_SECONDS:
-            self._replace("it did not answer for long")
+            self._replace("it took too long to answer")
             raise StoreError(f"{self._where}: {self._reason}")
 
     def _replace(self, reason: str) -> None:

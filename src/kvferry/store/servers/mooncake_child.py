@@ -138,7 +138,7 @@ def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
         options["device"],
         options["master"],
     )
-    return mooncake, None if code == 0 else f"Mooncake's set-up answers {code}"
+    return mooncake, None if code == 0 else f"Mooncake's setup failed: {code}"
 
 
 def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[MooncakeLane] | str:

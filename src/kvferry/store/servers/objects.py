@@ -141,7 +141,7 @@ class ObjectClient(ChildClient):
         with self._lane("read", deadline) as call:
             call.used_bytes = sum(end - start for start, end in spans)
             if call.used_bytes > _LANE_BYTES:
-                raise call.failed(f"failed: it brings at most {_LANE_BYTES} bytes")
+                raise call.failed(f"failed: its limit is {_LANE_BYTES} bytes")
             size = self._ask(call, "read", name, spans)
             if size is None:
                 return None

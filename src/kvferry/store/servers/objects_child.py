@@ -156,13 +156,13 @@ class ObjectLane:
             async for piece in response.stream(max(1, piece_bytes)):
                 content = memoryview(piece)
                 if at + len(content) > wanted:
-                    raise WrongAnswer("more bytes than were asked for came")
+                    raise WrongAnswer("the server sent more than asked for")
                 target[at : at + len(content)] = content
                 at += len(content)
                 if at == wanted:
                     break
             if at < wanted:
-                raise WrongAnswer("fewer bytes than its size says came")
+                raise WrongAnswer("the server sent less than the size")
             return size
 
     async def _size(self, name: str) -> int:

@@ -257,7 +257,7 @@ def _open_url(url: StoreUrl, options: ValkeyOptions, opening: Opening) -> Remote
         if url.password and options.password_file is not None:
             raise ConfigError("a password in the URL and password_file; give one of them")
         if any(files) and not is_tls:
-            raise ConfigError(f"files for TLS, and no TLS; write {url.scheme}s://")
+            raise ConfigError(f"TLS files need a TLS URL; write {url.scheme}s://")
         client = ValkeyClient(
             [(host, port or DEFAULT_PORT) for host, port in url.hosts],
             cluster=options.cluster,

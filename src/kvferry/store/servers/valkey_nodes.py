@@ -160,7 +160,7 @@ def _say(connection: Connection, asked: Command, deadline: float, *, is_login: b
     if reply == b"OK" or (asked.words[0] == "CLIENT" and code == "NOPERM"):
         return  # a user with rights to keys only cannot name a connection
     if not code:
-        raise StoreError("refused the connection: a reply that makes no sense")
+        raise StoreError("sent an invalid reply while connecting")
     if is_login:
         # Show the code only: a server that does not know AUTH repeats its arguments.
         raise StoreError(f"refused the login ({code}); check username and password")

@@ -262,9 +262,9 @@ class Health:
         self.generation += 1
         self._wants_check = False
         if not is_again:
-            return f"{self._what}: left alone until it answers: {why}"
+            return f"{self._what}: not used until it answers: {why}"
         if counts.num_again == 1:
-            return f"{self._what}: fails again; no more is said while it comes and goes"
+            return f"{self._what}: fails again; not logged again until it stays up"
         return ""
 
     # -- writes ---------------------------------------------------------------------------------
