@@ -1,11 +1,11 @@
-"""What developers measure, by name: `python -m benchmarks NAME`.
+"""The benchmarks for developers, which `python -m benchmarks NAME` runs.
 
-A benchmark is a module of this package with
+Each benchmark is a module of this package with
 
     def run(options: Options) -> Sequence[Row]: ...
 
-that measures the subject of its name beside a limit of the machine, in one run. A figure that a row
-lacks is an empty cell of the table.
+which measures its subject beside a limit of the machine in the same run. If a row lacks a figure,
+the cell of the table stays empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BENCHMARKS: Mapping[str, str] = {
     "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
-"""Name to what it measures."""
+"""What each benchmark measures, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class Options:
     """The options of every benchmark.
 
     Attributes:
-        directory: for files; its file system is part of the result.
-        quick: small sizes, to see that it runs; the figures mean little.
-        threads: for I/O and copies.
-        seed: of all random content.
-        rounds: of the vllm, away, handover and proxied benchmarks; None for their defaults.
+        directory: directory for files; the results depend on its file system.
+        quick: whether sizes are small, to see that the benchmark runs; its figures mean little.
+        threads: number of threads for I/O and copies.
+        seed: seed of all random content.
+        rounds: rounds of the vllm, away, handover and proxied benchmarks; None for their defaults.
     """
 
     directory: Path

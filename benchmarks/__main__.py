@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`, or `make bench NAME=...`: one benchmark, as a table and as JSON."""
+"""Runs one benchmark for `python -m benchmarks NAME` and `make bench`; prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.name is None:
         print("\n".join(f"{name:10}{what}" for name, what in BENCHMARKS.items()))
         return 0
-    # Imported now and not before: some load torch.
+    # The import waits until here because some benchmarks load torch.
     module = importlib.import_module(f"benchmarks.{given.name}")
     run: Callable[[Options], Sequence[Row]] = module.run
     try:

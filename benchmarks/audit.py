@@ -1,7 +1,7 @@
-"""What audits of hits cost: the time to first token of hits that are compared and that are not.
+"""What audits of hits cost: time to first token of hits that are audited and of hits that are not.
 
-The embedded engine runs a random model in the shape of SmolLM2-135M. A cold prefill is the limit: a
-hit must stay far below it.
+An audit computes part of a hit anew and compares it with the stored KV. The embedded engine runs a
+random model in the shape of SmolLM2-135M. The limit is a cold prefill; hits must stay far below.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 def run(options: Options) -> Sequence[Row]:
-    """Rows: without a store, and for each value of `audit` the first hit of a process and the
-    median of later ones; what a rate of 1 % costs, relative to a cold prefill."""
+    """Return a row without a store, and one for each value of `audit` with the first hit of an
+    engine and the median of later hits. The last row has what a rate of 1 % costs, relative to a
+    cold prefill."""
     num_tokens, hits = (300, 1) if options.quick else (2000, 15)
     shape = {**SHAPE, "num_hidden_layers": 2} if options.quick else SHAPE
     model = make_tiny_model(options.directory / "model", seed=options.seed, **shape)
@@ -60,7 +61,7 @@ def _first_tokens(
     store: str | None = None,
     audit: object = "off",
 ) -> list[float]:
-    """Seconds to the first token of one prompt, `count` times in one engine."""
+    """Run one prompt `count` times in one engine; return each run's seconds to the first token."""
     options = None if store is None else {"audit": audit}
     config: dict[str, Any] = {"prefix_caching": False, "max_batched_tokens": 4096}
     found = []

@@ -1,11 +1,11 @@
-"""What a store that is away costs an engine that finds nothing in it: tokens a second.
+"""What a store that cannot be reached costs an engine, in tokens a second and per look-up.
 
-The embedded engine computes prompts that no store has, with one thread. The engine without a
-connector is the limit. One store refuses connections, as where a server was killed; one takes them
-and never answers, as a server that is stopped or behind a broken network.
+The embedded engine computes prompts that no store has, on one thread. An engine without a connector
+is the limit. One store refuses connections, as after its server was killed. Another accepts them
+and never answers, as a stopped server or one behind a broken network.
 
-Then look-ups through the scheduler role, in microseconds: in a directory alone, and with a second
-tier that never answers. Each prompt is half stored, half new.
+The second part times look-ups through the scheduler role, in microseconds: once with a directory
+alone, once with a second tier that never answers. Half of each prompt is stored.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ SHAPE: dict[str, Any] = {
 PROMPT_TOKENS, PROMPTS = 512, 8
 GENERATE = SamplingParams(max_tokens=16, ignore_eos=True)
 MEMORY_BYTES = 128 << 20
-"""Host memory; the rounds before the first that counts fill it."""
+"""Host memory of each engine. The warm-up rounds fill it."""
 
 STORED_TOKENS, NEW_TOKENS = 8 * CHUNK_TOKENS, 8 * CHUNK_TOKENS
-"""Of a prompt that is looked up."""
+"""Tokens of a looked-up prompt that are stored, and tokens that are not."""
 LOOKUP_SECONDS = 30.0
-"""In which the tier is found to be away and tried again several times."""
+"""Time for look-ups: the tier is found to be away and tried again several times meanwhile."""
 ASKS, STEP_SECONDS = 3, 0.001
-"""How often a prompt is looked up, and how long the engine's step takes between."""
+"""How often each prompt is looked up, and the pause for an engine's step in between."""
 
 
 def run(options: Options) -> Sequence[Row]:
-    """Rows: the engine without a connector, then with each store that is away. `ratio` is of the
-    engine without; `worst_round` is the ratio of the round that lost most. Then the look-ups."""
+    """Return a row for the engine without a connector, one for each store that is away, then the
+    look-ups. `ratio` compares a rate with that of the engine without a connector; `worst_round` is
+    the lowest such ratio of a round."""
     rounds, warm_rounds = (1, 1) if options.quick else (options.rounds or 30, 6)
     shape = {**SHAPE, "num_hidden_layers": 1} if options.quick else SHAPE
     prompts = random.Random(options.seed)
@@ -92,7 +93,7 @@ def run(options: Options) -> Sequence[Row]:
 
 
 def rows_of(rates: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Each engine beside the first one, from its tokens a second in rounds of equal work."""
+    """Compare each engine's tokens a second, in rounds of equal work, with the first engine's."""
     plain = next(iter(rates.values()))
     return [
         {
@@ -106,7 +107,7 @@ def rows_of(rates: Mapping[str, Sequence[float]]) -> list[Row]:
 
 
 def _round(engine: LLM, prompts: random.Random) -> float:
-    """Tokens a second for some prompts that were never seen."""
+    """Return the engine's tokens a second for a batch of new prompts."""
     batch = [prompts.choices(range(3, 250), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
     started = time.monotonic()
     engine.generate(batch, GENERATE)
@@ -115,9 +116,9 @@ def _round(engine: LLM, prompts: random.Random) -> float:
 
 
 def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float) -> Row:
-    """The slowest look-ups of many prompts, where the first of these tiers is a directory, and the
-    slowest of sums between them, each as long as the first look-up of a prompt: what this machine
-    adds to any code."""
+    """Look up many prompts in the tiers `urls`, of which the first is a directory, and return the
+    slowest look-ups. Between look-ups, sums run that take as long as the second prompt's first
+    look-up took. The slowest sums show what this machine adds to any code."""
     options = {"store": urls, "chunk_tokens": CHUNK_TOKENS, "audit": "off"}
     stored = prompts.choices(range(3, 250), k=STORED_TOKENS)
     cache = PrefixCache(engine_spec(GROUP), options, Observer())
@@ -143,7 +144,7 @@ def _lookups(name: str, urls: list[str], prompts: random.Random, seconds: float)
         for _ in range(ASKS):
             found = scheduler.lookup(prompt, 0).num_tokens
             times.append(1e6 * (time.perf_counter() - started))
-            if found is not None:  # what is stored would be fetched first
+            if found is not None:  # a hit needs a fetch first, which no worker makes here
                 raise AssertionError(f"looked up {found} tokens of a prompt that is half stored")
             time.sleep(STEP_SECONDS)
             if len(times) == ASKS + 1:
@@ -173,7 +174,7 @@ def _timed_sum(numbers: range) -> float:
 
 @contextmanager
 def server(*, listens: bool) -> Iterator[str]:
-    """URL of a store where nothing listens, or where no process accepts connections."""
+    """Yield the URL of a store where nothing listens, or where nobody accepts connections."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         if listens:

@@ -1,20 +1,20 @@
-"""KV of an 8B model into and out of paged blocks, checksums on, beside the machine's own limits.
+"""Saves and loads of an 8B model's KV in paged blocks, checksums on, beside the machine's limits.
 
-32 layers, 8 kv heads, head_dim 128, bf16, blocks of 16 tokens in random order: 128 KiB a token, 16
-MiB a chunk. As in a host, both roles of the connector run over a `file://` store, step by step.
-Beside each case stands the plainest operation of the machine on as many bytes, measured in the same
-rounds.
+The KV has 32 layers, 8 kv heads, head_dim 128 and bf16, in blocks of 16 tokens in random order: 128
+KiB a token, 16 MiB a chunk. As in a host, both roles of the connector run over a `file://` store,
+step by step. Each case takes turns with the plainest operation of the machine on as many bytes.
 
-A save lasts from the forward of a prompt until all its chunks are stored. A load lasts from the
-first look-up of a prompt until its KV is in the blocks: fetch, verify, hold, promise, copy. No load
-finds its prompt in memory: prompts take turns, and memory holds fewer than there are.
-`in_hand_gb_per_s` is the rate of the part of a load before the promise.
+A save is timed from the forward of a prompt until all its chunks are stored. A load is timed from
+the first look-up of a prompt until its KV is in the blocks. In between, the connector fetches and
+verifies the chunks, holds them in its memory, promises the hit to the host, and copies. No load
+finds its prompt in memory, since prompts take turns and memory holds fewer than there are.
+`in_hand_gb_per_s` is the rate of a load up to the promise.
 
-`load_warm` reads the records from the page cache, `load_cold` after they were dropped from it; on a
+`load_warm` reads the records from the page cache, `load_cold` after they were dropped from it. On a
 tmpfs nothing can be dropped, and both read from memory.
 
-`limit_gb_per_s` is one thread of the plain operation, `limit_all_threads_gb_per_s` as many threads
-of it as the connector has.
+`limit_gb_per_s` is the rate of the plain operation on one thread, `limit_all_threads_gb_per_s` that
+on as many threads as the connector has for the case.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ IDLE_SECONDS = 0.001
 
 SHARED_MEMORY = Path("/dev/shm")
 SAVE_MEMORY_PROMPTS = 4
-"""Prompts that the connector's memory holds while it saves; some of that memory is for loads."""
+"""Prompts that fit the connector's memory while it saves; some of that memory is for loads."""
 
 LOAD_MEMORY_PROMPTS = 2
-"""Prompts that the connector's memory holds while it loads: fewer than there are."""
+"""Prompts that fit the connector's memory while it loads: fewer than there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def run(options: Options) -> Sequence[Row]:
 
 
 def measure(options: Options, size: Size) -> list[Row]:
-    """`run` with another size."""
+    """Do the work of `run` with the given size."""
     kv = PagedPrompt(size.prompt_tokens, options.seed)
     rows: list[Row] = []
     if file_system(SHARED_MEMORY) == "tmpfs" and os.access(SHARED_MEMORY, os.W_OK):
@@ -109,8 +109,8 @@ def measure(options: Options, size: Size) -> list[Row]:
 
 
 class PagedPrompt:
-    """KV of a prompt in blocks of random order, and one more block for the token that no hit
-    covers."""
+    """The KV of a prompt in blocks of random order, with one more block for the last token, which
+    no hit covers."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
         self.num_tokens = num_tokens
@@ -123,7 +123,7 @@ class PagedPrompt:
         self._saved = [layer.clone() for layer in blocks.tensors]
 
     def clear(self) -> None:
-        """Forget all KV."""
+        """Overwrite all KV with zeros."""
         for layer in self.layers.values():
             layer.zero_()
 
@@ -140,7 +140,7 @@ class PagedPrompt:
 def prompt_host(
     kv: PagedPrompt, store: Path, *, io_threads: int, memory_prompts: int
 ) -> Iterator[PromptHost]:
-    """A host over a store in a directory, with empty memory that holds `memory_prompts`."""
+    """Open a host over a store in a directory, with empty memory for `memory_prompts` prompts."""
     slot_bytes = CHUNK_BYTES + (1 << 16)
     options = {
         "store": f"file://{store}",
@@ -165,7 +165,7 @@ class PromptHost(RolesHost):
         self._ids = itertools.count()
 
     def save(self, number: int) -> None:
-        """Run a prompt that is not stored, until all its chunks are."""
+        """Run a prompt that is not stored, and step until all its chunks are stored."""
         request = self._request(number)
         if hit := self._look_up(request):
             raise StoreError(f"{hit} tokens of a new prompt were found stored")
@@ -178,7 +178,7 @@ class PromptHost(RolesHost):
         """Run a prompt whose chunks are all stored.
 
         Returns:
-            The times until the hit was promised, and until its KV was in the blocks.
+            The time until the hit was promised, and the time until its KV was in the blocks.
 
         Raises:
             StoreError: its KV is not in the blocks.
@@ -199,7 +199,7 @@ class PromptHost(RolesHost):
         return in_hand, in_blocks
 
     def _request(self, number: int) -> HostRequest:
-        # One token more than is stored: the last one is always computed.
+        # One token more than is stored, since the host always computes the last token.
         tokens = [number, *range(self._kv.num_tokens)]
         request = HostRequest(f"{number}.{next(self._ids)}", tokens, len(tokens))
         self.scheduler.on_new_request(request)
@@ -232,7 +232,7 @@ class Timings:
     plain_all_threads: list[Seconds] = field(default_factory=list)
 
     def row(self, name: str, limit: str, num_bytes: int) -> Row:
-        """Rates of the medians."""
+        """Return the row of the case, with rates from median times."""
         gigabytes = num_bytes / 1e9
 
         def rate(runs: Sequence[Seconds]) -> float:
@@ -253,7 +253,7 @@ class Timings:
 
 
 class DataPath:
-    """Hosts over a store in one directory."""
+    """Measures saves and loads over a store in one directory."""
 
     def __init__(self, kv: PagedPrompt, directory: Path, threads: int, size: Size) -> None:
         self.kv = kv
@@ -263,12 +263,12 @@ class DataPath:
         self.size = size
 
     def files(self) -> list[Path]:
-        """All records."""
+        """Return the files of all records."""
         return sorted((self.store / "records").rglob("*.safetensors"))
 
     def save(self, name: str) -> Row:
-        """Blocks → hash → files, beside plain pwritev of as many bytes into new files. The records
-        of all prompts stay."""
+        """Time saves (blocks → hash → files) beside plain pwritev of as many bytes into new files.
+        The records of all prompts stay for `loads`."""
         case = Timings()
         files = PlainFiles(self.directory / "plain", CHUNK_BYTES, self.kv.num_bytes)
         # The connector saves on half of its threads.
@@ -289,7 +289,7 @@ class DataPath:
             for _ in range(self.size.num_prompts):
                 for work in cases:
                     work()
-                # The case after a deletion gets the freed pages: another case in each round.
+                # The case after a deletion gets the freed pages, so each round rotates the order.
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:
@@ -300,7 +300,7 @@ class DataPath:
         return case.row(name, "pwritev", self.kv.num_bytes)
 
     def loads(self) -> list[Row]:
-        """Files → verify → blocks: from the page cache beside memcpy, from disk beside O_DIRECT."""
+        """Time loads (files → verify → blocks): warm beside memcpy, cold beside O_DIRECT reads."""
         files = self.files()
         some = files[: self.size.prompt_tokens // CHUNK_TOKENS]
         source = np.ones(self.kv.num_bytes, np.uint8)
@@ -332,7 +332,7 @@ class DataPath:
                 for work in cold_cases:
                     drop_from_cache(files)
                     work()
-                # A disk changes its speed and has a cache: another case goes first each time.
+                # A disk changes its speed and has a cache, so each round rotates the order.
                 cold_cases.append(cold_cases.pop(0))
         plain_read = "O_DIRECT read" if direct.works else "buffered read"
         return [

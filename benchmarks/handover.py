@@ -1,11 +1,12 @@
-"""First tokens of prompts that another engine prefilled, at an idle decoder and at a loaded one.
+"""Time to first token of prompts that another engine prefilled, at an idle and a loaded decoder.
 
-The prefiller is an engine in a process of its own, the decoder one in this process; they are peers.
-Each round has new prompts of each length. The decoder computes one prompt. Another one is handed
-over, and then asked for again, which hits the decoder's own prefix cache. As many bytes come over a
-plain socket. Then the same three requests come while the decoder generates for another request.
+The prefiller is an engine in a process of its own; the decoder runs in this process. They are
+peers. Each round has new prompts of each length. The decoder computes one prompt. Another prompt is
+handed over and then asked again, which hits the decoder's own prefix cache. A plain socket carries
+as many bytes for comparison. Then the same three requests come while the decoder generates for
+another request.
 
-A length is a number of whole chunks and a tail, which the decoder computes in any case.
+A length is a number of whole chunks and a tail: the tokens after the last whole chunk.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from kvferry.testing.models import make_tiny_model
 
 CHUNK_TOKENS = 128
 RECORD_BYTES = 4 << 20
-"""Of a chunk of `MODEL` in float32."""
+"""Size of a chunk of `MODEL` in float32."""
 VOCABULARY = range(3, 320)
-"""Of prompts, in any model."""
+"""Token ids of the prompts, valid in any of the models."""
 STEPS = 16
-"""Of the decoder that are timed, from the arrival of a request on."""
+"""Steps of the loaded decoder that are timed, from the arrival of a request on."""
 MEMORY: Mapping[str, Any] = {"memory_bytes": 1100 << 20}
-"""Host memory of the decoder: as much as the first round fills, and the others use again."""
+"""Host memory of the decoder. The first round fills it, and the other rounds use it again."""
 ENGINE: Mapping[str, Any] = {"dtype": "float32", "kv_cache_bytes": 256 << 20}
 LOAD = SamplingParams(max_tokens=2000, ignore_eos=True)
-"""Of the request for which a loaded decoder generates."""
+"""Sampling of the request that keeps the decoder loaded."""
 _SEAL_SECONDS = 60.0
 
 
@@ -69,10 +70,10 @@ class Arrival(NamedTuple):
     """One request at the decoder.
 
     Attributes:
-        way: by which its KV comes.
-        first_token: milliseconds.
-        num_steps: until then.
-        steps: milliseconds of each step, also of those after it.
+        way: how the KV of its prompt comes.
+        first_token: milliseconds until the first token.
+        num_steps: steps until the first token.
+        steps: milliseconds of each step from the arrival on, later steps included.
     """
 
     way: str
@@ -85,10 +86,10 @@ class Handovers:
     """Measures one round after the other.
 
     Args:
-        prefiller, decoder: the engines.
-        counters: of the decoder.
-        reads: of a plain socket.
-        chance: makes prompts.
+        prefiller, decoder: the two engines.
+        counters: counters of the decoder.
+        reads: reads from a plain socket.
+        chance: source of random prompts.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Handovers:
         self._chance = chance
 
     def round(self, num_tokens: int) -> dict[str, float]:
-        """Figures of new prompts of a length."""
+        """Measure new prompts of one length."""
         before = self._counters.snapshot()
         found = {
             f"{each.way}_ms": each.first_token for each in self._arrivals(num_tokens, self._drain)
@@ -143,11 +144,11 @@ class Handovers:
         return found
 
     def _arrivals(self, num_tokens: int, go_on: Callable[[], None]) -> Iterator[Arrival]:
-        """Two new prompts: one is computed, one handed over and then hit. `go_on` steps until the
-        next may come."""
+        """Send two new prompts: the decoder computes one, and the other is handed over and then
+        hit. `go_on` runs steps until the next request may come."""
         handed, other = self._prompt(num_tokens), self._prompt(num_tokens)
         params = self._prefiller.ask(handed, 1, PREFILL).params
-        # The computed one comes first, so that the prefiller has sealed the other one's end.
+        # The computed prompt goes first, so that the prefiller has time to seal the other's end.
         for way, prompt, from_proxy in (
             ("computed", other, None),
             ("handed_over", handed, params),
@@ -176,15 +177,15 @@ class Handovers:
 
 
 def run(options: Options) -> Sequence[Row]:
-    """A row for each number of whole chunks, then for each tail: medians of all rounds but the
-    first. `first_transfer_ms` is the first round's, into memory that nothing has touched."""
+    """Return a row for each number of whole chunks, then for each tail, with medians of all rounds
+    but the first. `first_transfer_ms` is from the first round, whose memory nothing has touched."""
     few, some, many = (1, 2, 3) if options.quick else (1, 8, 16)
     lengths = [(few, 1), (some, 1), (many, 1), (some, 0), (some, 64), (some, 127)]
     num_rounds = 1 if options.quick else (options.rounds or 7)
     rounds: dict[tuple[int, int], list[dict[str, float]]] = {length: [] for length in lengths}
     with ExitStack() as undo:
         handovers = _open(options, undo)
-        handovers.round(many * CHUNK_TOKENS)  # takes what is touched at start
+        handovers.round(many * CHUNK_TOKENS)  # uses up the memory that the start has touched
         for _ in range(num_rounds + 1):
             for chunks, tail in lengths:
                 found = handovers.round(chunks * CHUNK_TOKENS + tail)

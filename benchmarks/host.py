@@ -1,5 +1,5 @@
-"""The engine of the benchmarks, without a model: paged KV of any shape, and a host that calls both
-roles of a connector."""
+"""Stand-in for an engine in benchmarks and in the tests' simulated host: paged KV of any shape, and
+a host that calls both roles of a connector. It has no model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shape:
 
 
 def group_of(block_size: int, *, is_mla: bool = False) -> KVGroup:
-    """KV of an 8B model, or of a small MLA model."""
+    """Return the KV group of an 8B model, or of a small MLA model."""
     layers, heads, content = (27, 1, 576) if is_mla else (32, 8, 256)
     return KVGroup(
         num_layers=layers,
@@ -65,8 +65,8 @@ def group_of(block_size: int, *, is_mla: bool = False) -> KVGroup:
 
 
 class Blocks:
-    """Paged KV of one rank, its blocks in random order; block 0 stays free. With a `device`, "cpu"
-    included, rows are torch tensors instead of arrays."""
+    """The paged KV of one rank, whose blocks are in random order; block 0 stays free. With a
+    `device`, "cpu" included, rows are torch tensors instead of arrays."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Blocks:
             self.paged.runs(self.ids[start : start + per_chunk], 0, CHUNK_TOKENS)
             for start in range(0, num_blocks - per_chunk + 1, per_chunk)
         ]
-        """Of each whole chunk."""
+        """Block runs of each whole chunk."""
 
     def rows(self, staging: Bytes) -> Rows:
-        """A chunk's rows in a buffer."""
+        """Return a view of a buffer as the rows of a chunk."""
         found: Rows = self.paged.as_rows(staging.data, self._row_shape)
         return found
 
@@ -104,7 +104,7 @@ class Blocks:
 def kv_tensors(
     layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str | None = None
 ) -> list[torch.Tensor]:
-    """One bfloat16 tensor per layer, in memory as the layout says."""
+    """Make one bfloat16 tensor per layer, with the memory order of the layout."""
     spec = parse(layout)
     order = spec.order or "L" + spec.axes
     sizes = {
@@ -121,7 +121,7 @@ def kv_tensors(
 
 
 def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:
-    """Noise that differs from layer to layer, so that KV in the wrong layer is noticed."""
+    """Fill tensors with noise that differs from layer to layer, so that swapped layers show."""
     noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
     for layer, tensor in enumerate(tensors):
         values = np.resize(np.roll(noise, 1009 * layer), tensor.numel()).reshape(tensor.shape)
@@ -129,7 +129,7 @@ def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:
 
 
 def engine_spec(group: KVGroup) -> EngineSpec:
-    """An engine of one rank."""
+    """Return the spec of an engine of one rank."""
     return EngineSpec(
         identity=ModelIdentity(weights=bytes(32), config={"model_type": "bench"}),
         groups=(group,),
@@ -141,7 +141,7 @@ def engine_spec(group: KVGroup) -> EngineSpec:
 def opened_roles(
     group: KVGroup, options: Mapping[str, object], layers: Mapping[str, torch.Tensor]
 ) -> Iterator[Roles]:
-    """Both roles of the shared-storage connector of one rank, with its tensors by layer."""
+    """Open both roles of the shared-storage connector for one rank, and register its layers."""
     cache = PrefixCache(engine_spec(group), options, Counters())
     roles = Roles(cache.scheduler(), cache.worker(), cache.close, cache.wait_ready)
     try:
@@ -192,8 +192,8 @@ class RolesHost:
         self._none: set[str] = set()
 
     def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
-        """One step, with a forward if something is scheduled. Does little besides the calls, since
-        `bench step` times it."""
+        """Run one step, with a forward if something is scheduled. It does little besides the calls,
+        since `bench step` times it."""
         finished = finished or self._none
         plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
         if scheduled:

@@ -1,19 +1,20 @@
 """Reading records that an engine of another shape stored, beside reads that convert nothing.
 
-Engines of one shape store the KV of an 8B model (32 layers, 8 kv heads, head_dim 128, bf16; in one
-case, of an MLA model); one rank of an engine of another shape reads it. A read does the work of a
-connector on a chunk: copy the rank's rows from the record into staging, verify their leaves, copy
-them into blocks of random order. Records lie in memory, so that no disk takes part.
+An engine of one shape stores the KV of an 8B model (32 layers, 8 kv heads, head_dim 128, bf16) or,
+in one case, of an MLA model. One rank of an engine of another shape reads it. A read does a
+connector's work on a chunk: copy the rank's rows from the record into staging, verify their leaves
+(the pieces that have a digest each), and copy the rows into blocks of random order. Records lie in
+memory, so that no disk takes part.
 
-The straight read is the same for an engine that stored exactly these rows, with blocks that lie in
-memory as the rows do (HND, blocks of a chunk). `ratio` is the time of the converting read divided
-by the time of the straight one, the median over rounds in which they take turns; `copy_ratio` is
-the same for the copy from staging into blocks alone. One thread works, and its CPU time counts. The
-benchmark compares all rows with the stored ones before it measures.
+The straight read does the same for an engine that stored exactly these rows and whose blocks lie in
+memory as the rows do (HND, a block per chunk). The two reads take turns. `ratio` is the time of the
+converting read divided by that of the straight one, as the median over rounds; `copy_ratio` is the
+same for the copy from staging into blocks alone. One thread works, and its CPU time counts. Before
+it measures, the benchmark compares all rows with the stored ones.
 
-On a machine with a GPU, rows of its copies follow: 1,024 tokens in blocks of 16 are gathered (and
-hashed) on the device and copied to the host, or copied to the device, (verified) and scattered.
-Their `ratio` is against the plain copy of as many bytes from or to pinned memory, in turns.
+On a machine with a GPU, more rows follow. They gather 1,024 tokens from blocks of 16 on the device,
+with and without hashing, and copy them to the host; or copy them to the device, with and without
+verifying, and scatter them. Their `ratio` is against a plain copy to or from pinned memory.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def run(options: Options) -> Sequence[Row]:
 
 
 def measure(case: Conversion, num_tokens: int, rounds: int, seed: int) -> Row:
-    """One case."""
+    """Check and measure one case."""
     rng = random.Random(seed)
     records = stored(case, num_tokens, rng)
     group = group_of(case.reader.block_size, is_mla=case.is_mla)
@@ -111,8 +112,8 @@ def measure(case: Conversion, num_tokens: int, rounds: int, seed: int) -> Row:
 
 
 def stored(case: Conversion, num_tokens: int, rng: random.Random) -> Rows:
-    """Records of all chunks, `[chunk, layer, head, token, content]`, as the writer's ranks gather
-    them out of their blocks."""
+    """Return the records of all chunks, `[chunk, layer, head, token, content]`, as the writer's
+    ranks gather them from their blocks."""
     group = group_of(case.writer.block_size, is_mla=case.is_mla)
     num_chunks = num_tokens // CHUNK_TOKENS
     heads, content = group.num_kv_heads, group.content_size
@@ -143,7 +144,7 @@ class Reader:
         self._digests = [self._leaf_digests(index) for index in range(len(records))]
 
     def read(self) -> None:
-        """Records to staging, verified, to blocks; chunk by chunk."""
+        """Copy records to staging, verify them, and copy them to blocks, chunk by chunk."""
         for index, rows in enumerate(self._rows):
             np.copyto(rows, self._records[index])
             if self._leaf_digests(index) != self._digests[index]:
@@ -151,16 +152,16 @@ class Reader:
             self._blocks.paged.scatter(rows, 0, self._blocks.runs[index], 0)
 
     def copy(self) -> None:
-        """Staging to blocks alone."""
+        """Copy from staging to blocks, without the other work of a read."""
         for rows, runs in zip(self._rows, self._blocks.runs, strict=True):
             self._blocks.paged.scatter(rows, 0, runs, 0)
 
     def memcpy(self) -> None:
-        """The rows from the records to staging, in one piece if the records hold no other rows."""
+        """Copy all rows from the records to staging at once."""
         np.copyto(self._staging, self._records.view(np.uint8).reshape(self._staging.shape))
 
     def in_blocks(self) -> Rows:
-        """The rows in the blocks, `[chunk, layer, head, token, content]`."""
+        """Return the rows that the blocks hold, `[chunk, layer, head, token, content]`."""
         found = np.zeros((len(self._rows), *self._rows[0].shape), np.int16)
         for rows, runs in zip(found, self._blocks.runs, strict=True):
             self._blocks.paged.gather(rows, 0, runs, 0)
@@ -178,8 +179,8 @@ class Reader:
 
 
 class DeviceCopies:
-    """Copies between the blocks of an engine on a device, and rows of all their tokens in pinned
-    memory. With the device "cpu" it runs without a GPU, for tests."""
+    """Copies between an engine's blocks on a device and rows of all their tokens in pinned memory.
+    With the device "cpu" it runs without a GPU, for tests."""
 
     def __init__(self, shape: Shape, num_tokens: int, seed: int, device: str) -> None:
         group = group_of(shape.block_size)
@@ -224,7 +225,7 @@ class DeviceCopies:
 def device_rows(
     layout: str, num_tokens: int, rounds: int, seed: int, *, device: str = "cuda"
 ) -> list[Row]:
-    """`DeviceCopies`, each in turns with the plain copy of as many bytes."""
+    """Time each copy of `DeviceCopies` in turns with a plain copy of as many bytes."""
     shape = Shape(1, 16, layout)
     copies = DeviceCopies(shape, num_tokens, seed, device)
     host = copies.host
@@ -253,7 +254,7 @@ def device_rows(
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
-    """Wall seconds until everything that `work` started on the device has ended."""
+    """Return the wall seconds until everything that `work` starts on the device has ended."""
 
     def complete() -> None:
         work()

@@ -1,4 +1,4 @@
-"""The plain operations of the machine that benchmarks compare with."""
+"""Plain copies, writes and reads of the machine, timed as limits for the benchmarks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def timed(work: Callable[[], object]) -> Seconds:
 
 
 class PlainFiles:
-    """New files of `file_bytes`, `num_bytes` together, all written from one buffer."""
+    """New files of `file_bytes` each and `num_bytes` in total, all written from one buffer."""
 
     def __init__(self, directory: Path, file_bytes: int, num_bytes: int) -> None:
         self._directory = directory

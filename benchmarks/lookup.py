@@ -1,11 +1,11 @@
 """Finding the stored prefix of a prompt: time per chunk and memory per known chunk, by store size.
 
-The records are empty files under random keys, since a look-up opens none. The first figure is of
-the store alone, asked for the keys: the part of the index in a look-up. Then a prompt of 1,000
-chunks, all stored, is looked up through the scheduler role as hosts do: by a new request that finds
-all chunks stored and none held, so that each gets a slot to be fetched into; and by a request that
-finds all chunks held, and is promised them at once. Each row opens its store afresh, and also times
-requests that come while the index still fills.
+The records are empty files, since a look-up opens none. First the store alone is asked for the
+keys, which shows the share of its index in a look-up. Then a prompt of 1,000 stored chunks is
+looked up through the scheduler role as hosts do. One request finds all chunks stored and none held
+in host memory, so that each gets a slot to be fetched into. Another finds all chunks held, and the
+scheduler role promises them at once. Each row opens its store afresh, and also times requests that
+come while the index still fills.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvferry.types import ChunkKey, KVGroup
 
 PROMPT_CHUNKS = 1000
 EARLY_TOKENS = 16 * CHUNK_TOKENS
-"""Length of the requests that come while the index fills."""
+"""Length of the requests that come while the index still fills."""
 
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="bfloat16", block_size=16)
 
@@ -98,7 +98,7 @@ def measure(num_chunks: int, directory: Path, seed: int) -> Row:
 
 
 def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, seed: int) -> None:
-    """Empty files where the records of `keys`, and of random keys up to `num_chunks`, would be."""
+    """Create `num_chunks` empty files in place of records: under `keys`, the rest at random."""
     rng = random.Random(seed)
     names = [record_path(str(directory), key) for key in keys]
     names.extend(
@@ -112,7 +112,7 @@ def create_records(directory: Path, keys: Iterable[ChunkKey], num_chunks: int, s
 
 
 def rebuild(url: str, directory: Path) -> float:
-    """Seconds that a store takes to rebuild an index that is gone."""
+    """Delete a store's index; return the seconds that the store takes to rebuild it."""
     for file in directory.glob("index.sqlite3*"):
         file.unlink()
     started = time.perf_counter()
@@ -125,8 +125,8 @@ def rebuild(url: str, directory: Path) -> float:
 def while_filling(
     cache: PrefixCache, scheduler: SchedulerRole, token_ids: list[int]
 ) -> tuple[float, float]:
-    """Until the index is complete: the worst time of a look-up, in ms; and the seconds until
-    then."""
+    """Look up prompts until the index is complete; return the slowest look-up in ms, and the
+    seconds that the index took."""
     store = cache.store
     worst = 0.0
     begun = time.perf_counter()
@@ -199,7 +199,7 @@ def median_us(seconds: Callable[[], float], count: int) -> float:
 
 
 def index_bytes(num_chunks: int, seed: int) -> int:
-    """Memory of an index of random keys, keys included."""
+    """Return the bytes that an index of random keys takes, keys included."""
     rng = random.Random(seed)
     gc.collect()
     tracemalloc.start()

@@ -1,10 +1,10 @@
-"""Records of another process's memory by NIXL, for `peer`, where it is installed.
+"""Reads records from another process's memory with NIXL, for the benchmark `peer`.
 
     pip install --no-deps nixl nixl-cu12
 
-The reader asks for each record on a plain socket, as it would ask who has a key and where, and
-reads it by NIXL's UCX, over whatever that chooses: on one machine a copy by the kernel, or sockets
-with `UCX_TLS=tcp,self` in the environment of the benchmark.
+Without NIXL, `peer` leaves these reads out. For each record the reader first asks on a plain
+socket, which stands for the question who has a key and where. Then NIXL's UCX reads the record. UCX
+chooses the way: on one machine the kernel copies, or with `UCX_TLS=tcp,self` sockets carry it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _register(agent: Any, buffers: Sequence[bytes | memoryview]) -> list[int]:  
 
 
 def offer(records: Sequence[bytes]) -> int:
-    """Let one reader read the records. Returns a port."""
+    """Let one reader read the records. Return the port that it connects to."""
     agent = _make_agent("source")
     addresses = _register(agent, records)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def offer(records: Sequence[bytes]) -> int:
 
 
 class NixlReads:
-    """Reads what `offer` offers, record after record, each into its slot."""
+    """Reads the records of `offer` one after the other, each into its slot of memory."""
 
     def __init__(self, port: int, slots: Sequence[memoryview]) -> None:
         self._stream = socket.create_connection(("127.0.0.1", port))

@@ -1,10 +1,15 @@
-"""Records of another process's memory over TCP, beside a plain socket and memcpy.
+"""Reads of records from another process's memory over TCP, beside a plain socket and memcpy.
 
-The other process serves records of one size. In rounds, one after the other: a plain socket that
-the other process fills without a pause; a plain socket that is asked for each record, as a store
-asks; our transport; reads that verify each record into its slot, on one thread and on several; and
-a copy of as many bytes in memory; and NIXL, where it is installed (`nixl_reads`). All plain reads
-are `recv_into` with MSG_WAITALL.
+The other process serves records of one size. Each round runs these cases, one after the other:
+
+- `stream`: a plain socket that the other process fills without a pause.
+- `asked`: a plain socket on which each record is asked for, as a store asks.
+- `transport`: our transport.
+- `verified`, `verified_all`: reads that verify each record into its slot, on one or more threads.
+- `memcpy`: a copy of as many bytes in memory.
+- `nixl`: NIXL, if it is installed (`nixl_reads`).
+
+All plain reads are `recv_into` with MSG_WAITALL.
 """
 
 from __future__ import annotations
@@ -46,13 +51,13 @@ from kvferry.types import ChunkKey, KVGroup
 SPACE = bytes(32)
 NUM_RECORDS = 16
 SIZES = (16 << 10, 256 << 10, 2 << 20)
-"""Bytes of the payload of a record."""
+"""Payload bytes of a record."""
 TIMEOUT_SECONDS = 60.0
 _ASK = b"?" * 64
 
 
 def schema_of(payload_bytes: int) -> RecordSchema:
-    """Of records of one layer and one head for each 64 KiB, as one leaf has."""
+    """Return the schema of records with one layer of one head per 64 KiB, the size of a leaf."""
     rows = max(1, payload_bytes >> 16)
     content = payload_bytes // rows // (128 * 2)
     group = KVGroup(
@@ -72,7 +77,8 @@ def record_of(schema: RecordSchema, number: int, seed: int) -> bytes:
 
 
 def serve(key_file: str, payload_bytes: int, seed: int) -> None:
-    """The other process: prints the ports of the peer, of the two plain sockets, and of NIXL."""
+    """Run the other process. It prints the ports of the peer, of the two plain sockets (asked, then
+    flood) and of NIXL, and serves until its stdin ends."""
     schema, memory = schema_of(payload_bytes), MemoryStore()
     records = [record_of(schema, number, seed) for number in range(NUM_RECORDS)]
     for number, record in enumerate(records):
@@ -82,13 +88,13 @@ def serve(key_file: str, payload_bytes: int, seed: int) -> None:
     def answer() -> None:
         stream, _ = asked.accept()
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for record in cycle(records):  # each in its turn, as peers read them
+        for record in cycle(records):  # in turn, as the reader asks
             if not stream.recv(len(_ASK), socket.MSG_WAITALL):
                 return
             stream.sendall(record)
 
     def flow() -> None:
-        while True:  # a connection is one run
+        while True:  # each run of the case connects anew
             stream, _ = flood.accept()
             with stream, suppress(OSError):
                 for record in cycle(records):
@@ -104,7 +110,7 @@ def serve(key_file: str, payload_bytes: int, seed: int) -> None:
 
 @contextmanager
 def served(directory: Path, payload_bytes: int, seed: int) -> Iterator[tuple[Path, list[int]]]:
-    """The key file and ports of the other process."""
+    """Start the other process; yield its key file and ports."""
     key_file = directory / "peers.key"
     key_file.touch(0o600)
     key_file.write_text(secrets.token_hex(32))
@@ -136,7 +142,7 @@ def served(directory: Path, payload_bytes: int, seed: int) -> Iterator[tuple[Pat
 
 
 class Reads:
-    """Each way to bring `count` records here; every one fills the same slots."""
+    """The ways to read `count` records into this process; all of them fill the same slots."""
 
     def __init__(
         self, key_file: Path, ports: Sequence[int], schema: RecordSchema, count: int, threads: int
@@ -212,7 +218,7 @@ class Reads:
 
 
 def measure(options: Options, payload_bytes: int) -> Row:
-    """One size. A round has every case once, and another one first each time."""
+    """Measure one record size. Each round runs every case once and starts with another one."""
     schema = schema_of(payload_bytes)
     num_rounds = 1 if options.quick else 9
     num_bytes = (1 << 20) if options.quick else (128 << 20)

@@ -1,10 +1,10 @@
-"""Two vLLM servers behind vLLM's own proxy: kvferry's peers, and NixlConnector where it is
-installed (`nixl_reads`).
+"""Two vLLM servers behind vLLM's own proxy, one prefilling and one decoding.
 
-One pair of servers at a time; the cases take turns. The prompts are long texts, of which one is
-handed over and asked again of the decoder, which then has it in its own prefix cache, and another
-one is computed there (`kvferry.demo.disaggregated`). At the end of each turn a prompt is
-prefilled, the prefiller is killed, and the decoder is asked with the parameters of its answer.
+One case is kvferry's peers; the other is NixlConnector, if NIXL is installed. The cases take turns,
+and one pair of servers runs at a time. Each round has two long texts (see
+`kvferry.demo.disaggregated`). The first is handed over, then asked again of the decoder, which has
+it in its own prefix cache by then. The decoder computes the second. At the end of a turn the
+prefiller computes one more prompt and is killed; the decoder gets the parameters of its answer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PROXY = ROOT / ".vllm-connectors" / "0.32.0" / "toy_proxy_server.py"
 BLOCK_SIZE = 128
 MEMORY_BYTES = 256 << 20
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other at a barrier of OpenMP spin. More of them than cores, in two
-servers, make a forward of 80 ms last a second."""
+"""Threads that wait for each other at a barrier of OpenMP spin. If two servers have more of them
+than the machine has cores, a forward takes many times as long."""
 TURNS = 2
 MAX_TOKENS = 8
 SHOWN = {
@@ -51,12 +51,12 @@ SHOWN = {
     "computed_ms": "computed_ttft_s",
     "through_proxy_ms": "proxied_ttft_s",
 }
-"""Columns: the first two are what the engines themselves measured."""
+"""Columns, and the figures that they show. The engines themselves measure the first two."""
 
 
 def of_kvferry(options: HandoverOptions) -> tuple[Launch, Launch]:
-    """With the blocks that NixlConnector has to have, and with so little memory that all of it was
-    used after two prompts: the first use of memory is no part of the figures."""
+    """Launch kvferry's peers with the block size that NixlConnector needs. Two prompts use all of
+    their memory, so that the figures leave out the first use of memory."""
     launches = peers(options)
     for launch in launches:
         launch.connector["kv_connector_extra_config"]["memory_bytes"] = MEMORY_BYTES
@@ -83,7 +83,7 @@ CASES: Mapping[str, Callable[[HandoverOptions], tuple[Launch, Launch]]] = {
 
 
 def run(options: Options) -> list[Row]:
-    """A row for each case: medians over all turns."""
+    """Return a row for each case, with medians over all turns."""
     if not PROXY.is_file():
         raise ConfigError(f"{PROXY} is not there; `make bench NAME=proxied` fetches it")
     handover = HandoverOptions(
@@ -126,7 +126,7 @@ def _turn(name: str, options: HandoverOptions) -> Row:
 
 
 def _kill(options: HandoverOptions, pair: Pair) -> Row:
-    """What the decoder says of a prompt whose prefiller died behind its answer."""
+    """Kill the prefiller after its answer; tell how the decoder answers the handed-over prompt."""
     prompt = prompt_of(options, "last one", options.document_tokens)
     prefilled = pair.prefiller.ask(prompt, 1, PREFILL)
     expected = pair.prefiller.ask(prompt, options.max_tokens)
@@ -144,12 +144,12 @@ def _kill(options: HandoverOptions, pair: Pair) -> Row:
     else:
         answer = "right" if said.text == expected.text else "wrong"
         if not said.logprobs:
-            answer = "an error"  # in the place of a token
+            answer = "an error"  # came in place of a token
     return {"after_kill": answer, "after_kill_ms": 1e3 * (time.perf_counter() - began)}
 
 
 def _together(turns: list[Row]) -> Row:
-    """One row of all turns: the medians of numbers, and of the rest what is worst."""
+    """Merge the rows of all turns: medians of numbers, `all` of bools, every other value."""
     measured = [row for row in turns if "note" not in row]
     if not measured:
         return turns[0]

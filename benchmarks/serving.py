@@ -1,8 +1,8 @@
-"""What it costs an engine that others read its host memory while it prefills.
+"""What it costs an engine if peers read its host memory while it prefills.
 
 The embedded engine computes prompts, one after the other, on one thread. Meanwhile another process
-reads the chunks of the prompt before: not at all, once, as the decoder of a handed-over prompt
-does, or again and again without a pause, which no decoder does.
+reads the chunks of the previous prompt over TCP: not at all, once as the decoder of a handed-over
+prompt does, or again and again without a pause, which no decoder does.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MAX_RECORD_BYTES = 32 << 20
 
 
 def read_for_ever(key_file: str, port: str, namespace: str) -> None:
-    """The other process: reads the keys of each line, in one buffer, and prints how many bytes it
-    read."""
+    """Run the other process: read the records of the keys in each line of stdin into one buffer,
+    and print how many bytes they had."""
     client = PeerClient("127.0.0.1", int(port), bytes.fromhex(namespace), read_key(key_file))
     buffer = memoryview(bytearray(_MAX_RECORD_BYTES))
     for line in sys.stdin:
@@ -59,10 +59,10 @@ def read_for_ever(key_file: str, port: str, namespace: str) -> None:
 
 
 class Reader:
-    """The other process. A context manager.
+    """The process that reads records, as the engine's process sees it. A context manager.
 
     Attributes:
-        num_bytes: read so far.
+        num_bytes: bytes read so far.
     """
 
     def __init__(self, key_file: Path, port: int, namespace: bytes) -> None:
@@ -79,7 +79,7 @@ class Reader:
         self.num_bytes = 0
 
     def read(self, keys: Sequence[ChunkKey]) -> None:
-        """Have the records read. Raises StoreError if none was."""
+        """Have the process read the records once. Raises StoreError if it read none."""
         asked, said = cast("IO[str]", self._process.stdin), cast("IO[str]", self._process.stdout)
         asked.write(" ".join(key.hex() for key in keys) + "\n")
         asked.flush()
@@ -90,7 +90,7 @@ class Reader:
 
     @contextmanager
     def reading(self, keys: Sequence[ChunkKey], case: str) -> Iterator[None]:
-        """Have them read meanwhile."""
+        """Have the process read the records while the block runs, as the case says."""
         ends = threading.Event()
 
         def go_on() -> None:
@@ -117,10 +117,10 @@ class Reader:
 
 @contextmanager
 def _serving(model: Path, options: dict[str, Any]) -> Iterator[tuple[LLM, SharedStorageScheduler]]:
-    """An engine with a cache, and the role that knows its keys."""
+    """Yield an engine with a cache, and the scheduler role, which knows the keys' namespace."""
     config: dict[str, Any] = {"prefix_caching": False, "max_batched_tokens": 4096, "num_threads": 1}
     engine = EngineConfig(**config)
-    # It lists a peer that nobody is: what it computes is in its memory alone.
+    # Nobody is at the address of its only peer, so what it computes stays in its memory alone.
     arguments = cache_arguments("peer://127.0.0.1:1", options, ModelConfig(model, engine), engine)
     roles: Roles = open_roles(arguments, Counters())
     with LLM(model, roles=roles, **config) as llm:
@@ -128,8 +128,8 @@ def _serving(model: Path, options: dict[str, Any]) -> Iterator[tuple[LLM, Shared
 
 
 def run(options: Options) -> Sequence[Row]:
-    """A row for each case: prompt tokens per second, relative to those of the first case; what the
-    other process read meanwhile. Cases take turns."""
+    """Return a row for each case: prompt tokens per second, their ratio to the first case, and the
+    rate at which the other process read. Cases take turns."""
     num_tokens, num_rounds = (300, 1) if options.quick else (1000, 15)
     shape = {**SHAPE, "num_hidden_layers": 2} if options.quick else SHAPE
     model = make_tiny_model(options.directory / "model", seed=options.seed, **shape)
@@ -178,7 +178,7 @@ def run(options: Options) -> Sequence[Row]:
 
 
 def _compute(llm: LLM, work: tuple[list[int], list[ChunkKey]]) -> tuple[float, list[ChunkKey]]:
-    """Seconds until a prompt is computed and its chunks are sealed; their keys."""
+    """Compute a prompt. Return the seconds until its chunks are sealed, and their keys."""
     tokens, keys = work
     started = time.perf_counter()
     llm.generate([tokens], ONE_TOKEN)

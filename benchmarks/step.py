@@ -1,8 +1,9 @@
-"""Time inside our hooks on a decode step: no hit, nothing to save, one request.
+"""Time inside our hooks on a decode step of one request, without a hit and with nothing to save.
 
-A host calls the scheduler role for plan and output, and the worker role for its step in the
-lifecycle, both behind the guard. All of that is timed; the model is left out.
-`bench vllm` measures the same step through the one-class façade, inside vLLM.
+The host calls both roles as an engine does in each step: the scheduler role builds the plan and
+takes the output, and the worker role runs its step. Both run behind the guard, the wrapper that
+catches their errors. All of that is timed. No model runs. `bench vllm` measures the same step
+through the one-class façade, inside vLLM.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kvferry.bench import Row
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048
 EXTRA_BLOCKS = 60
-"""For the tokens that are decoded."""
+"""Blocks for the tokens that are decoded."""
 
 
 def run(options: Options) -> Sequence[Row]:
-    """One row: the median over rounds of microseconds per step."""
+    """Return one row with the median microseconds per step over all rounds."""
     steps, rounds = (500, 1) if options.quick else (5000, 3)
     group = group_of(BLOCK_SIZE)
     blocks = range(1, PROMPT_TOKENS // BLOCK_SIZE + EXTRA_BLOCKS)
@@ -37,7 +38,7 @@ def run(options: Options) -> Sequence[Row]:
 
 
 def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:
-    """Prefill one prompt, let its saves end, then time decode steps; median microseconds."""
+    """Prefill one prompt, let its saves end, then time decode steps. Return the median in us."""
     request = HostRequest("r", list(range(PROMPT_TOKENS)), PROMPT_TOKENS)
     host.scheduler.on_new_request(request)
     host.scheduler.lookup(request, 0)

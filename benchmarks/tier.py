@@ -1,16 +1,17 @@
-"""kvferry as a tier of vLLM's offloading, beside vLLM's own file tier on the same directory.
+"""kvferry as a tier of vLLM's offloading, beside vLLM's own file tier on the same file system.
 
-Both behind vLLM's manager and its shared memory, in turns. A store lasts from the end of the copy
-from the device until the tier reported every row; a load from the first look-up of its requests
-until all rows are in memory; each is checked byte for byte. Files are read before each load, so
-that they are in the page cache. Cases:
+The tiers run in turns behind vLLM's manager and its shared memory (`tier_host`), without an engine.
+A row is the KV of one chunk in that memory. The time of a store runs from the end of the copy from
+the device until the tier has reported every row as stored. The time of a load runs from the first
+look-up of its requests until all rows are in memory; loaded rows are then compared byte for byte.
+Files are read before each load, so that they are in the page cache. Cases:
 
-- `fs`: vLLM's file tier. Its reads and writes go past the page cache where the file system can.
+- `fs`: vLLM's file tier. Its reads and writes bypass the page cache if the file system allows it.
 - `fs, buffered`: the same without O_DIRECT.
 - `kvferry`: every row is hashed when it is stored and when it is loaded.
-- `kvferry, unchecked`: without the hashes; no option, to show what they cost.
+- `kvferry, unchecked`: no hashes, to show what they cost. Users have no such option.
 
-Limits are plain: one memcpy, buffered writes of new files, buffered reads into one buffer.
+The limits are one memcpy, buffered writes of new files, and buffered reads into one buffer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvferry.testing.models import make_tiny_model
 CASES = ("fs", "fs, buffered", "kvferry", "kvferry, unchecked")
 PLACES = {"tmpfs": Path("/dev/shm"), "disk": None}
 LOOKED_UP = 1000
-"""Rows that one request asks for."""
+"""Rows that one request of a look-up asks for."""
 
 SMALL_ROW = 4096
 
@@ -57,7 +58,7 @@ QUICK = (Size(256 << 10, 4, 1),)
 
 
 def run(options: Options) -> list[Row]:
-    """Rows of each size in memory's file system and on disk, then of look-ups."""
+    """Return the rows of the table: on tmpfs and on disk, transfers of each size, then look-ups."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "the benchmark tier needs vLLM beside kvferry in one environment; for a CPU, "
@@ -87,8 +88,8 @@ class TierBench:
         self._options = options
 
     def transfers(self, place: str, size: Size) -> list[Row]:
-        """One row for each case: rates by medians of rounds in which each case has its turn, and
-        another goes first each time."""
+        """Time stores and loads of every case in each round; a different case goes first each time.
+        Return one row for each case, with rates from medians over rounds."""
         noise = self._noise(size.num_rows, size.row_bytes)
         num_bytes = noise.nbytes
         stores: dict[str, list[float]] = {case: [] for case in CASES}
@@ -141,7 +142,7 @@ class TierBench:
         ]
 
     def lookups(self, place: str, count: int) -> list[Row]:
-        """One row for each tier and answer."""
+        """Time look-ups that hit and that miss; return one row for each tier and answer."""
         noise = self._noise(count, SMALL_ROW)
         rows: list[Row] = []
         for case in ("fs", "kvferry"):
@@ -168,7 +169,7 @@ class TierBench:
 
     @contextmanager
     def _opened(self, case: str, noise: np.ndarray) -> Iterator[Any]:
-        """A host over a directory, which is removed afterwards."""
+        """Open a host over a directory, which is removed afterwards."""
         where = self._directory / case
         if case.startswith("fs"):
             tier = {"type": "fs", "root_dir": str(where)}
@@ -186,7 +187,7 @@ class TierBench:
 
 @contextmanager
 def hashed_as(case: str) -> Iterator[None]:
-    """Nothing is hashed or compared in the case without; the other cases wait meanwhile."""
+    """Hash and compare nothing in the unchecked case. No other case runs at the same time."""
     if not case.endswith("unchecked"):
         yield
         return
@@ -203,12 +204,12 @@ def hashed_as(case: str) -> Iterator[None]:
 
 
 def batch(turn: int, count: int) -> range:
-    """Numbers of the rows that a turn stores."""
+    """Return the numbers of the rows that a turn stores."""
     return range(turn * count, (turn + 1) * count)
 
 
 def shares(numbers: range, count: int) -> list[range]:
-    """What each of `count` requests asks for."""
+    """Split row numbers among at most `count` requests."""
     size = -(-len(numbers) // count)
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 

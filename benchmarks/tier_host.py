@@ -1,7 +1,7 @@
 """vLLM's own manager of tiers with one tier behind it, driven as vLLM's scheduler drives it.
 
-No engine: what a worker would copy into a row of its memory is noise that stands there already.
-Imports vLLM.
+The benchmark `tier` uses it. No engine runs: in place of a worker, it copies noise into the rows of
+the manager's memory. Imports vLLM.
 """
 
 # ruff: noqa: ANN401 - configurations and contexts are vLLM's
@@ -33,11 +33,11 @@ Json = dict[str, Any]
 TIMEOUT_SECONDS = 120.0
 
 IDLE_STEP_SECONDS = 0.001
-"""What vLLM's engine sleeps after a step that ran nothing, so that threads of connectors go on."""
+"""How long vLLM's engine sleeps after a step that ran nothing, so that other threads go on."""
 
 
 def offloading_spec(tier: Json, row_bytes: int, num_rows: int) -> Any:
-    """Of an engine of one rank whose chunk is one block."""
+    """Return the spec of an engine of one rank whose chunk is one block."""
     ranks = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=128, layer_names=("a",), group_id=0),),
@@ -64,11 +64,10 @@ def key_of(number: int) -> bytes:
 
 
 class TierHost:
-    """A manager of as many rows as one batch has, so that a batch takes the place of the one
-    before.
+    """A manager with as many rows as one batch, so that each batch evicts the previous one.
 
     Attributes:
-        tier: behind the manager.
+        tier: the tier behind the manager.
     """
 
     def __init__(self, spec: Any, noise: np.ndarray) -> None:
@@ -86,7 +85,7 @@ class TierHost:
         self._manager.shutdown()
 
     def store(self, numbers: Sequence[int]) -> float:
-        """Seconds until the tier reported a batch of new rows as stored."""
+        """Store a batch of new rows. Return the seconds until the tier reported all as stored."""
         context = self._begin()
         keys = [key_of(number) for number in numbers]
         with self._lock:
@@ -104,8 +103,8 @@ class TierHost:
         return seconds
 
     def load(self, batches: Sequence[Sequence[int]]) -> float:
-        """Seconds from the first look-up of a request for each batch until all rows are in memory,
-        byte for byte as they were."""
+        """Load each batch by a request of its own, and check every byte. Return the seconds from
+        the first look-up until all rows are in memory."""
         contexts = [self._begin() for _ in batches]
         waiting = [
             (key_of(number), context)
@@ -130,8 +129,8 @@ class TierHost:
         return seconds
 
     def look_up(self, numbers: Sequence[int], expected: bool) -> tuple[float, float]:
-        """The tier's own answers about rows: seconds of this thread in its hooks, and seconds until
-        all are known."""
+        """Ask the tier itself about rows. Return the seconds that this thread spent in the tier's
+        hooks, and the seconds until all answers were there."""
         context = self._begin()
         waiting = [key_of(number) for number in numbers]
         wanted = LookupResult.HIT if expected else LookupResult.MISS
@@ -175,7 +174,7 @@ class TierHost:
             self._manager.on_request_finished(context)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Steps of a scheduler without other work, until this is so."""
+        """Step as a scheduler without other work does, until `is_over`."""
         started = time.perf_counter()
         while True:
             with self._lock:
@@ -200,7 +199,7 @@ def opened_host(
     vllm_config: Any,
     noise: np.ndarray,
 ) -> Iterator[TierHost]:
-    """A manager with a row for each of `noise`, `[num_rows, row_bytes]`."""
+    """Open a manager with one row of memory for each row of `noise`, `[num_rows, row_bytes]`."""
     spec = offloading_spec(tier, noise.shape[1], len(noise))
     with set_current_vllm_config(vllm_config):
         host = TierHost(spec, noise)

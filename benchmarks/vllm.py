@@ -1,9 +1,9 @@
-"""`make bench NAME=vllm`: what a connector costs and saves inside real vLLM.
+"""What a connector costs and saves inside real vLLM: `make bench NAME=vllm`.
 
-It runs with the Python of vLLM's environment. The model is a small random Llama. In each round
-every case stores in one process and reads in another; one process runs at a time, and each has a
-fresh engine (`vllm_child`). Medians are over prompts and rounds, and exact to a few per cent.
-docs/benchmarks.md says what each phase and column means.
+It runs with the Python of vLLM's environment. The model is a small random Llama. In each round,
+every case stores in one process; every case with a connector also reads in a second process. One
+process runs at a time, each with a fresh engine (`vllm_child`). Medians are over prompts and
+rounds, and exact to a few per cent. docs/benchmarks.md explains each phase and column.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ ENVIRONMENT = {
 
 COMMAND = (sys.executable, "-m", "benchmarks.vllm_child")
 ROOT = Path(__file__).resolve().parent.parent
-"""Where the child finds `benchmarks`; beside it, `vllm` would be `vllm.py` of this package."""
+"""Working directory of the child, where it finds `benchmarks`. Inside that package, `import vllm`
+would find this file."""
 
 PROCESS_SECONDS = 600.0
 """Time limit of one process."""
 
 TOLERANCE = 1e-3
-"""Of logprobs against those of the engine's own prefix hit."""
+"""Largest difference of logprobs from those of the engine's own prefix hit."""
 
 ALONE = "none"
 """vLLM without a connector."""
@@ -95,8 +96,8 @@ REQUIRED = (ALONE, "kvferry")
 
 
 def connectors(directory: Path) -> dict[str, Json | None]:
-    """The cases, each with its `kv_transfer_config` of vLLM, which stores in `directory`. The first
-    is vLLM alone."""
+    """Return the cases, each with vLLM's `kv_transfer_config` that stores in `directory`. The first
+    case is vLLM alone."""
     return {
         ALONE: None,
         "kvferry": {
@@ -144,9 +145,9 @@ class Measured:
     """The results of one case, as its processes print them.
 
     Attributes:
-        case: its name.
-        cold: results of its storing processes, one per round, with `bytes_per_token` in the store.
-        warm: results of its reading processes; empty for vLLM alone.
+        case: name of the case.
+        cold: results of the storing processes, one per round, with `bytes_per_token` in the store.
+        warm: results of the reading processes; empty for vLLM alone.
         failure: why the case was given up; None if it was not.
     """
 
@@ -161,7 +162,7 @@ class ChildFailedError(Exception):
 
 
 def run(options: Options) -> Sequence[Row]:
-    """Rows of all cases and phases.
+    """Measure all cases; return a row for each case and phase.
 
     Raises:
         ConfigError: there is no vLLM in this environment, or it does not run without a connector.
@@ -180,14 +181,14 @@ def run(options: Options) -> Sequence[Row]:
 def measure(
     cases: Sequence[str], sizes: Sizes, directory: Path, *, rounds: int, seed: int
 ) -> list[Measured]:
-    """Run `rounds` rounds; in each, every case stores and then reads what it stored.
+    """Run `rounds` rounds, in each of which every case stores and then reads what it stored.
 
     Args:
         cases: names of `connectors`, vLLM alone first.
-        sizes: of the work.
-        directory: for the model and the stores; each store is removed after its use.
-        rounds: at least one.
-        seed: of weights and prompts.
+        sizes: sizes of the work.
+        directory: directory for the model and the stores; each store is removed after its use.
+        rounds: number of rounds, at least one.
+        seed: seed of weights and prompts.
 
     Raises:
         ConfigError: a case that is required failed.
@@ -290,7 +291,7 @@ def _work(sizes: Sizes, model: Path, source: random.Random) -> Json:
 
 
 def _bytes_per_token(store: Path, work: Json) -> float:
-    """Of tokens in whole blocks, of all prompts that a storing process computes."""
+    """Return the stored bytes per token in whole blocks, over all prompts of a storing process."""
     num_bytes = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     prompts = [work["warm_up"], *work["prompts"]]
     return num_bytes / sum(len(tokens) // BLOCK_SIZE * BLOCK_SIZE for tokens in prompts)
@@ -300,7 +301,7 @@ def _bytes_per_token(store: Path, work: Json) -> float:
 
 
 def rows_of(found: Sequence[Measured]) -> list[Row]:
-    """Medians over all processes, in the order of the cases; the first is vLLM alone."""
+    """Return rows of medians over all processes, in the order of the cases, vLLM alone first."""
     alone = found[0]
     prompts, own_hits = _all(alone.cold, "prompts"), _all(alone.cold, "again")
     rows: list[Row] = []
@@ -321,7 +322,7 @@ def rows_of(found: Sequence[Measured]) -> list[Row]:
 
 
 def _row(case: str, phase: str, ours: Sequence[Json], plain: Sequence[Json] = ()) -> Json:
-    """Medians of what a phase measured, and of its CPU time to that of `plain`, pair by pair."""
+    """Return the medians of a phase's figures, and of the ratios of its CPU times to `plain`'s."""
     row: Json = {"case": case, "phase": phase, "note": NOTES.get(case)}
     for name in ("cpu_s", "wall_s", "hit_tokens"):
         if all(name in one for one in ours):
@@ -351,7 +352,8 @@ def _decode_row(measured: Measured, alone: Measured) -> Json:
 
 
 def is_equal(ours: Json, reference: Json) -> bool:
-    """Same tokens, and logprobs of the tokens that both list within `TOLERANCE`."""
+    """Whether tokens are equal, and logprobs of tokens that both list differ by at most
+    `TOLERANCE`."""
     if ours["tokens"] != reference["tokens"] or len(ours["logprobs"]) != len(ours["tokens"]):
         return False
     return all(

@@ -1,9 +1,9 @@
-"""One engine of vLLM in a process of its own: `python -m benchmarks.vllm_child`.
+"""A process with one vLLM engine, which the benchmark `vllm` starts for each measurement.
 
-The process reads its work as one JSON object from stdin and writes its result as one to stdout;
-everything else that it prints goes to stderr. The keys of the work are `arguments`, `connector`,
-`warm_up` and `stored` for the `Engine`; `prompts`, which are timed twice, and `max_tokens`; and
-`decode`, the arguments of `decode` or null.
+It reads its work as one JSON object from stdin and writes its result as one JSON object to stdout;
+everything else that it prints goes to stderr. The work holds `arguments`, `connector`, `warm_up`
+and `stored` for `Engine`; `prompts`, each timed twice, and their `max_tokens`; and `decode`, the
+arguments of the function `decode`, or null.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ IDLE_SECONDS = 0.001
 SETTLE_SECONDS = 30.0
 
 WARM_UP_ANSWER = 4
-"""Tokens."""
+"""Tokens that a warm-up prompt generates."""
 
 QUIET_SECONDS = 1.5
-"""For the background work of a connector after the engine has started."""
+"""Pause after the start of the engine, for background work of its connector."""
 
 UNCOUNTED_STEPS = 100
-"""CPython drops its specialised code for a class that changes, as when hooks are wrapped. Until it
-has specialised the code again, hooks take longer."""
+"""Steps before the timed ones. CPython drops its specialised code for a class whose methods are
+replaced, here by the timer. Until CPython has specialised the code again, hooks take longer."""
 
 HOOKS = frozenset(
     name
@@ -46,10 +46,10 @@ HOOKS = frozenset(
 
 
 class HookTimer:
-    """Adds up the time spent in the hooks of connectors. One thread calls them all.
+    """Adds up the time spent in the hooks of connectors. One thread calls all hooks.
 
-    Wraps the methods of their classes, so that the instances stay as they are. A hook that another
-    hook calls is part of that hook's time. The cost of timing is measured too, and subtracted.
+    It wraps the methods of the connectors' classes and leaves the instances as they are. If a hook
+    calls another, only the outer one is timed. It measures its own cost and subtracts that.
     """
 
     def __init__(self, connectors: Iterable[Any]) -> None:
@@ -63,7 +63,7 @@ class HookTimer:
         self._overhead = self._measure_overhead()
 
     def take(self) -> float:
-        """Microseconds in hooks since the last call."""
+        """Return the microseconds spent in hooks since the last call."""
         spent = self._nanoseconds - self._calls * self._overhead
         self._nanoseconds = self._calls = 0
         return max(0.0, spent / 1e3)
@@ -84,7 +84,7 @@ class HookTimer:
         return timed
 
     def _measure_overhead(self) -> float:
-        """Nanoseconds measured for an empty hook."""
+        """Return the nanoseconds that timing adds to an empty hook."""
         empty = self._timed(lambda: None)
         best = float("inf")
         for _ in range(20):
@@ -97,11 +97,11 @@ class HookTimer:
 
 
 class Engine:
-    """vLLM, stepped the way its own loop in a server does it.
+    """A vLLM engine that is stepped as the loop of vLLM's server does.
 
     Args:
-        arguments: of vLLM's `LLM`.
-        connector: vLLM's `kv_transfer_config`.
+        arguments: arguments of vLLM's `LLM`.
+        connector: `kv_transfer_config` of vLLM; None for no connector.
         warm_up: tokens of a short prompt, which runs at once.
         stored: directory of the store that timed prompts will hit; None if they hit nothing.
     """
@@ -132,7 +132,7 @@ class Engine:
         prompt(self, warm_up, WARM_UP_ANSWER)
 
     def connectors(self) -> list[Any]:
-        """Both halves; none without a connector."""
+        """Return the connector's scheduler and worker halves; empty without a connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if not has_kv_transfer_group():
@@ -140,8 +140,8 @@ class Engine:
         return [self._scheduler.connector, get_kv_transfer_group()]
 
     def get_ready(self) -> None:
-        """Before a timed prompt that hits the store: bring its files into the page cache, from
-        which some systems drop idle files after seconds, and run a short prompt."""
+        """Prepare for a timed prompt that hits the store: bring the stored files into the page
+        cache, which some systems clear of idle files within seconds, and run a short prompt."""
         if self._stored is not None:
             bring_into_cache([path for path in self._stored.rglob("*") if path.is_file()])
             prompt(self, self._warm_up, WARM_UP_ANSWER)
@@ -185,7 +185,7 @@ class Engine:
 
 
 def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
-    """One prompt on an idle engine: time to first token, and CPU time until it is idle again."""
+    """Run a prompt on an idle engine; time the first token, and the CPU until it is idle again."""
     cpu, began = time.process_time(), time.perf_counter()
     engine.add(tokens, max_tokens, logprobs=5)
     first, last = None, None
@@ -212,7 +212,7 @@ def prompt(engine: Engine, tokens: list[int], max_tokens: int) -> Json:
 
 
 def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
-    """Decode steps of one request: the time of the hooks in each, and of the whole step."""
+    """Time the decode steps of one request, and the hooks in each step."""
     engine.add(tokens, UNCOUNTED_STEPS + num_steps + 2, logprobs=None)
     while not engine.step():
         pass
@@ -233,7 +233,7 @@ def decode(engine: Engine, tokens: list[int], num_steps: int) -> Json:
 
 
 def measure(work: Json) -> Json:
-    """Everything that one process measures, with a new engine."""
+    """Measure everything that one process is asked for, with a new engine."""
     names = ("arguments", "connector", "warm_up", "stored")
     engine = Engine(**{name: work[name] for name in names})
     time.sleep(QUIET_SECONDS)
@@ -249,7 +249,7 @@ def measure(work: Json) -> Json:
 
 
 def main() -> None:
-    # vLLM prints to stdout: that goes to stderr, so that stdout holds the result alone.
+    # vLLM's prints to stdout go to stderr, so that stdout holds nothing but the result.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with answer:

@@ -1,4 +1,4 @@
-"""A stored record, opened with nothing but safetensors.
+"""Open a stored record with nothing but safetensors, and print what is in it.
 
     python examples/open_a_record.py /var/cache/kvferry/records/0a/0a1b....safetensors
 

@@ -1,4 +1,4 @@
-"""Two processes, one prompt: the second reads what the first computed.
+"""Two processes get one prompt: the second reads the KV that the first computed.
 
     python examples/reuse_across_processes.py MODEL_DIR STORE_URL
 

@@ -2,8 +2,8 @@
 
     python examples/transformers_generate.py MODEL_DIR STORE_URL
 
-Run it twice: the second run reads what the first computed. The embedded engine and vLLM read it
-too, if they run the same weights in the same dtype.
+Run it twice: the second run reads the KV that the first computed. The embedded engine and vLLM read
+it, too, if they run the same weights in the same dtype.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """A browser that ends with the block. Fails the test where none can be had."""
+    """Run a browser for the block. Fails the test if there is none and none can be fetched."""
     program, its_environment = next(filter(None, map(shutil.which, NAMES)), None), dict(os.environ)
     if program is None:
         root = unpacked("chromium-headless-shell")

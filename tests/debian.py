@@ -1,5 +1,5 @@
-"""Programs out of Debian's packages, unpacked into a folder of the virtual environment, with what
-they need and the machine lacks. That takes no root."""
+"""Unpacks programs of Debian's packages, and what they need that the machine lacks, into a folder
+of the virtual environment. It needs no root."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _APT_SECONDS = 240
 
 
 def unpacked(package: str) -> Path:
-    """The folder that stands for `/`. Fails the test where the package cannot be had."""
+    """Unpack a package unless it is unpacked already; return the folder that stands for `/`.
+    Fails the test if the package cannot be fetched."""
     folder = Path(sys.prefix) / f"debian-{package}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests, one unpacks
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes unpacks
         if not (folder / "done").exists():
             try:
                 _unpack(package, folder)
@@ -33,11 +34,11 @@ def unpacked(package: str) -> Path:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """In which a program of `unpacked` finds its libraries and fonts."""
+    """Return the environment in which an unpacked program finds its libraries and fonts."""
     known = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     paths = [str(each.parent) for each in root.glob("**/lib*.so*")]
     result = {**os.environ, "LD_LIBRARY_PATH": ":".join(dict.fromkeys([*paths, *known]))}
-    if (root / "etc/fonts/fonts.conf").exists():  # else the machine has its own
+    if (root / "etc/fonts/fonts.conf").exists():  # otherwise the machine has its own
         config = root.parent / "fonts.conf"
         config.write_text(
             f"<fontconfig><dir>{root}/usr/share/fonts</dir>"
@@ -53,7 +54,7 @@ def _unpack(package: str, folder: Path) -> None:
     try:
         wanted = _missing(package, options)
     except subprocess.CalledProcessError:
-        # The machine's lists are empty or old, and may not be ours to renew.
+        # The machine's package lists are empty or old, and we may lack the right to renew them.
         for name in ("lists", "cache"):
             (lists / name / "partial").mkdir(parents=True, exist_ok=True)
         options = [f"-oDir::State::Lists={lists}/lists", f"-oDir::Cache={lists}/cache"]

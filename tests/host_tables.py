@@ -1,8 +1,8 @@
 """Block tables and tensors of the simulated host.
 
-As in vLLM, all tables take blocks from one pool and the layers of different tables share memory, so
-a block id used in the wrong table destroys another table's KV. A table with a window frees blocks
-once no token to come attends to them, and leaves the null block in their place.
+As in vLLM, all tables take blocks from one pool, and the layers of different tables share memory.
+So a block id used in the wrong table destroys another table's KV. A table with a window frees a
+block once no later token attends to it, and puts the null block in its place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class HostTable:
 
     Attributes:
         block_size: tokens per block.
-        window: tokens kept, the next one to compute included; None for all.
-        layers: pairs of a group and layers of it. Empty: no connector takes part in the table.
+        window: tokens that are kept, the next one to compute included; None for all.
+        layers: pairs of a group and its layers in the table; empty if the connector has no part in
+            the table.
     """
 
     block_size: int
@@ -35,16 +36,16 @@ class HostTable:
     layers: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def num_dropped(self, num_computed: int) -> int:
-        """Leading blocks that no token from `num_computed` on attends to."""
+        """Return how many leading blocks no token from `num_computed` on attends to."""
         return self.attended_from(num_computed) // self.block_size
 
     def attended_from(self, num_computed: int) -> int:
-        """First token that token `num_computed` attends to."""
+        """Return the first token that token `num_computed` attends to."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1)
 
 
 def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
-    """What an `EngineSpec` without tables means."""
+    """Return the tables that an `EngineSpec` without tables implies."""
     return tuple(
         HostTable(
             block_size=group.block_size,
@@ -56,7 +57,7 @@ def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
 
 
 def parts_of_tables(tables: Sequence[HostTable]) -> tuple[TablePart, ...]:
-    """The tables as an `EngineSpec` lists them. Layers are named `group.layer`."""
+    """Return the tables as an `EngineSpec` lists them. Layers are named `group.layer`."""
     return tuple(
         TablePart(
             table=index,
@@ -80,8 +81,8 @@ class HostBlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
 
     def grow(self, request: HostRequest, num_tokens: int) -> list[int]:
-        """Give a request blocks for its tokens, after dropping what left the windows. Returns the
-        blocks that were freed."""
+        """Free the blocks of a request that left the windows, then give it blocks for its tokens.
+        Return the freed blocks."""
         if not request.block_ids:
             request.block_ids = tuple([] for _ in self.tables)
         freed = []
@@ -100,7 +101,7 @@ class HostBlockPool:
         return freed
 
     def num_missing(self, request: HostRequest) -> int:
-        """Tokens, over the tables, that the next one attends to and that have no block."""
+        """Count, over all tables, the tokens without a block that the next token attends to."""
         computed = request.num_computed_tokens
         return sum(
             1
@@ -111,7 +112,7 @@ class HostBlockPool:
         )
 
     def release(self, request: HostRequest) -> list[int]:
-        """Take all blocks of a request back; returns them."""
+        """Take all blocks of a request back; return them."""
         freed = [block for table in request.block_ids for block in table if block != NULL_BLOCK]
         self._free.extend(freed)
         request.block_ids = ()
@@ -125,7 +126,7 @@ class HostBlockPool:
 
 
 class _ModelLayer(NamedTuple):
-    """A layer, and its place in its group counted over the whole model."""
+    """A layer, and its index in its group, counted over the whole model."""
 
     name: str
     group: int
@@ -160,7 +161,7 @@ class HostRank:
         return heads[1] - heads[0], self._tables[table].block_size, content
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """One `[num_blocks, page]` region for the n-th layers of all tables."""
+        """Make one `[num_blocks, page]` region for the n-th layers of all tables together."""
         pages: dict[int, int] = {}
         for table, layers in enumerate(self._layers):
             for index, layer in enumerate(layers):
@@ -175,7 +176,8 @@ class HostRank:
         return memory
 
     def values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
-        """`[tokens, heads of this rank, content]`: KV of the tokens that end these prefixes."""
+        """Return the KV of the tokens that end these prefixes, `[tokens, heads of this rank,
+        content]`."""
         heads = torch.arange(*self._spec.shard.groups[layer.group].heads).view(1, -1, 1)
         content = torch.arange(self._spec.groups[layer.group].content_size)
         seeds = prefix_seeds.view(-1, 1, 1)
@@ -197,8 +199,8 @@ class HostRank:
     def _kv(
         self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each layer the tokens of `[start, stop)` that have a block: name of the layer, block
-        and place in the block of each token, and the right KV."""
+        """Yield for each layer its name and, for the tokens of `[start, stop)` that have a block,
+        the block, the place in the block, and the right KV."""
         for table, ids, layers in zip(self._tables, request.block_ids, self._layers, strict=True):
             size = table.block_size
             held = [

@@ -1,4 +1,4 @@
-"""Changes of a model in memory that no file of it shows, by name. Each changes its KV."""
+"""Changes to a loaded model that none of its files shows, for tests of audits. Each changes KV."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A host engine without a model: schedules, allocates and "computes" KV that can be checked.
+"""An engine without a model for tests of connectors: it schedules requests, allocates blocks, and
+"computes" KV that can be checked.
 
 The KV of a token is a pure function of all tokens up to it, so checks detect a wrong, stale or
-misplaced byte in any block table (`host_tables`). Ranks of a tensor-parallel host
-run in one process, each with a worker role and tensors of its own; their outputs are folded.
+misplaced byte in any block table (`host_tables`). The ranks of a tensor-parallel host run in one
+process, each with a worker role and tensors of its own. The host folds their outputs into one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class SimulatedHost:
 
     Args:
         scheduler: the connector's scheduler role.
-        ranks: one worker each, in rank order.
-        num_blocks: blocks of all tables together; block 0 is never used.
+        ranks: spec and worker role of each rank, in rank order.
+        num_blocks: number of blocks of all tables together; block 0 is never used.
         tables: block tables; None for one per group of the spec.
-        check: called after every step; raises if the connector's own accounts do not add up.
+        check: check of the connector's own accounts, called after every step; raises if they do not
+            add up.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class SimulatedHost:
         self._pool = HostBlockPool(self._tables, num_blocks)
         self._running: dict[str, HostRequest] = {}
         self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))
-        """Every hit must be a multiple of it."""
+        """Tokens that the length of every hit must be a multiple of."""
         self._finished: set[str] = set()
         self.invalid_block_ids: set[int] = set()
         self.num_steps = 0
@@ -77,7 +79,7 @@ class SimulatedHost:
         """Prefill a prompt, check every byte of its KV, generate given tokens, finish.
 
         Args:
-            budget: tokens computed per step (chunked prefill).
+            budget: most tokens computed per step (chunked prefill).
             num_local_tokens: tokens of a simulated local prefix hit.
             generate: tokens "sampled" after the prompt, one per step.
         """
@@ -109,7 +111,7 @@ class SimulatedHost:
     def admit(
         self, request: HostRequest, *, num_local_tokens: int = 0, timeout: float = 20.0
     ) -> int:
-        """Look up until there is an answer, allocate, notify the connector. Returns the hit."""
+        """Look up until there is an answer, allocate, notify the connector. Return the hit."""
         hit: int | None = None
 
         def is_answered() -> bool:
@@ -143,8 +145,8 @@ class SimulatedHost:
         self.check(request)
 
     def check(self, request: HostRequest) -> None:
-        """Raise AssertionError if a token that the next one attends to has no block, or if a block
-        holds wrong KV: a host may share every block with other requests."""
+        """Check that each token that the next one attends to has a block, and that no block holds
+        wrong KV, since a host may share any block with other requests. Raises AssertionError."""
         missing = self._pool.num_missing(request)
         if missing:
             raise AssertionError(f"{request.request_id}: {missing} attended tokens have no block")
@@ -162,7 +164,7 @@ class SimulatedHost:
         self.step([], preempted={request.request_id})
 
     def finish(self, request: HostRequest) -> Mapping[str, Any] | None:
-        """End a request; what the connector has for the client."""
+        """End a request; return the connector's parameters for the client."""
         result = self.scheduler.request_finished(request, request.block_ids)
         if result.delay_free:
             raise AssertionError("this host does not delay frees")
@@ -193,7 +195,7 @@ class SimulatedHost:
         tokens: int = 0,
         preempted: set[str] | None = None,
     ) -> bool:
-        """One engine step over all ranks. True if no rank reports anything."""
+        """Run one engine step over all ranks. Return whether no rank reports anything."""
         self.num_steps += 1
         for request in scheduled:
             request.num_scheduled_tokens = tokens
@@ -229,13 +231,13 @@ class SimulatedHost:
                     request.num_computed_tokens = min(request.num_computed_tokens, first_bad)
 
     def grow(self, request: HostRequest, num_tokens: int) -> None:
-        """Give a request blocks for its first tokens; those that leave a window go."""
+        """Give a request blocks for its first tokens; free the blocks that have left a window."""
         freed = self._pool.grow(request, num_tokens)
         for rank in self.ranks:
             rank.poison(freed)
 
     def release(self, request: HostRequest) -> None:
-        """Take all blocks of a request; the connector hears nothing of it."""
+        """Take all blocks from a request without notifying the connector."""
         self._running.pop(request.request_id, None)
         freed = self._pool.release(request)
         for rank in self.ranks:
@@ -244,7 +246,7 @@ class SimulatedHost:
 
 
 def prefix_seeds(request: HostRequest) -> list[int]:
-    """One number per token that depends on every token up to it and on the extra keys."""
+    """Return a number per token that depends on all tokens up to it and on the extra keys."""
     extra = request.extra_keys
     seed = sum(repr((extra.cache_salt, extra.lora, extra.items, extra.embeds_digest)).encode())
     seeds = []

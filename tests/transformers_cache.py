@@ -1,4 +1,4 @@
-"""The cache of a model, by the name that the installed Transformers gives it."""
+"""Passes a KV cache to a Transformers model by the argument name of the installed release."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAME = (
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The argument of a forward, and of `generate`."""
+    """Return the keyword argument that gives a cache to a forward or to `generate`."""
     return {_NAME: cache}
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in an output of a model, or of `generate`."""
+    """Return the cache in an output of a model or of `generate`."""
     return output[_NAME]

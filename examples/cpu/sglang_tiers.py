@@ -1,12 +1,12 @@
-"""Two processes of SGLang's HiCache on a CPU, one prompt: the second reads what the first wrote.
-`make demo-tier ENGINE=sglang` is this.
+"""Two processes of SGLang's HiCache on a CPU get one prompt: the second reads what the first wrote.
+`make demo-tier ENGINE=sglang` runs this.
 
     .venv-sglang/bin/python examples/cpu/sglang_tiers.py MODEL_DIR STORE_URL
 
-SGLang's server needs a GPU. Its own controller, device and host pools run here, of SGLang 0.5.23;
-the kernels that copy between device and host need a GPU, so the two classes of host pools copy by
-indexing. No model runs: what stands for KV on the device is noise. Latent KV (MLA) and the other
-layouts are for the tests.
+SGLang's server needs a GPU. Here the controller, device and host pools of SGLang 0.5.23 run without
+it. The kernels that copy between device and host need a GPU, so the two classes of host pools copy
+by indexing instead. No model runs: noise stands for the KV on the device. The tests use latent KV
+(MLA) and the other layouts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Transformers looks for torchvision as it is loaded, and must not find the stand-in.
+# Transformers looks for torchvision at import, and must not find the stand-in.
 from transformers import AutoProcessor  # noqa: F401
 
 
 class NoTorchvision:
-    """Stands for torchvision, which SGLang imports: none fits the CPU build of torch, and nothing
-    here uses it."""
+    """An import hook that stands in for torchvision. SGLang imports it, but no build fits the CPU
+    build of torch, and nothing here uses it."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] != "torchvision":
@@ -70,7 +70,7 @@ SECONDS = 120.0
 
 
 def rows(buffer: torch.Tensor, layout: str, layer: int, tokens: torch.Tensor) -> Any:
-    """An index of the tokens of one layer in K, V or latents of a host pool."""
+    """Return the index of the tokens of one layer in the K, V or latents of a host pool."""
     page, place = tokens // PAGE, tokens % PAGE
     return {
         "layer_first": (layer, tokens),
@@ -81,7 +81,7 @@ def rows(buffer: torch.Tensor, layout: str, layer: int, tokens: torch.Tensor) ->
 
 
 class Copies:
-    """Copies by indexing, for host pools of any kind; `pairs` are device and host buffers."""
+    """Copies between device and host by indexing; `pairs` yields the device and host buffers."""
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend):
         for layer in range(LAYERS):
@@ -109,14 +109,14 @@ class HostLatents(Copies, MLATokenToKVPoolHost):
 
 
 def start_rank(rendezvous: Path) -> None:
-    """Make the process groups and ranks that a scheduler has before its cache."""
+    """Make the process groups and ranks that SGLang's scheduler has before it makes its cache."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=0, world_size=1)
     get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_dcp_rank=0)
 
 
 class Engine:
-    """What a scheduler has of HiCache, new as after a start."""
+    """The parts of HiCache that SGLang's scheduler has, empty as after a start."""
 
     def __init__(self, layout: str, *, latent: bool) -> None:
         dtype = torch.bfloat16
@@ -155,7 +155,7 @@ class Engine:
         )
 
     def attach(self, store: str, **extra: Any) -> Any:
-        """Attach the back end as SGLang does at its start and by its API; returns it."""
+        """Attach the back end as SGLang does at its start and through its API; return it."""
         self.controller.attach_storage_backend(
             "dynamic",
             prefetch_threshold=PAGE,
@@ -183,7 +183,7 @@ class Engine:
         return [*self.device.k_buffer, *self.device.v_buffer]
 
     def compute(self, tokens: list[int]) -> torch.Tensor:
-        """KV of a prompt on the device: where."""
+        """Put the KV of a prompt on the device; return its slots there."""
         indices = self.allocator.alloc(len(tokens))
         made = torch.Generator().manual_seed(sum(tokens))
         for buffer in self.buffers:
@@ -195,7 +195,7 @@ class Engine:
         return [buffer[indices].clone() for buffer in self.buffers]
 
     def write(self, tokens: list[int], indices: torch.Tensor) -> int:
-        """Device to host to storage, and out of both; how many tokens were stored."""
+        """Copy KV to the host and to storage, then evict it from the host; count stored tokens."""
         host = self.controller.write(indices, node_id=1)
         hashes = get_storage_hash_str(tokens, None, page_size=PAGE)
         self.controller.write_storage(host, tokens, hash_value=hashes)
@@ -205,7 +205,7 @@ class Engine:
         return ended.completed_tokens
 
     def restore(self, tokens: list[int]) -> torch.Tensor:
-        """Storage to host to device; where on the device, of as many tokens as came."""
+        """Bring KV from storage to the device; return the slots of the tokens that came."""
         controller = self.controller
         controller.prefetch(SimpleNamespace(rid="request"), tokens)
         operation = controller.prefetch_hit_queue.get(timeout=SECONDS)
@@ -232,7 +232,7 @@ def ask(model_dir: str, store: str) -> None:
     with get_context().override_server_args(model_path=model_dir, device="cpu"):
         engine = Engine("page_first", latent=False)
         engine.attach(store)
-        get_storage_hash_str(prompt, None, page_size=PAGE)  # now, as SGLang compiles its code
+        get_storage_hash_str(prompt, None, page_size=PAGE)  # SGLang compiles it at the first call
         started = time.perf_counter()
         restored = engine.restore([*prompt, 7])  # the last token is computed in any case
         milliseconds = (time.perf_counter() - started) * 1e3

@@ -1,12 +1,12 @@
-"""Two processes of vLLM on a CPU, one prompt: the second reads through vLLM's own tiers what the
-first computed. `make demo-tier` is this with the model of `make demo`.
+"""Two processes of vLLM on a CPU get one prompt: through vLLM's own tiers, the second reads the KV
+that the first computed. `make demo-tier` runs this with the model of `make demo`.
 
     .venv-vllm/bin/python examples/cpu/vllm_tiers.py MODEL_DIR STORE_URL
 
-vLLM's worker copies between a GPU and host memory only. The worker here copies blocks by NumPy;
-everything else is vLLM's, and kvferry is the tier. A vLLM server can use this class, too, with this
-folder on Python's path and `spec_name` and `spec_module_path` as below. Several ranks and the
-canonical layout are for the tests.
+vLLM's worker copies only between a GPU and host memory. The worker here copies blocks with NumPy;
+everything else is vLLM's, and kvferry is the tier. A vLLM server can use `CpuTieringSpec`, too,
+with this folder on Python's path and `spec_name` and `spec_module_path` as below. The code for
+several ranks and the canonical layout is for the tests.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies at once, on the calling thread. A row holds the blocks of a chunk, one after another,
-    and each block the pages of its group's layers: those of this rank, or in the canonical layout
-    parts of pages that all ranks share."""
+    """Copies at once, on the calling thread. A row of host memory holds the blocks of a chunk, one
+    after another; a block holds the pages of its group's layers. The pages are this rank's or, in
+    the canonical layout, pages that all ranks share, of which this rank has parts."""
 
     def __init__(
         self, caches: CanonicalKVCaches, rows: np.ndarray, blocks_per_chunk: int, *, canonical: bool
@@ -64,7 +64,7 @@ class CopyingWorker(OffloadingWorker):
         return self._end(job_id)
 
     def _pairs(self, blocks: Any, chunks: Any) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        """Each page of the engine's blocks, and its bytes in a row."""
+        """Yield each part of a page in the engine's blocks, with its bytes in a row."""
         ids, chunks = iter(blocks.block_ids.tolist()), list(chunks)
         for group, (count, first) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, strict=True)
@@ -85,11 +85,11 @@ class CopyingWorker(OffloadingWorker):
         return [ref for _, ref in self._pages[group]]
 
     def _size(self, ref: CanonicalKVCacheRef) -> int:
-        """Of a page of all ranks, or of this one."""
+        """Return the bytes of a page in a row: of all ranks' page, or of this rank's."""
         return ref.mapping.canonical_page_size_bytes if self._canonical else ref.page_size_bytes
 
     def _parts(self, ref: CanonicalKVCacheRef) -> Iterator[tuple[int, int, int]]:
-        """Where bytes of a rank's page lie in it, and in the page of a row."""
+        """Yield the parts of a rank's page: offset in it, offset in the row's page, and size."""
         if not self._canonical:
             yield 0, 0, ref.page_size_bytes
             return
@@ -122,7 +122,7 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        atexit.register(region.cleanup)  # which removes its file from /dev/shm
+        atexit.register(region.cleanup)  # removes the file of the region from /dev/shm
         canonical = self.config.canonical_layout
         if canonical:
             self._validate_canonical_refs(kv_caches)

@@ -1,4 +1,4 @@
-"""Hosts with the connector over a store in memory or in a directory."""
+"""Fixtures: simulated hosts with the connector, over a store in memory or in a directory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .pools import held_keys
 
 
 class Host(SimulatedHost):
-    """A simulated host that keeps its parts at hand."""
+    """A simulated host with the connector's parts as attributes."""
 
     parts: Any
     pool: Any
     observer: Counters
 
     def forget_memory(self) -> None:
-        """Hold nothing in memory any more, so that the next hit reads the store."""
+        """Drop all chunks from memory, so that the next hit reads the store."""
         self.pool.clear()
 
     def forget_unpinned(self) -> None:
-        """The same where requests count on some of it."""
+        """Drop the chunks that no request counts on."""
         for key in held_keys(self.pool):
             self.pool.drop(key)
 
 
 @pytest.fixture
 def make_host() -> Iterator[Any]:
-    """Factory of hosts; options of the connector by keyword, closed at the end."""
+    """Factory of hosts, closed at the end; other keywords are options of the connector."""
     hosts: list[Any] = []
 
     def make(
@@ -105,7 +105,7 @@ def make_host() -> Iterator[Any]:
 
 @pytest.fixture
 def directory(tmp_path: Path, make_host) -> Path:
-    """A store with a prompt of five chunks."""
+    """The directory of a store that holds a prompt of five chunks."""
     host = make_host(store=open_store(tmp_path / "store"))
     host.run("writer", PROMPT)
     host.settle()
@@ -114,7 +114,7 @@ def directory(tmp_path: Path, make_host) -> Path:
 
 
 def record_bytes(groups: Any, chunk_tokens: int) -> int:
-    """Bytes of one record of such a host, and so of one slot."""
+    """Return the bytes of a slot, which holds one aligned record."""
     from kvferry.record.schema import ALIGN, RecordSchema
 
     schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)

@@ -1,4 +1,4 @@
-"""A simulated host with the shared-storage connector."""
+"""Builds a simulated host (`tests.simulated_host`) with the shared-storage connector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.simulated_host import SimulatedHost
 def make_groups(
     *, num_layers: int = 2, num_kv_heads: int = 2, head_dim: int = 4, block_size: int = 4
 ) -> tuple[KVGroup, ...]:
-    """One full-attention group, small."""
+    """Return one small full-attention group."""
     return (
         KVGroup(
             num_layers=num_layers,
@@ -57,8 +57,9 @@ def make_shared_storage_host(
     draw: Callable[[], float] = lambda: 0.5,
     bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
 ) -> tuple[SimulatedHost, Any]:
-    """A host with the shared-storage connector, and what its roles share (close it last). Nothing
-    is audited unless the options say so; `draw` then says which chunk, mostly the last."""
+    """Return a host with the shared-storage connector, and the parts that its roles share, one per
+    rank (close their stores last). Nothing is audited unless the options say so; `draw` then
+    chooses the audited chunk, mostly the last."""
     groups = groups or make_groups()
     specs = [
         EngineSpec(

@@ -1,4 +1,4 @@
-"""Stores and hosts as several tests of the connector need them."""
+"""Stores with faults, damage to records, and checks of hosts, for tests of the connector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NUM_CHUNKS = 5
 
 
 class CountingStore(WrapperStore):
-    """Counts how often each record was opened. Notes no uses: that changes files after a while."""
+    """A store that counts how often each record was read. It ignores `touch`, which would change
+    files after a while."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -39,7 +40,7 @@ class CountingStore(WrapperStore):
 
 
 class HangsLater(FaultyStore):
-    """Operations wait at `gate` once there is one."""
+    """A store whose operations wait at `gate` once a test has set one."""
 
     gate: Gate | None = None
 
@@ -60,14 +61,14 @@ def wait_for(condition: Callable[[], bool], what: str = "what the test waits for
 
 
 def records(directory: Path) -> list[Path]:
-    """Those of the prompt, in any order."""
+    """Return the files of the prompt's records, sorted by path."""
     found = [path for path in directory.rglob("*") if path.is_file() and len(path.name) >= 64]
     assert len(found) == NUM_CHUNKS
     return sorted(found)
 
 
 def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
-    """Keys of the whole chunks of a prompt, in order."""
+    """Return the keys of a prompt's whole chunks, in order."""
     config = host.parts[0].config
     keys = ChunkKeys(host.scheduler.requests.namespace, config.chunk_tokens)
     keys.extend(prompt)
@@ -75,7 +76,7 @@ def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
 
 
 def lose_chunk(host: Any, key: ChunkKey, rank: int = 0) -> None:
-    """Let a rank hold nothing in the slot of a chunk, without the scheduler role's knowledge."""
+    """Let a rank forget what a chunk's slot of memory holds, unknown to the scheduler role."""
     host.ranks[rank].worker.io.overwrite(host.pool.find(key).index)
 
 

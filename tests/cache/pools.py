@@ -1,4 +1,4 @@
-"""The slots of a host pool, and a check of all of them."""
+"""Looks into the slots of a host pool (each is memory for one chunk), and checks them all."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from kvferry.types import ChunkKey
 
 
 def slots_of(pool: HostPool) -> dict[int, Slot]:
-    """By place, also those that were given up."""
+    """Return the assigned slots by place, those that were given up included."""
     return pool._slots
 
 
 def slot_at(pool: HostPool, index: int) -> Slot | None:
-    """The slot at a place, also one that was given up."""
+    """Return the slot at a place, even if it was given up."""
     return slots_of(pool).get(index)
 
 
 def held_keys(pool: HostPool) -> set[ChunkKey]:
-    """The chunks that have a slot."""
+    """Return the keys of the chunks that have a slot."""
     return set(pool._by_key)
 
 

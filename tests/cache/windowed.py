@@ -1,4 +1,4 @@
-"""Hosts with several block tables and windows, over stores that outlive them."""
+"""Simulated hosts with several block tables and windows, over stores that outlive them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_
 
 
 MIXED = (group(2, None), group(3, 12))
-"""Full attention, and a window that begins within a chunk and a block."""
+"""Full attention, and a window whose start lies inside a chunk and inside a block."""
 
 
 @contextlib.contextmanager
 def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[SimulatedHost]:
-    """A host over a store that outlives it."""
+    """Open a host over a store, given as a URL or an object. A store object stays open."""
     shape = {name: options.pop(name) for name in ("tables", "world_size") if name in options}
     stores = () if isinstance(store, str) else (store,)
     url = store if isinstance(store, str) else store.url
@@ -58,7 +58,7 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
 def split(
     groups: Sequence[KVGroup], ways: int, block_sizes: Sequence[int], *, keeps_all: bool = False
 ) -> tuple[HostTable, ...]:
-    """Every group in so many tables, its layers dealt out in turn."""
+    """Split each group into up to `ways` tables, and deal its layers out to them in turn."""
     tables = []
     for index, each in enumerate(groups):
         for way in range(min(ways, each.num_layers)):
@@ -73,7 +73,7 @@ def split(
 
 
 def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStore, list[bytes]]:
-    """A store that holds every chunk of 8 tokens of a prompt, and their keys."""
+    """Return a store that holds every chunk of 8 tokens of a prompt, and the chunks' keys."""
     store = MemoryStore("windows")
     with opened(groups, store) as host:
         request = host.add("writer", prompt)
@@ -87,7 +87,7 @@ def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStor
 
 
 class Vanishing(WrapperStore):
-    """Seems to have a record that is not there."""
+    """A store that claims to have a record but has nothing to read under its key."""
 
     def __init__(self, store: MemoryStore, key: bytes) -> None:
         super().__init__(store)
@@ -98,7 +98,7 @@ class Vanishing(WrapperStore):
 
 
 def wait_stored(host: SimulatedHost, num_records: int) -> None:
-    """Step until several ranks have committed so many records."""
+    """Step until the ranks have stored `num_records` records."""
     deadline = time.monotonic() + 20
     while host.observer["put_stored"] < num_records and time.monotonic() < deadline:
         host.settle()

@@ -1,9 +1,9 @@
-"""Runs commands in processes of their own, which start at once because they are forked from this
-one: `python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one] [impatient]`.
+"""Runs commands of kvferry in processes of their own, which start fast because this one forks them:
+`python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one] [impatient]`.
 
-Prints the line of their process ids, then the line of how they ended. Each reads nothing, and its
-output goes into a file, into a pipe without a reader, or to a terminal of 60 columns. The
-impatient await the first answer of a server for a second.
+Prints a line with their process ids, then a line that says how they ended. Their input is empty.
+Their output goes to a file, to a pipe without a reader, or to a terminal of 60 columns. With
+`impatient`, a command waits one second for the first answer of a server.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvferry.cli import stores
 from kvferry.cli.main import main
 
 for _name in ("kvferry.explain", "kvferry.doctor.stores", "kvferry.doctor.machine", "numpy"):
-    importlib.import_module(_name)  # once, and not in each
+    importlib.import_module(_name)  # once here, so not in each process
 
 
 def start(job: list[str], place: Path, stdout: str) -> tuple[int, int | None]:
-    """The process, and the terminal's other end."""
+    """Fork a process that runs a command; return its id, and the other end of its terminal."""
     leader, follower = pty.openpty() if stdout == "tty" else (None, None)
     pid = os.fork()
     if pid:

@@ -1,4 +1,4 @@
-"""A store with known records, and the command line as a function."""
+"""Fixtures for tests of commands: a store with known records, and a function that runs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNK_TOKENS = 7
 
 @dataclass(frozen=True)
 class MadeStore:
-    """A directory store and what is in it."""
+    """A directory store, and the records in it."""
 
     root: Path
     schema: RecordSchema
@@ -45,7 +45,7 @@ class MadeStore:
         self.path(index).write_bytes(content)
 
     def set_last_used(self, index: int, at: float) -> None:
-        """Let a record count as last used then, in seconds since the epoch."""
+        """Set in the index when a record was last used, in seconds since the epoch."""
         with closing(sqlite3.connect(self.root / "index.sqlite3")) as db, db:
             changed = db.execute(
                 "UPDATE records SET last_used = ? WHERE key = ?", (at, self.keys[index])
@@ -53,7 +53,7 @@ class MadeStore:
             assert changed.rowcount == 1
 
     def snapshot(self) -> dict[str, bytes]:
-        """Every file below the directory."""
+        """Return the content of every file below the directory, by relative path."""
         files = (path for path in self.root.rglob("*") if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in files}
 
@@ -66,7 +66,7 @@ def put_records(
     namespace: bytes | None = None,
     keys: Sequence[ChunkKey] | None = None,
 ) -> tuple[RecordSchema, list[ChunkKey]]:
-    """Store records as an engine does, under `keys` or made ones; returns their schema and their
+    """Store records as an engine does, under `keys` or random ones; return their schema and their
     keys, in order."""
     rng = random.Random(seed)
     schema = RecordSchema.for_groups(
@@ -103,7 +103,7 @@ class Ran:
 
     @property
     def error_line(self) -> str:
-        """The one line a refused command prints; fails if there is more or something else."""
+        """The one line that a refused command prints; fails if it printed anything else."""
         assert self.out == ""
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
@@ -113,7 +113,7 @@ class Ran:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Run a command in this process, through the function the installed script calls."""
+    """Run a command in this process, through the function that the installed script calls."""
 
     def call(*arguments: object) -> Ran:
         code = main([str(argument) for argument in arguments])

@@ -1,4 +1,5 @@
-"""A small connector of ours over a dict: whole blocks by the tokens up to their end."""
+"""A small connector for tests of the guards. It keeps whole blocks in a dict, each under the tokens
+up to the block's end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from kvferry.contract.worker import WorkerRole
 
 
 class DictPlan(Plan, frozen=True, kw_only=True):
-    """`loads` and `saves`: (key, block id); `recving`: (request id, its loads); `sending`: ids."""
+    """`loads` and `saves` hold pairs (key, block id), `recving` pairs (request id, its loads), and
+    `sending` request ids."""
 
     loads: tuple[Any, ...] = ()
     recving: tuple[Any, ...] = ()
@@ -87,7 +89,7 @@ class DictScheduler(SchedulerRole):
 
 
 class DictWorker(WorkerRole):
-    """Async loads take two steps; delayed frees one."""
+    """A worker whose async loads take two steps, and whose delayed frees take one."""
 
     def __init__(self, store: dict) -> None:
         self.store = store
@@ -144,7 +146,7 @@ class DictWorker(WorkerRole):
 
 
 class Faulty:
-    """Raises at chosen calls of chosen hooks, before the real thing or after it."""
+    """Raises at chosen calls of chosen hooks, before or after it calls the real hook."""
 
     def __init__(self, faults) -> None:
         self.faults = dict(faults)  # (hook, n-th call): "before" | "after"

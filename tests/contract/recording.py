@@ -1,4 +1,4 @@
-"""A worker role that records the calls to it, and reports what the test sets."""
+"""Worker roles that record the calls to them, and report what a test sets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from kvferry.contract.worker import WorkerRole
 
 
 class LoadPlan(Plan, frozen=True, kw_only=True):
-    """A plan that says what it loads."""
+    """A plan that names the blocks and requests that it loads."""
 
     blocks: frozenset[int] = frozenset()
     recving: frozenset[str] = frozenset()
 
 
 class RecordingWorker(WorkerRole):
-    """`calls` is the order of hooks; `outputs` are handed out one per `collect`."""
+    """A worker role that lists its hooks in `calls` in the order in which they are called. Each
+    `collect` returns the next of `outputs`; the hooks in `fail` raise."""
 
     def __init__(self, *outputs: object, fail: Collection[str] = ()) -> None:
         self.calls: list[str] = []
@@ -62,7 +63,7 @@ class RecordingWorker(WorkerRole):
 
 
 class RecordingLayerwiseWorker(RecordingWorker):
-    """The same with layer hooks."""
+    """A recording worker that has layer hooks, too."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._note(f"wait {layer_name}")

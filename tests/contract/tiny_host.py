@@ -1,8 +1,8 @@
-"""A host small enough to read: runs and dies like vLLM, on KV in which wrong content shows.
+"""A small host for tests of connectors, which follows vLLM's rules on KV in which errors show.
 
-The KV of a token is a number that depends on the KV of the token before it, so anything wrong in a
-block spreads to all that follows, down to the generated tokens. Freed blocks are overwritten. Where
-vLLM's engine would die of a connector, an assertion here fails.
+The KV of a token is a number that depends on the KV of the previous token, so an error in a block
+spreads to all later tokens, the generated ones included. Freed blocks are overwritten. Where a
+connector would crash vLLM's engine, an assertion here fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def next_kv(before: int, token: int, layer: int) -> int:
 
 
 def true_kv(tokens, layer: int) -> list[int]:
-    """KV of every token of `tokens`."""
+    """Return the right KV of every token."""
     values, value = [], 1
     for token in tokens:
         value = next_kv(value, token, layer)
@@ -33,7 +33,7 @@ def true_kv(tokens, layer: int) -> list[int]:
 
 
 def true_output(prompt, num_new: int, num_layers: int = 2) -> list[int]:
-    """Prompt and generated tokens of a request that nothing went wrong with."""
+    """Return the prompt and the generated tokens of a request for which nothing went wrong."""
     tokens = list(prompt)
     for _ in range(num_new):
         tokens.append(true_kv(tokens, num_layers - 1)[-1] % 50)
@@ -57,7 +57,7 @@ class TinyRequest:
 
 
 class TinyHost:
-    """`add` requests, then `run`, or `step` and interfere."""
+    """The host. Tests `add` requests, then `run` it, or `step` it and interfere."""
 
     def __init__(
         self, scheduler, worker, *, block_size=4, num_blocks=40, num_layers=2, budget=11,
@@ -165,7 +165,7 @@ class TinyHost:
         return scheduled
 
     def _make_room(self) -> None:
-        """Requests whose load arrived hold blocks while they wait: the last gives way."""
+        """If no request runs, take the blocks of the last waiting request that holds some."""
         holders = [r for r in self.queue if r.block_ids]
         if holders and not self.running:
             holders[-1].num_computed = 0
@@ -254,7 +254,7 @@ class TinyHost:
             request.state = "finished"
 
     def _truncate(self, invalid) -> set[TinyRequest]:
-        """Requests lose what they had from the first invalid block on."""
+        """Discard each request's KV from its first invalid block on. Return the running ones."""
         lost = set()
         for request in self.requests.values():
             had = request.promised if request.state == "loading" else request.num_computed

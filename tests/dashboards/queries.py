@@ -1,4 +1,4 @@
-"""What the panels of dashboards/kvferry.json ask Prometheus for."""
+"""Reads from dashboards/kvferry.json what its panels ask Prometheus for, and checks scrapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expressions() -> list[str]:
 
 
 def asked() -> dict[str, set[str]]:
-    """The labels by which each metric is selected or summed."""
+    """Return the labels by which the panels select or sum each metric."""
     found: dict[str, set[str]] = {}
     for expression in expressions():
         for name, label in _SELECTOR.findall(expression):
@@ -31,7 +31,7 @@ def asked() -> dict[str, set[str]]:
 
 
 def missing(scrape: str) -> list[str]:
-    """The metrics that a scrape lacks, and the labels that its samples lack."""
+    """Return the asked metrics that a scrape lacks, and those whose samples lack asked labels."""
     families = {}
     for family in text_string_to_metric_families(scrape):
         name = family.name.removeprefix("vllm:")

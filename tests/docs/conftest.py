@@ -1,4 +1,4 @@
-"""Code of pages and examples, run in the process of the tests: another one imports for seconds."""
+"""Runs code of pages and examples in the tests' process, which saves the imports of a new one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 def run_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs code, or a file, as a script that somebody started at `cwd`; what it prints."""
+    """A function that runs code or a file as a script started in `cwd`, and returns its output."""
 
     def run(code: str | Path, *arguments: str, cwd: Path) -> str:
         script = code if isinstance(code, Path) else tmp_path / "script.py"

@@ -1,5 +1,5 @@
-"""Embedded engines in processes of their own, which begin within a moment: forks of one that has
-imported everything."""
+"""Embedded engines in processes of their own, for tests of prefill and decode apart. The processes
+start fast, as forks of a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvferry.observe import Counters
 from tests.engine.rank_threads import ThreadedLLM
 
 ANSWER_SECONDS = 120.0
-"""Tells late from for ever."""
+"""How long an answer may take before the engine counts as hung."""
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-"""What a proxy says to the engine that prefills."""
+"""The transfer parameters that a proxy sends to the engine that prefills."""
 
 
 class Answer(NamedTuple):
-    """What an engine says to one prompt. `logprobs` are of the 20 most likely tokens."""
+    """An engine's answer to one prompt. `logprobs` has the 20 most likely tokens of each place."""
 
     token_ids: tuple[int, ...]
     logits: Any
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Log(logging.Handler):
-    """Keeps messages."""
+    """A handler that keeps all messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -51,12 +51,12 @@ class Log(logging.Handler):
 
 
 class EngineProcess:
-    """An embedded engine; ranks beyond the first are threads of its process. A context manager,
-    whose end is the engine's, in bounded time.
+    """An embedded engine in its own process; ranks beyond the first are threads there. A context
+    manager, which ends the engine within bounded time.
 
     Args:
-        namespace: id of a process whose user and network namespaces the engine joins.
-        config: arguments of `LLM`.
+        namespace: Id of a process whose user and network namespaces the engine joins.
+        config: Arguments of `LLM`.
     """
 
     def __init__(self, model_dir: Path, *, namespace: int | None = None, **config: Any) -> None:
@@ -77,12 +77,12 @@ class EngineProcess:
         return self
 
     def send(self, what: str, *arguments: Any) -> None:
-        """Begin what `receive` ends."""
+        """Send a question, which `receive` gets the answer to."""
         self.wait_ready()
         self._ours.send((what, *arguments))
 
     def receive(self) -> Any:
-        """The answer to what was sent. EOFError, or another OSError, if the process died."""
+        """Return the answer to what was sent. Raises EOFError or an OSError if the process died."""
         assert self._ours.poll(ANSWER_SECONDS), "the engine hangs"
         answer = self._ours.recv()
         if isinstance(answer, Exception):
@@ -96,7 +96,7 @@ class EngineProcess:
     def ask(
         self, prompts: Sequence[Sequence[int]], params: Any = None, max_tokens: int = 1
     ) -> list[Answer]:
-        """Have prompts answered in one batch; `params` for each, or for all."""
+        """Have prompts answered in one batch; `params` is a list for each, or one for all."""
         return self.call("ask", prompts, params, max_tokens)
 
     def signal(self, kind: signal.Signals) -> None:
@@ -120,7 +120,7 @@ class EngineProcess:
 
 
 def join_namespaces(pid: int) -> None:
-    """Be in the user and network namespaces of a process. In a process of one thread."""
+    """Join the user and network namespaces of a process. Only for a process with one thread."""
     assert threading.active_count() == 1
     libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("user", "net"):
@@ -130,7 +130,7 @@ def join_namespaces(pid: int) -> None:
 
 
 class _Engine:
-    """Runs in: the process of an engine."""
+    """The engine and what the tests call on it. Runs in: the process of an engine."""
 
     def __init__(self, model_dir: Path, config: dict[str, Any], log: Log) -> None:
         self.counters = Counters()
@@ -162,7 +162,8 @@ class _Engine:
         ]
 
     def abort(self, prompt: list[int], params: Any, num_steps: int) -> bool:
-        """Begin a request and end it after some steps, as its client goes; whether it still ran."""
+        """Start a request and abort it after some steps, as if its client left. Return whether it
+        still ran then."""
         wanted = SamplingParams(max_tokens=50, ignore_eos=True, kv_transfer_params=params)
         events = self.llm.stream(prompt, wanted)
         step, left = self.llm.step, num_steps
@@ -189,7 +190,8 @@ class _Engine:
         return self.counters.snapshot()
 
     def settled(self, seconds: float) -> tuple[int, int, int]:
-        """Blocks that are in use, slots that are pinned, and loans, as soon as there are none."""
+        """Step until no block is in use, no slot pinned and none lent to a peer, or until the time
+        is over; return the three counts."""
         until = time.monotonic() + seconds
         assert self.llm.drain(seconds), "work is left"
         pool = self.llm.scheduler.pool
@@ -209,8 +211,8 @@ class _GoneError(Exception):
 
 
 def _run(model_dir: Path, namespace: int | None, config: dict[str, Any], asked: Any) -> None:
-    """Answer until the other end closes. Between questions the engine steps on while it has work:
-    the last chunks of a prefill are sealed behind its answer."""
+    """Answer until the other end closes. Between questions the engine goes on stepping while it has
+    work, since the last chunks of a prefill are sealed after its answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process
     log = Log()
     logging.getLogger("kvferry").addHandler(log)
@@ -231,6 +233,6 @@ def _run(model_dir: Path, namespace: int | None, config: dict[str, Any], asked: 
                 what, *arguments = asked.recv()
                 try:
                     answer = getattr(engine, what)(*arguments)
-                except Exception as error:  # likewise
+                except Exception as error:  # the tests raise it, too
                     answer = error
                 asked.send(answer)

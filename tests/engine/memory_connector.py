@@ -1,4 +1,5 @@
-"""A small honest connector that keeps KV in a dict: sync, async, asking again, failing."""
+"""A small connector that keeps KV in a dict, for tests of the embedded engine. A test chooses sync
+or async loads, answers that ask to look up again, and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 
 Blocks = tuple[tuple[bytes, int], ...]
-"""Content key of a block and the block id it belongs in, or comes from."""
+"""Content keys of blocks, each with the id of the block to load into or to save from."""
 
 
 class MemoryPlan(Plan, frozen=True, kw_only=True):
@@ -31,7 +32,7 @@ class MemoryPlan(Plan, frozen=True, kw_only=True):
 
 @dataclass
 class Behaviour:
-    """What the connector does; shared by both roles and changed by tests while it runs."""
+    """What the connector does. Both roles share it, and tests change it while they run."""
 
     is_async: bool = False
     ask_again: int = 0
@@ -212,7 +213,7 @@ class MemoryWorker(WorkerRole):
 
 
 class LayerwiseWorker(MemoryWorker):
-    """Loads and saves around each layer instead."""
+    """A worker that loads around each layer instead, and checks the calls for saves."""
 
     def start_load(self):
         self.seen: list[str] = []

@@ -1,4 +1,4 @@
-"""An engine whose other ranks are threads: all of a tensor-parallel engine but the processes."""
+"""A tensor-parallel engine whose ranks beyond the first are threads instead of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvferry.engine.ranks import Channel
 
 
 class RankThread:
-    """In place of a process. It cannot be killed; it ends when its channel or a sum fails."""
+    """A rank in a thread, with the interface of a process. It cannot be killed; it ends when its
+    channel or a sum over ranks fails."""
 
     def __init__(self, end: socket.socket) -> None:
         self._channel = Channel(end.dup())

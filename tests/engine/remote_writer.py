@@ -1,4 +1,4 @@
-"""A process of its own that stores a prompt in each of several stores, and ends."""
+"""A script that `test_remote_stores` runs: store a prompt in each of several stores."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from tests.engine.rank_threads import ThreadedLLM
 
 
 def main(given: str) -> None:
-    """Args:
-    given: JSON: `model_dir`, `chunk_tokens`, and `writes`, each of which has `store`,
-        `tensor_parallel_size` and `prompt`.
+    """Store the prompts.
+
+    Args:
+        given: JSON with `model_dir`, `chunk_tokens` and `writes`; each write has `store`,
+            `tensor_parallel_size` and `prompt`.
     """
-    # A busy machine may make a write slow, and what is given up is not stored later. The engine has
-    # no option for it.
+    # A busy machine may make a write slow, and the store gives a slow write up for good. The
+    # engine has no option for that.
     url.Patience = partial(Patience, min_write_seconds=30.0, close_seconds=60.0)  # type: ignore[misc,assignment]
     work = json.loads(given)
     options = {"connector_options": {"chunk_tokens": work["chunk_tokens"]}}
     for write in work["writes"]:
         size = write["tensor_parallel_size"]
         store = write["store"]
-        # Processes for ranks, which take long to start, for the store that is of every kind.
+        # Rank processes, which take long to start, only for the store with tiers of several kinds.
         engine = LLM if isinstance(store, list) else ThreadedLLM
         with engine(work["model_dir"], store=store, tensor_parallel_size=size, **options) as llm:
             params = SamplingParams(max_tokens=1, ignore_eos=True)

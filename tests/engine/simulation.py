@@ -1,7 +1,7 @@
-"""A scheduler with a pretend model and a pretend connector, in which wrong KV cannot hide.
+"""Runs the embedded engine's scheduler with a pretend model and connector; wrong KV always shows.
 
-The "KV" of a token is a digest of all tokens up to it, computed from the KV of the token before it
-as found in its block, and the next token is a function of the last digest. So KV that was
+The "KV" of a token is a digest of all tokens up to it. The model computes it from the KV that the
+previous token's block holds, and derives the next token from the last digest. So KV that was
 overwritten, shared too early, not reloaded or taken from a failed load changes what follows.
 """
 
@@ -48,7 +48,7 @@ def next_token(last: int) -> int:
 
 
 def reference(prompt: Sequence[int], count: int) -> list[int]:
-    """What the pretend model generates."""
+    """Return the tokens that the pretend model generates."""
     token_ids = list(prompt)
     for _ in range(count):
         token_ids.append(next_token(digests(token_ids)[-1]))
@@ -65,7 +65,7 @@ class FakeClock:
 
 @dataclass
 class Load:
-    """A load the role promised: which blocks, and what belongs into them."""
+    """A load that the scheduler role promised: its blocks, and the KV that belongs in them."""
 
     request_id: str
     block_ids: list[int]
@@ -73,21 +73,22 @@ class Load:
     is_async: bool
 
     def is_into(self, request: Request) -> bool:
-        """Whether the request waits for it: not if it was abandoned, and the blocks are lent."""
+        """Whether the request waits for this load. It does not if the load was abandoned; the
+        blocks are then lent to it."""
         return request.request_id == self.request_id and set(self.block_ids) <= set(
             request.block_ids
         )
 
 
 class Choices:
-    """What the pretend connector does, when it has a choice. Tests replace attributes."""
+    """The choices of the pretend connector. Tests replace the methods."""
 
     def lookup(self, request: Request, num_local_tokens: int, limit: int) -> LookupResult:
-        """A legal answer; `limit` blocks at most."""
+        """Return a legal answer of at most `limit` blocks."""
         return MISS
 
     def failed_from(self, load: Load) -> int | None:
-        """Index of the first block that a load fails to bring, None if it succeeds."""
+        """Return the index of the first block that a load fails to bring; None if it succeeds."""
         return None
 
     def ends_now(self, load: Load) -> bool:
@@ -105,16 +106,16 @@ class Choices:
         return True
 
     def rotten(self, block_ids: list[int]) -> list[int]:
-        """Which of these blocks, in use for long, turn out to have been loaded wrongly."""
+        """Return which of these blocks, already in use, turn out to have been loaded wrongly."""
         return []
 
     def strangers(self) -> frozenset[str]:
-        """Ids that are reported although no request waits for them."""
+        """Return ids to report although no request waits for them."""
         return frozenset()
 
 
 class PretendRole(SchedulerRole):
-    """Keeps to the contract and remembers how it was called."""
+    """A scheduler role that keeps to the contract and records the calls to it."""
 
     def __init__(self, choices: Choices, block_size: int, is_stored: Callable[[int], bool]) -> None:
         self.choices = choices
@@ -142,7 +143,8 @@ class PretendRole(SchedulerRole):
                 break
             limit += 1
         result = self.choices.lookup(request, num_local_tokens, limit)
-        # Asked again after a load: it failed from its start, and there is no second call for it.
+        # A look-up after a load means that the load failed from its first block on. The scheduler
+        # then makes no second call of `update_after_alloc` for it.
         self.started_async.discard(request.request_id)
         self.promised.pop(request.request_id, None)
         if result.num_tokens is not None:
@@ -217,7 +219,7 @@ class PretendRole(SchedulerRole):
 
 
 class Simulation:
-    """Drives a scheduler; checks everything after every step."""
+    """Drives a scheduler, and checks everything after every step."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class Simulation:
         return step
 
     def run(self, limit: int = 500) -> None:
-        """Step until nothing is left to do; the limit is what "never hangs" means here."""
+        """Step until nothing is left to do; more than `limit` steps mean that it hangs."""
         for _ in range(limit):
             if not self.scheduler.has_work():
                 return

@@ -1,5 +1,5 @@
-"""The key derivation of docs/format.md once more, written from the text and for nothing but to be
-read: no code shared with kvferry, no speed."""
+"""A second implementation of the key derivation, written from docs/format.md to be read. It shares
+no code with kvferry, and is slow."""
 
 import struct
 
@@ -26,7 +26,7 @@ def encode(value):
         return b"L" + struct.pack("<Q", len(value)) + b"".join(encode(item) for item in value)
     assert type(value) is dict
     pairs = sorted((encode(key), encode(item)) for key, item in value.items())
-    # Sorting encoded keys would put short keys first; the format sorts by the bytes of the text.
+    # Sorted by encoding, short keys would come first; the format sorts by the bytes of the text.
     pairs.sort(key=lambda pair: pair[0][9:])
     return b"M" + struct.pack("<Q", len(pairs)) + b"".join(k + v for k, v in pairs)
 
@@ -36,7 +36,8 @@ def namespace_digest(description):
 
 
 def chunk_keys(namespace, chunk_tokens, token_ids, extra):
-    """`extra` as in golden.json: salt, lora, embeds (hex), items of [digest, offset, length]."""
+    """Return the keys of the whole chunks. `extra` has the form of golden.json: salt, lora, embeds
+    (hex), items of [digest, offset, length]."""
     keys = []
     parent = namespace
     for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
@@ -61,7 +62,7 @@ def chunk_keys(namespace, chunk_tokens, token_ids, extra):
 
 
 def tail_key(namespace, chunk_tokens, token_ids):
-    """Of the tokens behind the whole chunks, without extra keys."""
+    """Return the key of the tail, the tokens after the whole chunks, without extra keys."""
     number = len(token_ids) // chunk_tokens
     parent = (chunk_keys(namespace, chunk_tokens, token_ids, {}) or [namespace])[-1]
     tail = token_ids[number * chunk_tokens :]

@@ -1,4 +1,4 @@
-"""KV tensors of any layout, and element by element where things lie in them."""
+"""KV tensors of any layout for tests, read element by element as a reference for the copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = (
     *(name for name in spec.LAYOUTS if "H" in name), *spec.MEMORY_ORDERS, "HND", "NHD",
     "2BNHD:L2BHND", "B2NHD:BL2NHD", "BL2NHD", "2BLNHD", "B2HLND",
 )  # fmt: skip
-"""Those with any number of kv heads."""
+"""The layouts that can have any number of kv heads."""
 
 MLA_LAYOUTS = ("BND", "LBND", "BLND", "BND:BLND", "HND", "BLHNC")
 
@@ -25,7 +25,7 @@ INT_OF = {"float32": np.int32, "bfloat16": np.int16, "float8_e4m3fn": np.uint8}
 
 @dataclass
 class Cache:
-    """Tensors in a layout."""
+    """The KV tensors of one rank in a layout."""
 
     layout: str
     num_layers: int = 2
@@ -35,10 +35,10 @@ class Cache:
     head_dim: int = 2
     dtype: str = "float32"
     window: tuple[int, int] | None = None
-    """Heads that this rank holds."""
+    """The range of heads that this rank holds; None for all."""
     device: str = "cpu"
     buffer: bool = False
-    """The memory of one of vLLM's orders itself, not views of it."""
+    """Whether the tensors are the memory of one of vLLM's orders itself, not views of it."""
 
     def __post_init__(self) -> None:
         name = spec.ALIASES.get(self.layout, self.layout)
@@ -74,8 +74,8 @@ class Cache:
 
     @property
     def elements(self) -> np.ndarray:
-        """`[layer, block, head, slot, content]` of all there is, as integers: a copy, made from the
-        axes' names alone."""
+        """A copy of all elements as integers, `[layer, block, head, slot, content]`, made only from
+        the names of the axes."""
         bits = getattr(torch, np.dtype(INT_OF[self.dtype]).name)
         letters = self.axes if "L" in self.axes else "L" + self.axes
         values = self.whole.cpu().contiguous().view(bits).numpy()
@@ -94,7 +94,7 @@ class Cache:
         return result
 
     def fill(self, start: int = 1) -> None:
-        """Each element another number, as far as its bits go."""
+        """Give each element a different number, as far as its bits allow."""
         count = self.whole.numel()
         bits = getattr(torch, np.dtype(INT_OF[self.dtype]).name)
         numbers = torch.arange(start, start + count).to(bits)
@@ -103,7 +103,7 @@ class Cache:
 
 
 def expected_rows(cache: Cache, block_ids: list[int], start: int, stop: int) -> np.ndarray:
-    """`[layers, heads, tokens, content]` of tokens `[start, stop)`, element by element."""
+    """Return the KV of tokens `[start, stop)`, `[layers, heads, tokens, content]`."""
     elements = cache.elements
     size = cache.block_size
     first = start // size

@@ -1,5 +1,5 @@
-"""Tests with SGLang's own classes, on a CPU: `make test-sglang`. Where SGLang is not installed
-nothing here is collected; `scripts/test-sglang` fails if nothing was."""
+"""Tests with SGLang's own classes on a CPU: `make test-sglang`. Without SGLang, pytest collects
+nothing here; `scripts/test-sglang` fails if nothing was collected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if HAS_SGLANG:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`plain`, and `other`, whose files differ from it in the weights alone."""
+    """Model directories: `plain`, and `other`, which differs from it only in the weights."""
     root = tmp_path_factory.mktemp("models")
     return {
         name: make_tiny_model(root / name, seed=seed)
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The process groups and ranks that a scheduler of SGLang has when it makes its cache."""
+    """Make the process groups and ranks that SGLang's scheduler has when it makes its cache."""
     from examples.cpu.sglang_tiers import start_rank
 
     start_rank(tmp_path_factory.mktemp("rendezvous") / "file")

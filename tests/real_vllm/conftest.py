@@ -1,5 +1,5 @@
-"""Tests inside real vLLM: `make test-vllm`. Where vLLM is not installed nothing here is collected;
-`scripts/test-vllm` fails if nothing was."""
+"""Fixtures for tests inside real vLLM: `make test-vllm`. Without vLLM, pytest collects nothing
+here; `scripts/test-vllm` fails if nothing was collected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakePrompt = Callable[..., list[int]]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny random Llamas: `plain`, and `other`, whose files differ from it in the weights alone."""
+    """Tiny random Llamas: `plain`, and `other`, which differs from it only in the weights."""
     root = tmp_path_factory.mktemp("models")
     shape = {
         "num_hidden_layers": 4,
@@ -53,7 +53,7 @@ def vllm_config(models: dict[str, Path]) -> Any:
 
 @pytest.fixture
 def make_prompt(request: pytest.FixtureRequest) -> MakePrompt:
-    """A factory of prompts of random tokens: other ones in each test, the same in each run."""
+    """A factory of random prompts, which differ between tests and are the same in each run."""
     source = random.Random(request.node.nodeid)
 
     def make(num_tokens: int = 300, start: list[int] | None = None) -> list[int]:
@@ -64,20 +64,18 @@ def make_prompt(request: pytest.FixtureRequest) -> MakePrompt:
 
 
 class Pool:
-    """Processes that live through the session: what a test leaves in one is no other test's.
-
-    Importing vLLM takes 10 s, an engine in a process that has done so 3 s.
-    """
+    """Processes by name, which live through the session since an import of vLLM takes longer than
+    the start of an engine. Each test starts engines of its own in them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: dict[str, Process] = {}
 
     def get(self, name: str, **env: str) -> Process:
-        """The process of that name, a new one if there is none or the old one died.
+        """Return the process of that name, or a new one if there is none or it is unusable.
 
         Args:
-            env: environment of a new one.
+            env: environment of a new process.
         """
         process = self._processes.get(name)
         if process is not None and process.usable:
@@ -105,19 +103,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture
 def first(pool: Pool) -> Process:
-    """A process that writes."""
+    """The process in which tests write to a store."""
     return pool.get("first")
 
 
 @pytest.fixture
 def second(pool: Pool) -> Process:
-    """Another process, that reads."""
+    """The process in which tests read what the first one wrote."""
     return pool.get("second")
 
 
 @pytest.fixture(scope="session")
 def oracle(models: dict[str, Path], pool: Pool) -> Iterator[Oracle]:
-    """The engine without a connector."""
+    """The engine without a connector, for reference answers."""
     oracle = Oracle(models["plain"], pool.get("oracle"))
     yield oracle
     oracle.close()
@@ -128,9 +126,9 @@ class Stored:
     """A store that was written once, with three chunks of each prompt.
 
     Attributes:
-        store: its directory. Copy it.
-        files: of each prompt, first chunk first, relative to the store.
-        own: what the engine says by its own prefix hit.
+        store: directory of the store; tests change only copies of it.
+        files: files of each prompt, first chunk first, relative to the store.
+        own: answers of an engine without a connector, by its own prefix hit.
     """
 
     store: Path
@@ -139,7 +137,7 @@ class Stored:
     own: list[Answer]
 
     def copy_to(self, path: Path) -> Path:
-        """A copy at `path`, which is returned."""
+        """Copy the store to `path`; return `path`."""
         shutil.copytree(self.store, path)
         return path
 
@@ -148,7 +146,7 @@ class Stored:
 def stored(
     tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
 ) -> Stored:
-    """One prompt per kind of damage, and one more."""
+    """A store with one prompt per kind of damage, and one more."""
     source = random.Random(20)
     lengths = [3 * 128 + 16] * (len(DAMAGES) + 1)
     prompts = [[source.randrange(3, 320) for _ in range(n)] for n in lengths]

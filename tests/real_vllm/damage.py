@@ -1,4 +1,4 @@
-"""What a test does to the files of stored chunks."""
+"""Ways in which tests damage the files of stored chunks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvferry.record.check import RecordInfo
 from kvferry.store.url import open_store
 
 Damage = Callable[[list[Path]], None]
-"""Told the files of one prompt's chunks, first chunk first."""
+"""Damages some of the files of one prompt's chunks, which it gets first chunk first."""
 
 
 def by_position(store: Path) -> dict[Path, int]:
-    """The position in its prompt of each stored chunk's first token, by file."""
+    """Return, by file, the position in its prompt of each stored chunk's first token."""
     with open_store(f"file://{store}?read_only=true") as opened:
         found = {}
         for entry in opened.scan():
@@ -64,13 +64,13 @@ def _flip(path: Path, position: int) -> None:
 
 
 def zero(files: list[Path]) -> None:
-    """All bytes, as after a power loss."""
+    """Zero all bytes, as after a power loss."""
     size = files[1].stat().st_size
     files[1].write_bytes(bytes(size))
 
 
 def zero_a_page(files: list[Path]) -> None:
-    """One page of the payload."""
+    """Zero one page of the payload."""
     with files[1].open("r+b") as file:
         file.seek(files[1].stat().st_size // 2 // 4096 * 4096)
         file.write(bytes(4096))
@@ -81,7 +81,7 @@ def delete(files: list[Path]) -> None:
 
 
 def swap(files: list[Path]) -> None:
-    """Two chunks of one prompt change places."""
+    """Exchange two chunks of one prompt."""
     aside = files[0].with_suffix(".aside")
     files[0].rename(aside)
     files[1].rename(files[0])
@@ -99,7 +99,7 @@ def become_fifo(files: list[Path]) -> None:
 
 
 def become_link(files: list[Path]) -> None:
-    """To an endless device."""
+    """Replace a file with a link to an endless device."""
     files[1].unlink()
     files[1].symlink_to("/dev/zero")
 

@@ -1,9 +1,9 @@
-"""vLLM in a process of its own, told what to do line by line: `python driver.py ANSWERS_FD`.
+"""A process that runs vLLM for the tests and takes commands from `harness`.
 
-Reads one JSON command per line from standard input and answers each with one JSON line on the given
-descriptor (standard output belongs to vLLM's log). Every command has a deadline of its own; the
-harness kills the process group if even that passes. Imports nothing of this project: an engine
-must find the connector the way an operator's engine does.
+Started as `python driver.py ANSWERS_FD`, it reads one JSON command per line from standard input and
+answers each with one JSON line on the given descriptor (standard output belongs to vLLM's log). If
+a command takes too long, the harness kills the process group. The file imports nothing of this
+project, since an engine must find the connector as an operator's engine does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ freeze = gc.freeze
 
 
 class Driver:
-    """At most one engine at a time."""
+    """The commands by name. The process has at most one engine at a time."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -74,7 +74,7 @@ class Driver:
         return {"steps": steps}
 
     def step(self, count: int) -> Json:
-        """That many steps, with whatever is or is not to do."""
+        """Run that many steps, whether or not there is work."""
         for _ in range(count):
             self.llm.llm_engine.step()
         return {}
@@ -83,9 +83,9 @@ class Driver:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
     def scale_norms(self, factor: float) -> Json:
-        """Multiply the weights of the layers' first norms, in place, as a trainer may.
+        """Multiply the weights of the layers' first norms in place, as a trainer may.
 
-        Kernels for a CPU keep copies of the other weights in a layout of their own.
+        CPU kernels keep copies of the other weights in their own layout.
         """
 
         def scale(model: Any) -> None:
@@ -97,13 +97,13 @@ class Driver:
         return {}
 
     def call_workers(self, method: str, **arguments: Any) -> Json:
-        """`collective_rpc`."""
+        """Call a method of all workers by `collective_rpc`."""
         self.llm.collective_rpc(method, kwargs=arguments)
         return {}
 
     def sleep(self, level: int) -> Json:
-        """Sleep and wake, with what a worker of 0.33 does around it where it has a device: tell the
-        connector, and come back with other bytes in the KV memory."""
+        """Sleep and wake. In between, do what a worker of 0.33 does on a device: notify the
+        connector, and return with other bytes in the KV memory."""
 
         def lose_memory(worker: Any) -> None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -119,7 +119,7 @@ class Driver:
         return {}
 
     def unknown(self, keys: list[str]) -> Json:
-        """How many of these records the connector's look-ups would not find now."""
+        """Count the given records that the connector's look-ups would not find now."""
         store = self._scheduler().connector._cache.store
         return {"count": sum(not store.contains(bytes.fromhex(key)) for key in keys)}
 
@@ -140,7 +140,7 @@ class Driver:
         return {"seconds": time.monotonic() - began}
 
     def _scheduler(self) -> Any:
-        """The scheduler if the engine's core lives in this process."""
+        """Return the scheduler if the engine's core lives in this process, else None."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         return getattr(core, "scheduler", None)
 
@@ -190,7 +190,7 @@ class Driver:
             "ignore_eos": True,
             "detokenize": False,
         } | request.get("sampling", {})
-        if "n" in options:  # only the end of the last of them tells of all
+        if "n" in options:  # the last output then has all sequences
             options["output_kind"] = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**options)
         self.num_requests += 1
@@ -200,20 +200,20 @@ class Driver:
 
 
 def keep_imports_frozen() -> None:
-    """Let garbage collections pass over the 700,000 objects that an import of vLLM makes.
+    """Exempt the hundreds of thousands of objects of vLLM's import from garbage collection.
 
-    While an engine starts and ends vLLM collects garbage six times, 0.4 s each, and unfreezes the
-    heap before. Here the driver alone freezes: after the import, and after each engine's end. The
-    import itself makes no garbage worth a collection.
+    While an engine starts and ends, vLLM unfreezes the heap and collects garbage several times,
+    which is slow. Here the driver alone freezes the heap: after the import, and after each engine's
+    end. The import itself makes no garbage worth a collection.
     """
     gc.disable()
     gc.freeze = gc.unfreeze = lambda: None
 
 
 def replace_kernels_once() -> None:
-    """Replace Triton's kernels in a process once, as in a process with a single engine.
+    """Have vLLM replace Triton's kernels only once per process, as if it had a single engine.
 
-    Each engine would replace the replacements again, and look at every name of every module.
+    Otherwise each engine replaces the replacements again, and looks at every name of every module.
     """
     from vllm.platforms import current_platform
 
@@ -223,9 +223,9 @@ def replace_kernels_once() -> None:
 
 
 def release_closed_engines() -> None:
-    """Give back what engines that were shut down have in this process, KV caches above all.
+    """Release what engines that were shut down still hold in this process, KV caches above all.
 
-    vLLM 0.14 keeps it for ever: a cache of function signatures holds methods of its model, and the
+    vLLM 0.14 never releases it: a cache of function signatures holds methods of its model, and the
     process groups made for its model serve the next one too. Later releases clean up themselves.
     """
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -237,8 +237,8 @@ def release_closed_engines() -> None:
 
 
 def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
-    """What a test needs of a request's last output, for each of its sequences; None of it if there
-    was no output."""
+    """Yield what a test needs of a request's last output, for each of its sequences. Without an
+    output, yield one empty result."""
     if output is None:
         yield {"tokens": [], "logprobs": [], "cached": None, "reason": "none", "seconds": None}
         return
@@ -255,7 +255,7 @@ def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
 
 
 def by_token(positions: Any) -> list[dict[str, float]]:
-    """Logprobs as JSON; none at the first token of a prompt."""
+    """Return logprobs as JSON, by position and token; the first token of a prompt has none."""
     return [
         {str(token): entry.logprob for token, entry in (position or {}).items()}
         for position in positions or []
@@ -263,7 +263,7 @@ def by_token(positions: Any) -> list[dict[str, float]]:
 
 
 def metrics() -> dict[str, float]:
-    """Counts of this process's Prometheus registry by name, over all labels."""
+    """Return this process's Prometheus counts by name: kvferry's by labels too, vLLM's summed."""
     from prometheus_client import REGISTRY
 
     found: dict[str, float] = {}
@@ -303,7 +303,7 @@ def subscribe(endpoint: str, arguments: Json) -> Any:
 
 
 def received(socket: Any) -> Iterator[Json]:
-    """Events published until nothing came for a second."""
+    """Yield the published events until none has come for a second."""
     import msgspec
     import zmq
     from vllm.distributed.kv_events import KVEventBatch

@@ -1,4 +1,4 @@
-"""Processes that run vLLM (`driver.py`), and what tests compare about their answers."""
+"""Starts and commands processes that run vLLM (`driver.py`), and compares their answers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Answer:
     """What became of one request.
 
     Attributes:
-        tokens: generated.
-        logprobs: by token (as text), one mapping per generated token.
-        prompt_logprobs: likewise per token of the prompt, empty for the first; where asked for.
+        tokens: generated tokens.
+        logprobs: one mapping per generated token, from tokens (as text) to logprobs.
+        prompt_logprobs: the same per token of the prompt, empty for the first; only if asked for.
         cached: prompt tokens that were not computed, wherever they came from.
-        reason: why it ended: length, abort, error, or none if nothing ever came.
-        seconds: to the first token.
-        params: of the connector, for the client.
+        reason: why the request ended: length, abort, error, or none if no output ever came.
+        seconds: seconds until the first token.
+        params: parameters of the connector for the client.
     """
 
     tokens: list[int]
@@ -60,10 +60,10 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Of one `generate`, in the order of the requests.
+    """The answers of one `generate`, in the order of the requests.
 
     Attributes:
-        metrics: what changed in the process's metrics, by name.
+        metrics: changes of the process's metrics, by name.
     """
 
     answers: list[Answer]
@@ -89,10 +89,10 @@ class Answers:
 
     @property
     def local(self) -> int:
-        """Prompt tokens that the engine had itself.
+        """Prompt tokens that the engine had in its own prefix cache.
 
-        Not its metric, to which 0.14 adds the same tokens again in each step in which a request
-        waits for a connector to look it up.
+        They are not read from vLLM's metric, to which 0.14 adds the same tokens again in each step
+        in which a request waits for its look-up.
         """
         return sum(answer.cached or 0 for answer in self.answers) - self.external
 
@@ -107,9 +107,9 @@ class Process:
     """A process that runs engines, one after the other. A context manager.
 
     Attributes:
-        log: receives the engine's log.
-        env: beyond the environment of the tests.
-        prefix: of the command, to run it elsewhere.
+        log: file that receives the engine's log.
+        env: variables beyond the environment of the tests.
+        prefix: words in front of the command, to run it elsewhere.
     """
 
     log: Path
@@ -162,7 +162,7 @@ class Process:
         return self._process.pid
 
     def kill(self) -> None:
-        """kill -9, the process and all it started."""
+        """Kill the process and all that it started with SIGKILL."""
         self.usable = False
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ class Process:
         """Let the process end by itself.
 
         Raises:
-            EngineHungError: it did not, in time.
+            EngineHungError: it did not end in time.
             EngineError: it ended with an error.
         """
         self.usable = False
@@ -194,11 +194,11 @@ class Process:
         self._process.stdin.flush()
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """The answer to the oldest command without one.
+        """Return the answer to the oldest command that has none yet.
 
         Raises:
             EngineError: the engine raised, or its process died.
-            EngineHungError: there was none in time.
+            EngineHungError: there was no answer in time; the process was killed.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._rest:
@@ -230,24 +230,24 @@ class Process:
     def engine(
         self, model: Path, connector: dict[str, Any] | None = None, **engine: Any
     ) -> Iterator[Engine]:
-        """A fresh engine; shut down, within a deadline, afterwards."""
+        """Run a fresh engine for the block; it has to shut down within a deadline afterwards."""
         try:
             self.start(model, connector, **engine)
             yield Engine(self)
         except BaseException:
-            self.kill()  # what state it is in nobody knows
+            self.kill()  # its state is unknown
             raise
         self.call("stop", STOP_SECONDS)
 
     def start(self, model: Path, connector: dict[str, Any] | None = None, **engine: Any) -> None:
-        """Start an engine that nobody shuts down but the end of the process."""
+        """Start an engine that runs until a `stop` or the end of the process."""
         arguments = {
             "model": str(model),
             "dtype": "float32",
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "block_size": 128,
-            "kv_cache_memory_bytes": 128 << 20,  # of which each engine writes every byte
+            "kv_cache_memory_bytes": 128 << 20,  # small, since each engine writes every byte of it
             "max_model_len": 1024,
             "max_num_seqs": 8,
             "max_logprobs": -1,
@@ -276,7 +276,7 @@ class Engine:
         """Run prompts: token ids, or a mapping with more (see `Driver.generate`).
 
         Args:
-            settle: afterwards let the engine run on until it is idle, as a server would.
+            settle: whether the engine runs on afterwards until it is idle, as a server would.
         """
         self.send(
             prompts, max_tokens=max_tokens, logprobs=logprobs, together=together, deadline=deadline
@@ -295,7 +295,7 @@ class Engine:
         together: bool = False,
         deadline: float = GENERATE_SECONDS,
     ) -> None:
-        """Begin what `receive` ends."""
+        """Start to run prompts; `receive` returns the answers."""
         common = {"max_tokens": max_tokens, "logprobs": logprobs}
         requests = [
             common | (prompt if isinstance(prompt, dict) else {"token_ids": list(prompt)})
@@ -316,8 +316,9 @@ class Engine:
     def wait_until_known(self, files: Iterable[Path], seconds: float = 60.0) -> None:
         """Wait until look-ups of this engine find these records.
 
-        Of its own ones too it hears only in a step, and 0.14 does none without requests: what was
-        stored after the last step is known once its store has listed the directory again.
+        Even of its own records the scheduler hears only in a step, and 0.14 runs no step without
+        requests. Records that were stored after the last step are known once the store has listed
+        the directory again.
         """
         keys = [path.stem for path in files]
 
@@ -332,9 +333,9 @@ class Engine:
 
 
 class Oracle:
-    """What the engine itself says, by its own prefix hit.
+    """Answers as an engine without a connector gives them by its own prefix hit.
 
-    One engine without a connector; started at the first question.
+    The engine starts at the first question.
     """
 
     def __init__(self, model: Path, process: Process, **engine: Any) -> None:
@@ -346,7 +347,7 @@ class Oracle:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 4, logprobs: int = 20
     ) -> Answers:
-        """The second of two equal runs: all whole blocks of each prompt were there already."""
+        """Run prompts twice. Return the second answers, which hit all whole blocks of a prompt."""
         if self._engine is None:
             self._process.start(self._model, max_model_len=4096, **self._options)
             self._engine = Engine(self._process)
@@ -362,13 +363,13 @@ class Oracle:
 
 
 def kvferry(store: Path | str | list[str], policy: str = "fail", **options: Any) -> dict[str, Any]:
-    """The connector's JSON, as an operator writes it.
+    """Return the connector's JSON, as an operator writes it.
 
     Args:
-        store: directory, or a URL, or those of tiers.
-        policy: `kv_load_failure_policy`.
-        options: of `kv_connector_extra_config`. Hits are not audited unless they say so, and so of
-            the same length in every process.
+        store: a directory, a URL, or the URLs of tiers.
+        policy: the `kv_load_failure_policy`.
+        options: options in `kv_connector_extra_config`. By default hits are not audited, so that
+            they have the same length in every process.
     """
     url = f"file://{store}" if isinstance(store, Path) else store
     return {
@@ -379,23 +380,25 @@ def kvferry(store: Path | str | list[str], policy: str = "fail", **options: Any)
 
 
 def records(store: Path) -> set[Path]:
-    """Files of the stored chunks."""
+    """Return the files of the stored chunks."""
     return set((store / "records").glob("*/*.safetensors"))
 
 
 def memory_of(store: Path, chunks: int) -> int:
-    """`memory_bytes` with room for `chunks`: once a hit fills it, an engine reads all others."""
+    """Return `memory_bytes` with room for so many chunks. Once a hit has filled it, all other
+    chunks come from the store."""
     return chunks * next(iter(records(store))).stat().st_size
 
 
 def wait_for_records(store: Path, count: int, seconds: float = 60.0) -> set[Path]:
-    """Wait until `count` chunks are stored; that many or more are returned."""
+    """Wait until at least `count` chunks are stored; return their files."""
     wait_until(lambda: len(records(store)) >= count, f"{count} records in {store}", seconds)
     return records(store)
 
 
 def largest_difference(reference: Answer, other: Answer) -> float:
-    """Of any logprob at any position; both must be about the same tokens."""
+    """Return the largest difference of a logprob at any position; both must list the same tokens,
+    but for the last two."""
     assert len(reference.logprobs) == len(other.logprobs) > 0
     largest = 0.0
     for ours, theirs in zip(reference.logprobs, other.logprobs, strict=True):
@@ -408,7 +411,7 @@ def largest_difference(reference: Answer, other: Answer) -> float:
 def assert_same(
     reference: Iterable[Answer], others: Iterable[Answer], tolerance: float = TOLERANCE
 ) -> None:
-    """Equal tokens and reasons, and logprobs within `tolerance`."""
+    """Assert that tokens and reasons are equal, and that logprobs differ by at most `tolerance`."""
     for index, (one, other) in enumerate(zip(reference, others, strict=True)):
         assert other.reason == one.reason == "length", f"prompt {index}: ended by {other.reason}"
         assert other.tokens == one.tokens, f"prompt {index}: other tokens"
@@ -417,8 +420,8 @@ def assert_same(
 
 
 def assert_reused(own: Answers, cold: Answers, warm: Answers, hits: list[int]) -> None:
-    """Both runs say what the engine says without a connector; the second one hit so many tokens of
-    each prompt, and the first none."""
+    """Assert that both runs answer as the engine does without a connector, that the first run had
+    no hit, and that the second hit so many tokens of each prompt."""
     assert_same(own, cold)
     assert_same(own, warm)
     assert cold.external == 0
@@ -427,6 +430,6 @@ def assert_reused(own: Answers, cold: Answers, warm: Answers, hits: list[int]) -
 
 
 def expected_hit(num_tokens: int, *, chunk: int = 128, block: int = 128) -> int:
-    """Tokens that a prompt of `num_tokens` finds of an equal one stored before."""
+    """Return how many tokens of a prompt hit, if an equal prompt was stored before."""
     whole = min(num_tokens // chunk * chunk, num_tokens - 1)
     return max(0, whole // block * block)

@@ -1,4 +1,4 @@
-"""Which release of vLLM the tests run in, and marks for what an earlier one cannot do at all."""
+"""The installed release of vLLM, and marks that skip tests of what it cannot do at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ RELEASE = _release()
 
 
 def serves_tiers() -> pytest.MarkDecorator:
-    """A mark for tests of vLLM's tiers as they have been since 0.29, which `KVFerryTier` serves."""
+    """Return a mark for tests of vLLM's tiers in the form that `KVFerryTier` serves, since 0.29."""
     return does("gives a tier what ours needs", since=(0, 29))
 
 
 def does(what: str, *, since: tuple[int, int]) -> pytest.MarkDecorator:
-    """A mark for tests of what vLLM on a CPU does not do in earlier releases, connector or not.
+    """Return a mark for tests of what vLLM on a CPU does not do before a release, whatever the
+    connector.
 
     Args:
-        what: later ones do.
-        since: the earliest release that was seen to do it. Not all were looked at.
+        what: What later releases do.
+        since: The earliest release that was seen to do it. Not all were looked at.
     """
     return pytest.mark.skipif(
         since > RELEASE, reason=f"unlike vLLM {since[0]}.{since[1]}, this one never {what}"

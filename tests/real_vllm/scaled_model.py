@@ -1,4 +1,4 @@
-"""A model class as plug-ins bring it, under the name of an architecture that vLLM has."""
+"""A model class as a plug-in of vLLM brings it, under the name of an architecture of vLLM's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 
 class ScaledLlama(LlamaForCausalLM):  # type: ignore[misc, unused-ignore]
-    """Other KV from the same files."""
+    """A Llama that scales some weights, so that the same files give other KV."""
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         return super().load_weights(  # type: ignore[no-any-return, unused-ignore]

@@ -1,4 +1,5 @@
-"""vLLM's manager of tiers with ours behind it, driven as vLLM's scheduler drives it; no engine."""
+"""vLLM's tier manager with kvferry's tier behind it. Tests drive it as vLLM's scheduler does,
+without an engine."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ __all__ = ["EngineArgs", "JobResult", "Locality", "TransferJob"]
 
 TIER = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier"}
 SECONDS = 60.0
-"""What a busy machine may take."""
+"""How long a busy machine may take for anything."""
 
 ROW = 8192
 NUM_ROWS = 4
 
-# 0.29 has other names.
+# vLLM 0.29 has other names.
 PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
 _GROUP = {"group_id": 0} if "group_id" in OffloadingGroupConfig.__dataclass_fields__ else {}
 
 
 def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
-    """Of an engine with rows of two pages."""
+    """Return the offloading configuration of an engine of one rank, with rows of two pages."""
     parallel = OffloadingParallelConfig(
         rank=0,
         world_size=1,
@@ -82,13 +83,13 @@ def key(number: int) -> bytes:
 
 
 class Scripted:
-    """The manager of one start, over the real shared memory.
+    """vLLM's tier manager as after a start of the engine, over real shared memory.
 
     Attributes:
-        manager: `TieringOffloadingManager`.
-        tier: the `KVFerryTier` behind it.
-        lock: that the scheduler holds whenever it calls the manager, as of 0.33.
-        row_bytes: of a row of its memory.
+        manager: the `TieringOffloadingManager`.
+        tier: the `KVFerryTier` behind the manager.
+        lock: the lock that the scheduler holds whenever it calls the manager, as of 0.33.
+        row_bytes: bytes of a row of the manager's memory; a row holds a chunk.
     """
 
     def __init__(self, spec: TieringOffloadingSpec) -> None:
@@ -101,7 +102,7 @@ class Scripted:
 
     @property
     def jobs(self) -> dict[int, Any]:
-        """Those of the manager that have not ended, by id."""
+        """The manager's jobs that have not ended, by id."""
         found: dict[int, Any] = self.manager._transfer_jobs
         return found
 
@@ -130,7 +131,7 @@ class Scripted:
                 self.manager.on_reset_flushed()
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Steps until this is so."""
+        """Step until `done`."""
 
         def stepped() -> bool:
             if done():
@@ -141,7 +142,8 @@ class Scripted:
         wait_until(stepped, "what the test waits for", SECONDS, interval=0.001)
 
     def offer(self, numbers: Sequence[int], context: ReqContext, epoch: int = 0) -> bool:
-        """Fill chunks as a worker does, and cascade them; False if no memory is free for them."""
+        """Fill rows as a worker does, and have the manager pass them on to the tier. Return False
+        if no memory is free for them."""
         with self.lock:
             found = self.manager.prepare_store([key(each) for each in numbers], context)
             if found is None:
@@ -155,14 +157,14 @@ class Scripted:
         return True
 
     def store(self, *numbers: int) -> None:
-        """Fill chunks and cascade them, until the tier reported."""
+        """Offer chunks, and step until the tier has reported them."""
         context = self.request()
         assert self.offer(numbers, context)
         self.finish(context)
         self.until(lambda: not self.jobs)
 
     def look(self, number: int, context: ReqContext) -> tuple[LookupResult, bytes | None]:
-        """One look-up in one step, and the bytes of a hit."""
+        """Look up a chunk once; return the answer, and the bytes of a hit."""
         with self.lock:
             found = self.manager.lookup(key(number), context)
             if found is not LookupResult.HIT:
@@ -173,7 +175,7 @@ class Scripted:
         return found, held
 
     def lookup(self, number: int) -> tuple[LookupResult, bytes | None]:
-        """What becomes of a look-up, and the bytes of a hit."""
+        """Look up a chunk until it hits or misses; return the answer, and the bytes of a hit."""
         context = self.request()
         found: list[tuple[LookupResult, bytes | None]] = []
 
@@ -186,7 +188,7 @@ class Scripted:
         return found[-1]
 
     def assert_nothing_is_held(self) -> None:
-        """When all requests ended: no job, no request, no row that is pinned."""
+        """Assert, once all requests have ended, that there is no job, request or pinned row."""
         self.until(lambda: not self.manager.has_pending_work())
         assert not self.jobs
         assert not self.manager._pending_load_submissions
@@ -201,7 +203,7 @@ class Scripted:
 
 
 def content(number: int, size: int, epoch: int = 0) -> bytes:
-    """Of the row of a chunk, by the weights of an epoch."""
+    """Return the content of a chunk's row; an epoch stands for one version of the weights."""
     return (number.to_bytes(3, "big") + bytes([epoch])) * (size // 4)
 
 

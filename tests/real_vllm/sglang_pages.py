@@ -1,8 +1,8 @@
-"""SGLang's file back end, asked by its own hashes: does one model get the page of another?
+"""Asks SGLang's file back end, by SGLang's own hashes, whether one model gets another one's page.
 
-Run by `wrong_model.py` with SGLang on Python's path; imports nothing of this project. No server
-runs: the class of the back end is made twice as a server makes it, once for each model, with the
-name that both are served under.
+`wrong_model.py` runs it with SGLang on Python's path. It imports nothing of this project, and no
+server runs. It makes the back end as a server does, once for each model, with the name that both
+models are served under.
 """
 
 from __future__ import annotations

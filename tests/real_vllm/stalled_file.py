@@ -1,8 +1,8 @@
-"""A file whose reads do not return: a mount that hangs, made of the kernel's own FUSE.
+"""A file whose reads do not return, as on a mount that hangs. The kernel's own FUSE serves it.
 
     with stalled(path) as file:
         ...           # whoever reads `path` waits
-        file.release()  # now they get what was there before
+        file.release()  # now the readers get the file's content
 
 Needs the right to mount. At the end of the block every waiting read fails.
 """
@@ -32,7 +32,7 @@ _ROOT = 1
 
 
 class StalledFile:
-    """Answers what the kernel asks about one file, all but reads at once."""
+    """Answers the kernel's requests for one file on a thread; reads wait until `release`."""
 
     def __init__(self, fd: int, content: bytes) -> None:
         self._fd = fd
@@ -58,7 +58,7 @@ class StalledFile:
     def _answer(self, message: bytes) -> None:
         _, opcode, unique, *_ = _IN_HEADER.unpack_from(message)
         body = message[_IN_HEADER.size :]
-        if opcode == _INTERRUPT:  # whoever waited is being killed
+        if opcode == _INTERRUPT:  # the waiting reader is being killed
             self._let_go(struct.unpack_from("<Q", body)[0])
         if opcode in _NO_REPLY:
             return
@@ -101,7 +101,7 @@ class StalledFile:
         )
 
     def _reply(self, unique: int, body: bytes, error: int = 0) -> None:
-        with suppress(OSError):  # who asked is gone
+        with suppress(OSError):  # the reader is gone
             os.write(
                 self._fd, _OUT_HEADER.pack(_OUT_HEADER.size + len(body), -error, unique) + body
             )
@@ -109,7 +109,7 @@ class StalledFile:
 
 @contextmanager
 def stalled(path: Path) -> Iterator[StalledFile]:
-    """Put a stalled file of the same content in front of the file `path`."""
+    """Mount a stalled file with the same content over the file `path`."""
     try:
         fd = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:
@@ -126,5 +126,5 @@ def stalled(path: Path) -> Iterator[StalledFile]:
     try:
         yield StalledFile(fd, content)
     finally:
-        _LIBC.umount2(target, _FORCE | _DETACH)  # forced: whoever waits is told
+        _LIBC.umount2(target, _FORCE | _DETACH)  # forced, so that waiting reads fail
         os.close(fd)

@@ -1,11 +1,11 @@
-"""`make proof-wrong-model`: one store, two models that go by one name. What does the second read?
+"""`make proof-wrong-model`: two models share a store and a name. What does the second model read?
 
-Each case runs one model, then another, in two processes of real vLLM on a CPU, over one store: of
-vLLM's `fs` tier, of kvferry's tier, of kvferry's connector. It compares the second one's answer
-with what it says without a store. Of SGLang, its own file back end and hashes are asked
-(`sglang_pages.py`), if `--sglang` leads to them. The models are tiny, with random weights.
+Each case runs one model, then another, in two processes of real vLLM on a CPU over one store. It
+does so for vLLM's `fs` tier, kvferry's tier and kvferry's connector. It compares the second model's
+answer with its answer without a store. If `--sglang` leads to SGLang, SGLang's own file back end is
+asked, too, by its own hashes (`sglang_pages.py`). The models are tiny, with random weights.
 
-A miss is right. A hit is right if the answer is what the model itself says, within rounding.
+A miss is right. A hit is right if the answer is the model's own, within rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIT = 256 + 768
 """Tokens of the prompts that are whole chunks of 128."""
 NUM_CHUNKS = HIT // 128
 WAIT_SECONDS = 60.0
-# kvferry uses no adapter before its files are hashed, beside the first requests.
+# kvferry serves no adapter until its files are hashed, which happens beside the first requests.
 NUM_TRIES = 10
 
 SHAPE = {
@@ -48,14 +48,15 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A second model beside a first one.
+    """A case: how the second model differs from the first.
 
     Attributes:
-        model: directory of the second one's weights.
-        is_at_one_path: the first one's directory is replaced; else each has a path of its own.
-        adapters: of the first and of the second, at one path.
-        engine: options of the second engine.
-        is_updated: the weights are changed in the running engine, and its caches are reset.
+        model: name of the second model's weights.
+        is_at_one_path: whether the second model replaces the directory of the first; otherwise each
+            has a path of its own.
+        adapters: adapters of the first and of the second model, at one path.
+        engine: further options of the second engine.
+        is_updated: whether the weights change in the running engine, whose caches are then reset.
     """
 
     name: str
@@ -101,10 +102,10 @@ STORES = {
             "load_timeout_seconds": 60.0,
         }
     ),
-    # No hit is audited: what is shown is what identity alone does.
+    # No hit is audited, so that the table shows what the model's identity alone does.
     "kvferry connector": lambda store: kvferry(store, load_timeout_seconds=60),
 }
-"""What an operator writes, by what it is called in the table."""
+"""Functions that make an operator's `kv_transfer_config`, by their names in the table."""
 
 
 class Proof:
@@ -126,13 +127,13 @@ class Proof:
         self._prompts = [[source.randrange(3, 320) for _ in range(size)] for size in (300, 777)]
 
     def own(self, case: Case) -> Answers:
-        """What the second model says by itself."""
+        """Return the second model's answers without a store."""
         options = {**self._options(case), **case.engine, "enable_prefix_caching": False}
         with self._reader.engine(self._place(case, second=True), None, **options) as engine:
             return engine.generate(self._requests(case, second=True))
 
     def verdict(self, case: Case, store_name: str, own: Answers) -> str:
-        """What the second model read of what the first one stored: "miss", "right" or how wrong its
+        """Run both models over one store. Return "miss", "right", or how wrong the second model's
         answer is."""
         store = self._root / "stores" / f"{case.name} {store_name}".replace(" ", "-")
         connector, options = STORES[store_name](store), self._options(case)
@@ -152,7 +153,7 @@ class Proof:
         options |= case.engine
         num_tries = 1
         if case.adapters is not None and connector["kv_connector"] == CONNECTOR["kv_connector"]:
-            # What it stores itself would be a hit at the next try.
+            # If the reader stored KV, the next try would hit it.
             connector, num_tries = {**connector, "kv_role": "kv_consumer"}, NUM_TRIES
         with self._reader.engine(self._place(case, second=True), connector, **options) as engine:
             for _ in range(num_tries):
@@ -166,7 +167,7 @@ class Proof:
         return {"served_model_name": "served", **(LORA if case.adapters else {})}
 
     def _place(self, case: Case, *, second: bool = False) -> Path:
-        """The directory that the engine gets, with its weights in it."""
+        """Put a model's weights where the case wants them; return the engine's model directory."""
         weights = self._models[case.model if second else "first"]
         return self._at("served", weights) if case.is_at_one_path else weights
 
@@ -178,7 +179,7 @@ class Proof:
         return [{"token_ids": prompt, "lora": lora} for prompt in self._prompts]
 
     def _at(self, name: str, source: Path) -> Path:
-        """A copy of a directory at the one path of that name."""
+        """Copy a directory to the one path of that name."""
         place = self._root / name
         shutil.rmtree(place, ignore_errors=True)
         return Path(shutil.copytree(source, place))
@@ -197,7 +198,7 @@ def said(own: Answers, answers: Answers) -> str:
 
 
 def num_files(store: Path) -> int:
-    """Chunks that are stored, of vLLM's tier or of ours."""
+    """Count the stored chunks, of vLLM's tier or of ours."""
     return sum(path.suffix in (".bin", ".safetensors") for path in store.rglob("*"))
 
 
@@ -207,7 +208,7 @@ def wait_for_files(store: Path) -> None:
 
 
 def sglang_verdicts(paths: list[str], root: Path) -> list[str]:
-    """Of each case, what SGLang's file back end hands to the second model."""
+    """Return for each case what SGLang's file back end gives the second model."""
     if not paths:
         return ["not run"] * len(CASES)
     cases = [

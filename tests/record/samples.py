@@ -1,4 +1,4 @@
-"""Records to test with: geometries, deterministic payloads, and a reader that checks everything."""
+"""Sample records for tests: geometries, deterministic payloads, and a reader that checks it all."""
 
 from kvferry.record.check import MissReason, check_head, check_rows, parse_head
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
@@ -10,7 +10,7 @@ KEY = bytes(range(100, 132))
 GOLDEN = {
     # One head, prime sizes: smaller than any alignment.
     "tiny": ([(1, 1, 2, "float32", None)], 3, 0),
-    # Several groups of different dtypes and windows; an odd number of bytes in the last.
+    # Several groups of different dtypes and windows; the last has an odd number of bytes.
     "groups": (
         [(3, 2, 10, "bfloat16", None), (2, 1, 7, "float16", 64), (1, 5, 3, "float8_e4m3fn", 8)],
         5,
@@ -18,7 +18,7 @@ GOLDEN = {
     ),
     # Rows of 65,560 bytes: one leaf of 64 KiB and one of 24 bytes each.
     "split": ([(1, 2, 149, "float32", None)], 110, 2**63 - 1),
-    # An opaque row: one leaf of 64 KiB and one of 3 bytes. The number is its size.
+    # An opaque row, given by its size: one leaf of 64 KiB and one of 3 bytes.
     "row": (65_539, 128, 0),
 }
 
@@ -42,7 +42,7 @@ def schema_of(groups, chunk_tokens, *, namespace=NAMESPACE):
 
 
 def payload_of(schema, *, seed=7):
-    """Bytes that repeat only after 251 * 256, so that no two rows or leaves are alike."""
+    """Return bytes that repeat only after 251 * 256, so that no two rows or leaves are equal."""
     return bytes((i * 31 + i // 251 + seed) % 256 for i in range(schema.payload_bytes))
 
 
@@ -56,7 +56,7 @@ def encode(schema, payload, *, key=KEY, first_token=0):
 
 
 def golden(name):
-    """Schema, first token and bytes of a golden record, made anew."""
+    """Make a golden record anew; return its schema, first token and bytes."""
     groups, chunk_tokens, first_token = GOLDEN[name]
     if isinstance(groups, int):
         schema = RecordSchema.for_rows(
@@ -68,7 +68,7 @@ def golden(name):
 
 
 def read(schema, data, *, key=KEY, first_token=0):
-    """What a reader that knows the schema says of `data`: None or the reason of the miss."""
+    """Check `data` as a reader that knows the schema; return None or the reason of the miss."""
     view = memoryview(data)
     reason = check_head(schema, key, first_token, len(data), view[: schema.head_bytes])
     if reason is not None:
@@ -83,7 +83,7 @@ def read(schema, data, *, key=KEY, first_token=0):
 
 
 def read_unknown(data):
-    """The same by a reader that knows nothing and believes the header as far as it must."""
+    """Check `data` as a reader that knows only what the header says."""
     info = parse_head(memoryview(data), len(data))
     if isinstance(info, MissReason):
         return info

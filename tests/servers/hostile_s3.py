@@ -1,4 +1,4 @@
-"""A server that answers S3 wrongly, in a way that the name of the bucket says."""
+"""A server that answers S3 requests wrongly. The name of the bucket chooses the way."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _DATE = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 class Request(NamedTuple):
     kind: str
-    """check (a list behind all names), list, get, head, put or delete."""
+    """check (a list that starts after all names), list, get, head, put or delete."""
     number: int
-    """How many came before."""
+    """How many requests of its kind came to the bucket before."""
     first_byte: int = 0
-    """Of the range that a get asks for."""
+    """First byte of the range that a get asks for."""
 
 
 def whole(status: str, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
-    """An answer; `length` is what it says of its body."""
+    """Make a whole answer; `length` is the length that it claims for its body."""
     lines = [
         f"HTTP/1.1 {status}",
         f"Content-Length: {len(body) if length is None else length}",
         f"Last-Modified: {_DATE}",
         'ETag: "e"',
-        "Connection: close",  # else a client may send its next request as this end closes
+        "Connection: close",  # otherwise a client may send its next request as this end closes
         *headers,
         "",
         "",
@@ -47,7 +47,7 @@ def whole(status: str, body: bytes = b"", *headers: str, length: int | None = No
 
 
 def listing(names: list[str], token: str = "", size: str = str(SIZE)) -> bytes:
-    """The body of a list; with a token, another page follows."""
+    """Make the body of a list. With a token, it says that another page follows."""
     rows = "".join(
         f"<Contents><Key>{name}</Key><LastModified>2026-11-02T10:00:00.000Z</LastModified>"
         f'<ETag>"e"</ETag><Size>{size}</Size></Contents>'
@@ -61,7 +61,7 @@ def listing(names: list[str], token: str = "", size: str = str(SIZE)) -> bytes:
 
 
 def honest(request: Request) -> bytes:
-    """What a server with one value under every name says."""
+    """Answer as a server with one value under every name."""
     if request.kind == "get":
         return whole("206 Partial Content", b"v" * 16, f"Content-Range: bytes 0-15/{SIZE}")
     if request.kind == "head":
@@ -73,7 +73,7 @@ def honest(request: Request) -> bytes:
 
 
 Answer = Callable[[Request], Iterator[bytes]]
-"""The bytes of an answer; the connection is closed behind them."""
+"""Makes the bytes of an answer to a request. After them the connection is closed."""
 
 
 def endless(start: bytes, piece: bytes = _FLOOD) -> Iterator[bytes]:
@@ -113,14 +113,14 @@ def slowly(answer: bytes) -> Iterator[bytes]:
 
 
 def _error(status: str) -> Answer:
-    """To all but the first question, which would hide the others."""
+    """Answer with an endless error to all but a check, whose failure would hide other faults."""
     return lambda request: (
         iter([honest(request)]) if request.kind == "check" else endless(in_chunks(status), _CHUNK)
     )
 
 
 def _only(kind: str, answer: Answer) -> Answer:
-    """Honest to every other kind of request."""
+    """Give `answer` to one kind of request, and honest answers to all others."""
     return lambda request: answer(request) if request.kind == kind else iter([honest(request)])
 
 
@@ -190,7 +190,7 @@ WAYS: dict[str, Answer] = {
     "long-name": _list(listing(["kv/" + "a" * 5_000_000])),
     "escapes": _list(listing(["kv/\x9b31m", "kv/&#27;[31m", "kv/..", "kv//", "/", "kv/%00", ""])),
 }
-"""By what the server does."""
+"""Wrong answers, by the name of the bucket."""
 
 LISTS: dict[str, Answer] = {
     "endless-names": lambda _request: endless(
@@ -204,16 +204,16 @@ LISTS: dict[str, Answer] = {
     "wrong-chunks": lambda _request: iter([in_chunks("200 OK") + b"zz\r\nkv/a\r\n"]),
     "bare-names": lambda _request: iter([_NAMES]),
 }
-"""Of lists of names as the admin port of Mooncake's master answers them."""
+"""Wrong lists of names, in the form in which the admin port of Mooncake's master answers."""
 
 
 _RECORDS = listing([f"kv/{0:064x}/{number:064x}" for number in range(1000)], token="again")
 CIRCLES: dict[str, Answer] = {"same-records": _list(_RECORDS)}
-"""Lists of records that begin again at their end."""
+"""Lists of records that start again at their end."""
 
 
 def _two_values(request: Request) -> Iterator[bytes]:
-    """The second range is of another value than the first, which has gone."""
+    """Answer as if another value had replaced the first between two ranges of a read."""
     size = SIZE << 20 if request.first_byte == 0 else request.first_byte + 8
     count = min(16, size - request.first_byte)
     span = f"{request.first_byte}-{request.first_byte + count - 1}"
@@ -226,7 +226,7 @@ _ALL = HONEST | WAYS | LISTS | CIRCLES | REPLACED
 
 
 def fuzzed(seed: int) -> Answer:
-    """Honest answers with some bytes changed, cut or doubled."""
+    """Give honest answers with some bytes changed, cut, doubled or inserted."""
 
     def answer(request: Request) -> Iterator[bytes]:
         draw = random.Random(f"{seed} {request.kind} {request.number}")
@@ -248,10 +248,10 @@ def fuzzed(seed: int) -> Answer:
 
 
 class HostileS3:
-    """Listens on a free port; `fuzz-7` is a bucket of answers fuzzed with the seed 7.
+    """Listens on a free port. The bucket `fuzz-7` answers with `fuzzed(7)`.
 
     Attributes:
-        endpoint: its URL.
+        endpoint: URL of the server.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class HostileS3:
         self._run(self._accept)
 
     def close(self) -> None:
-        """Leaves no thread."""
+        """Close the server, and end all its threads."""
         self._is_closed = True
         for thread in self._threads:
             thread.join(20)
@@ -282,7 +282,7 @@ class HostileS3:
                 self._run(self._serve, client)
 
     def _serve(self, client: socket.socket) -> None:
-        """One request: connections are not used again."""
+        """Serve one request; a connection has no second one."""
         with client, contextlib.suppress(OSError):
             client.settimeout(0.2)
             bucket, request = self._request(client)
@@ -292,7 +292,7 @@ class HostileS3:
                     return
 
     def _request(self, client: socket.socket) -> tuple[str, Request]:
-        """What is asked for, and by which bucket; its body is read, too."""
+        """Read a request with its body; return its bucket and what it asks for."""
         received = b""
         while b"\r\n\r\n" not in received:
             part = client.recv(1 << 16)
@@ -315,7 +315,7 @@ class HostileS3:
         return bucket, Request(kind, number, int(first_byte[1]) if first_byte else 0)
 
     def _send(self, client: socket.socket, piece: bytes) -> bool:
-        """False when the client has left, or the server is closed."""
+        """Send a piece. Return False if the client has left or the server is closed."""
         rest = memoryview(piece)
         while rest and not self._is_closed:
             _, writable, _ = select.select([], [client], [], 0.05)
@@ -327,7 +327,7 @@ class HostileS3:
 
 @contextlib.contextmanager
 def running_hostile_s3() -> Iterator[HostileS3]:
-    """A server that ends with the `with`."""
+    """Run a server for the block."""
     server = HostileS3()
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A server that speaks like Valkey, until it is told to attack those who ask it."""
+"""A server that speaks Valkey's protocol, and attacks its clients with wrong replies if told to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.servers.paced import paced
 from tests.servers.process import LOCALHOST
 
 VALUE = bytes(range(256)) * 400
-"""Of every name that ends in a 1; other names have none."""
+"""The value of every name that ends in a 1; other names have none."""
 
 Answer = Callable[[bytes], Iterator[bytes]]
-"""What is sent instead of a right reply. The connection is closed when it ends."""
+"""Makes the pieces to send instead of a right reply. After them the connection is closed."""
 
 
 def sends(*pieces: bytes, again: bytes = b"", wait: float = 0.0) -> Answer:
-    """The pieces, then one of them for ever, with a wait behind each."""
+    """Send the pieces, then send `again` for ever, with a wait after each."""
 
     def answer(_right: bytes) -> Iterator[bytes]:
         yield from pieces
@@ -32,7 +32,7 @@ def sends(*pieces: bytes, again: bytes = b"", wait: float = 0.0) -> Answer:
 
 
 def after_right(again: bytes) -> Answer:
-    """The right reply, and more for ever."""
+    """Send the right reply, then send `again` for ever."""
 
     def answer(right: bytes) -> Iterator[bytes]:
         yield right
@@ -100,7 +100,7 @@ ATTACKS: dict[str, Answer] = {
 
 
 def mutated(seed: int) -> Answer:
-    """Right replies, changed in places by a generator of this seed."""
+    """Send right replies with random changes, drawn from this seed."""
     chance = random.Random(seed)
 
     def answer(right: bytes) -> Iterator[bytes]:
@@ -135,14 +135,14 @@ class HostileValkey:
     """Listens on a free port; each connection has a thread.
 
     Attributes:
-        port: where it listens.
-        answer: what it does; None while it is honest.
-        names: what a list of names has, on its only page.
-        next_cursor: where a page says that the next one begins.
+        port: port on which the server listens.
+        answer: the attack; None while the server is honest.
+        names: names on each page of a list.
+        next_cursor: function from a page's cursor to that of the next page; b"0" ends the list.
     """
 
     def __init__(self, answer: Answer | None = None, *, greets: bool = True) -> None:
-        """`greets`: honest while a client connects."""
+        """Start the server; with `greets`, it is honest while a client connects."""
         self.answer = answer
         self.names: list[bytes] = [b"kv/1"]
         self.next_cursor: Callable[[bytes], bytes] = lambda _cursor: b"0"
@@ -195,7 +195,7 @@ class HostileValkey:
                 return
 
     def _send(self, stream: socket.socket, piece: bytes) -> bool:
-        """False when nobody is there any more, or nobody reads."""
+        """Send a piece. Return False if the client has left or does not read."""
         view, end = memoryview(piece), time.monotonic() + 10
         while view and not self._is_closed and time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
@@ -237,7 +237,7 @@ class HostileValkey:
 
 
 def _parse(received: bytes) -> tuple[list[list[bytes]], bytes]:
-    """Whole commands, and what is left."""
+    """Split received bytes into whole commands and the rest."""
     commands: list[list[bytes]] = []
     at = 0
     while True:
@@ -260,7 +260,7 @@ def _parse(received: bytes) -> tuple[list[list[bytes]], bytes]:
 
 @contextlib.contextmanager
 def hostile_valkey(answer: Answer | None = None, *, greets: bool = True) -> Iterator[HostileValkey]:
-    """A server that ends with the `with`."""
+    """Run a server for the block."""
     server = HostileValkey(answer, greets=greets)
     try:
         yield server

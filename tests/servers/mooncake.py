@@ -1,4 +1,4 @@
-"""Mooncake's master on free ports of loopback, and a process that lends it memory."""
+"""Runs Mooncake's master on free ports of loopback, and a process that lends it memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 LIBRARY = "apt-get install -y libibverbs1 libnuma1 libcurl4"
 SEGMENT_BYTES = 192 << 20
 
-# Libraries of the system that Mooncake links, and what holds them.
+# Libraries of the system that Mooncake links, and the Debian packages that hold them.
 _DEBIAN = {
     "libibverbs.so.1": "libibverbs1",
     "libnl-3.so.200": "libnl-3-200",
@@ -45,13 +45,13 @@ class MooncakeServer:
     """A master and a process that lends memory.
 
     Args:
-        segment_bytes: of the memory that is lent.
-        has_metadata: the master also says where each lender is; else lenders say it themselves.
+        segment_bytes: bytes of the memory that is lent.
+        has_metadata: whether the master also tells where each lender is; otherwise lenders tell it.
 
     Attributes:
-        master: `host:port`.
-        admin: URL of its metrics port.
-        metadata: what clients take as `metadata`.
+        master: `host:port` of the master.
+        admin: URL of the master's metrics port.
+        metadata: value of the clients' option `metadata`.
         process: the running master.
         lender: the process that holds the values.
     """
@@ -70,7 +70,7 @@ class MooncakeServer:
         self.start()
 
     def start(self) -> None:
-        """Start both, on the same ports as before and empty."""
+        """Start both processes, empty, on the same ports as before."""
         command = [
             str(_package() / "mooncake_master"),
             f"-rpc_port={self._rpc}",
@@ -94,11 +94,11 @@ class MooncakeServer:
 
     @property
     def values_port(self) -> int:
-        """Where the lender listens for reads and writes of values. Needs metadata."""
+        """Port on which the lender takes reads and writes of values. Needs `has_metadata`."""
         return int(self._lender_place()["tcp_data_port"])
 
     def move_values(self, port: int) -> None:
-        """Have clients that come later read and write values by this port of loopback."""
+        """Make later clients read and write values through this port of loopback."""
         place = self._lender_place() | {"tcp_data_host": LOCALHOST, "tcp_data_port": port}
         self._ask(self._lender_url(), json.dumps(place).encode())
 
@@ -119,14 +119,14 @@ class MooncakeServer:
 
     @staticmethod
     def _ask(url: str, body: bytes | None = None) -> str:
-        """The answer to a GET, or to a PUT of `body`."""
+        """Return the answer to a GET, or to a PUT of `body`."""
         request = urllib.request.Request(url, body, method="GET" if body is None else "PUT")
         with urllib.request.urlopen(request, timeout=5) as response:
             return str(response.read().decode())
 
 
 def _package() -> Path:
-    """The folder of the installed package, whose programs find their libraries."""
+    """Return the folder of the installed package, once its programs find their libraries."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         pytest.fail(f"Mooncake is not installed: run {INSTALL}", pytrace=False)
@@ -142,7 +142,8 @@ def _package() -> Path:
 
 
 def _missing_libraries(program: Path, folder: Path) -> list[str]:
-    """Libraries that `program` and the processes that tests start do not find."""
+    """Add `folder` to the library path of this process and its children, and return the libraries
+    that `program` still does not find."""
     paths = [str(each.parent) for each in folder.glob("**/lib*.so*")]
     known = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     os.environ["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys([*paths, *filter(None, known)]))
@@ -168,7 +169,7 @@ def _unpack(packages: list[str], folder: Path) -> bool:
 
 @pytest.fixture(scope="session")
 def mooncake() -> Iterator[MooncakeServer]:
-    """A running server, which ends with the session; a test that stops it starts it again."""
+    """A server that runs for the session. A test that stops it starts it again."""
     with tempfile.TemporaryDirectory(prefix="kvferry-mooncake-") as root:
         server = MooncakeServer(Path(root))
         try:

@@ -1,5 +1,5 @@
-"""A file system of a server, mounted twice by FUSE: two mounts stand for two machines. Each caches
-attributes and pages on its own, and neither sees the other's file locks."""
+"""A file server's directory, mounted twice with FUSE. The two mounts stand for two machines: each
+caches attributes and pages on its own, and neither sees the other's file locks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.servers.seaweed import SeaweedServer
 INSTALL = "apt-get install fuse3 sshfs openssh-sftp-server"
 NAMES = ("a", "b")
 STALE_SECONDS = 5
-"""How long SSHFS believes what it knows of a file, and that there is none."""
+"""How long SSHFS caches what it knows of a file, or that a file is absent."""
 
 
 def need_fuse() -> None:
-    """Fail the test, with what to do, where FUSE cannot be used."""
+    """Fail the test if FUSE cannot be used, with a message that says what to do."""
     for tool in ("fusermount3", "sshfs"):
         if shutil.which(tool) is None:
             pytest.fail(f"{tool} is not installed: run {INSTALL}", pytrace=False)
@@ -40,7 +40,7 @@ def need_fuse() -> None:
 
 
 class Mounts(ABC):
-    """One directory of one server, at the places `root/a` and `root/b`.
+    """One directory of one server, mounted at `root/a` and `root/b`.
 
     Attributes:
         stale_seconds: how long one mount may not see what was done through the other.
@@ -64,7 +64,7 @@ class Mounts(ABC):
         return self._root / name
 
     def stop(self) -> None:
-        """Unmount: whoever waits for a file has an error then."""
+        """Kill the server and unmount. Whoever waits for a file gets an error."""
         self.kill_server()
         for name, process in self._mounts.items():
             process.kill()
@@ -75,7 +75,7 @@ class Mounts(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """The server answers nothing from now on; the mounts stay."""
+        """Stop the server from answering; the mounts stay."""
 
     @abstractmethod
     def resume(self) -> None: ...
@@ -88,7 +88,7 @@ class Mounts(ABC):
 
 
 class SeaweedMounts(Mounts):
-    """SeaweedFS by `weed mount`, with its default caches."""
+    """Mounts of SeaweedFS by `weed mount`, with its default caches."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -115,7 +115,7 @@ class SeaweedMounts(Mounts):
 
 
 class SshfsMounts(Mounts):
-    """SSHFS, each mount with an SFTP server of its own; caches that are stale for seconds."""
+    """Mounts of SSHFS, each with its own SFTP server and caches that are stale for seconds."""
 
     stale_seconds = float(STALE_SECONDS)
 
@@ -160,6 +160,6 @@ KINDS: dict[str, Callable[[Path], Mounts]] = {"seaweedfs": SeaweedMounts, "sshfs
 
 
 def _mounted() -> set[str]:
-    """From the kernel's list: a look at the place itself would ask a dead mount."""
+    """Return the mount points in the kernel's list. A look at a place would ask a dead mount."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return {line.split()[1] for line in lines}

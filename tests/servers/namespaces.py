@@ -1,6 +1,6 @@
-"""Two network namespaces with a cable between them, for processes of tests to run in.
+"""Makes two network namespaces with a cable between them, in which tests run processes.
 
-Any user may make them where the kernel lets users have namespaces; nothing outside changes.
+Any user may make them if the kernel lets users have namespaces. Nothing outside changes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import NamedTuple
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _SECONDS = 20.0
 _ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-"""Some tools are where only administrators look."""
+"""The environment for tools, some of which lie in folders on the path of administrators only."""
 
 _HOLD = ("sh", "-c", "ip link set lo up && echo up && exec cat")
-"""Until its standard input ends, as it does with the tests."""
+"""A command that holds namespaces until its standard input ends, at the latest with the tests."""
 
 
 class Place(NamedTuple):
-    """Where one side of a connection is.
+    """The place of one side of a connection.
 
     Attributes:
-        address: at which the other side reaches it.
-        pid: of a process in its namespaces; None: they are those of the tests.
+        address: address at which the other side reaches this one.
+        pid: id of a process in this side's namespaces; None if they are those of the tests.
     """
 
     address: str
@@ -35,12 +35,12 @@ class Place(NamedTuple):
 
     @property
     def prefix(self) -> list[str]:
-        """Of a command that shall run there."""
+        """Words in front of a command that make it run there."""
         return [] if self.pid is None else _inside(self.pid)
 
 
 class NoNamespacesError(Exception):
-    """Why there are none."""
+    """Namespaces cannot be made; the message says why."""
 
 
 def _run(command: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def _inside(pid: int) -> list[str]:
 
 
 def _hold(stack: ExitStack, command: Sequence[str]) -> int:
-    """The id of a process in new namespaces, which lives as long as `stack`."""
+    """Start a process in new namespaces, which lives as long as `stack`; return its id."""
     holder = stack.enter_context(
         subprocess.Popen(
             [*command, *_HOLD],
@@ -77,8 +77,8 @@ def _hold(stack: ExitStack, command: Sequence[str]) -> int:
 
 @contextmanager
 def two_places() -> Iterator[tuple[Place, Place]]:
-    """Two namespaces joined by a cable. Where the kernel or a missing tool forbids them, two
-    addresses of loopback, and the reason as a warning."""
+    """Yield two namespaces joined by a cable. If the kernel or a missing tool forbids them, warn of
+    the reason and yield two addresses of loopback."""
     with ExitStack() as stack:
         try:
             for tool in ("unshare", "nsenter", "ip"):

@@ -1,4 +1,4 @@
-"""Answers that come slowly."""
+"""Paces the answers of hostile servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 
 def paced(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    """The pieces, with a pause behind each."""
+    """Yield the pieces, with a pause after each."""
     for piece in pieces:
         yield piece
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Servers that a busy machine may make slow: stores that wait for them."""
+"""Makes stores wait longer for servers that a busy machine makes slow."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ PATIENT = ServerBounds(delete_seconds=20.0, describe_seconds=20.0, check_seconds
 
 
 def make_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is opened by a URL is patient, whoever opens it."""
+    """Make every store that is opened by a URL patient, whoever opens it."""
     for module in (mooncake, objects, valkey):
 
         def opened(url, options, opening, kind=module.KIND):

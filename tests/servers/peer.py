@@ -1,8 +1,8 @@
-"""A process that serves the records of a directory from memory, and only serves.
+"""A process that serves the records of a directory store from memory, as a peer without an engine.
 
     python -m tests.servers.peer KEY_FILE NAMESPACE PORT DIRECTORY
 
-writes its port to the standard output.
+It writes its port to standard output.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.servers.process import LOCALHOST, ServerProcess
 
 
 class ServedDirectory:
-    """One run of the process after another, on one port.
+    """The process as tests see it. Each `start` runs it again on the same port.
 
     Attributes:
-        url: of the peer.
+        url: URL of the peer.
     """
 
     def __init__(self, directory: Path, namespace: bytes, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers that tests break while an engine serves from them, each behind a proxy."""
+"""Servers behind proxies, which tests break while an engine uses them, and the URLs of stores."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from tests.servers.proxy import Proxy, running_proxy
 from tests.servers.seaweed import BUCKET, SeaweedServer
 from tests.servers.valkey import ValkeyCluster, ValkeyServer, running_valkey
 
-# How long a fault lasts; CONTRIBUTING.md says when it is longer.
+# How long a fault lasts. CONTRIBUTING.md says when to make it longer.
 FAULT_SECONDS = float(os.environ.get("KVFERRY_TEST_FAULT_SECONDS", "1"))
 
 
 class Place(NamedTuple):
-    """A server, a store on it, and the proxy that the store's clients reach it by."""
+    """A server, the URL of a store on it, and the proxy by which the store's clients reach it."""
 
     server: Any
     url: str
     proxy: Proxy
 
     def kill(self) -> None:
-        """End the server, and what holds its values; those who connect are refused."""
+        """Kill the server and the process that holds its values; the proxy refuses connections."""
         self.server.process.kill()
         if hasattr(self.server, "lender"):
             self.server.lender.kill()
         self.proxy.refuse()
 
     def start(self) -> None:
-        """Start it again, empty."""
+        """Start the server again, empty."""
         self.server.start()
         self.proxy.pass_all()
 
 
 def client_of(store: RemoteStore) -> RemoteClient:
-    """The client of a store, to put under a name what a store would not."""
+    """Return the client of a store, by which a test can put values that a store would not put."""
     return store._client
 
 
@@ -54,7 +54,7 @@ def s3_url(endpoint: str, prefix: str) -> str:
 
 
 class AllServers(NamedTuple):
-    """One of each kind, and a directory."""
+    """One server of each kind, and a directory."""
 
     valkey: ValkeyServer
     cluster: ValkeyCluster
@@ -63,7 +63,7 @@ class AllServers(NamedTuple):
     directory: Path
 
     def urls(self, prefix: str) -> dict[str, str | list[str]]:
-        """A store of each kind, and one of three tiers, that no other prefix shares."""
+        """Return URLs for a prefix: of a store of each kind, and of a store with three tiers."""
         valkey = valkey_url(self.valkey.port, prefix=prefix)
         nodes = ",".join(f"{LOCALHOST}:{node.port}" for node in self.cluster.nodes)
         directory = (self.directory / prefix).as_uri()
@@ -81,13 +81,13 @@ class AllServers(NamedTuple):
 
 
 def num_said(lines: Sequence[str], *texts: str) -> list[int]:
-    """How many lines have each text. The log has no others."""
+    """Count the log lines that have each text, and assert that there are no others."""
     said = [sum(text in line for line in lines) for text in texts]
     assert len(lines) == sum(said), lines
     return said
 
 
-# Of a store that fails, or that a busy machine makes too slow.
+# What a store logs if it fails, or if a busy machine makes it too slow.
 _LEFT_ALONE = (
     "not used until",
     "used again",
@@ -98,18 +98,18 @@ _LEFT_ALONE = (
 
 
 def assert_said_once(lines: Sequence[str], num_stores: int = 1) -> None:
-    """Each store that fails says once that it is left alone and once that it is used again. A busy
-    machine, and a server that answers while its values do not come, may have it say once each,
-    besides, that it takes no value and that it fails again."""
+    """Assert that each failing store says once that it is left alone and once that it is used
+    again. It may also say, once each, that it fails again, that a value could not be stored, and
+    that it takes values again: on a busy machine, or if a server answers but gives no values."""
     left, used, *besides = num_said(lines, *_LEFT_ALONE)
     assert 1 <= left == used <= num_stores, lines
     assert max(besides) <= num_stores, lines
 
 
 def assert_said_if_busy(lines: Sequence[str], *texts: str, num_stores: int = 1) -> list[int]:
-    """Each store, though it does not fail, says at most once that it is left alone, and so on, as
-    on a busy machine. It may still be left alone at the end. How many of the other lines have each
-    text."""
+    """Assert that each store, though it does not fail, says each line of `_LEFT_ALONE` at most
+    once, as on a busy machine. It may still be left alone at the end. Return how many of the other
+    lines have each text."""
     *others, left, used, again, refused, takes = num_said(lines, *texts, *_LEFT_ALONE)
     assert again <= used <= left <= num_stores, lines
     assert max(refused, takes) <= num_stores, lines
@@ -117,34 +117,34 @@ def assert_said_if_busy(lines: Sequence[str], *texts: str, num_stores: int = 1) 
 
 
 def name_of(test: str) -> str:
-    """A prefix for one test, on servers that live longer."""
+    """Return a prefix for the values of one test, on servers that live longer."""
     return re.sub(r"\W+", "-", test)
 
 
 @contextmanager
 def valkey_place() -> Iterator[Place]:
-    """A server of its own."""
+    """Start a server of its own behind a proxy."""
     with running_valkey() as server, running_proxy(server.port) as proxy:
         yield Place(server, valkey_url(proxy.port), proxy)
 
 
 @contextmanager
 def s3_place(server: SeaweedServer, prefix: str) -> Iterator[Place]:
-    """Clients need the environment of the server."""
+    """Put a proxy before the server. Clients need the environment of the server."""
     with running_proxy(_port_of(server.endpoint)) as proxy:
         yield Place(server, s3_url(f"http://{LOCALHOST}:{proxy.port}", prefix), proxy)
 
 
 @contextmanager
 def mooncake_place(server: MooncakeServer, prefix: str) -> Iterator[Place]:
-    """The proxy stands before the master; values do not pass it."""
+    """Put a proxy before the master. Values do not pass it."""
     with running_proxy(_port_of(server.master)) as proxy:
         yield Place(server, f"mooncake://{LOCALHOST}:{proxy.port}/{prefix}", proxy)
 
 
 @contextmanager
 def mooncake_values_place(root: Path) -> Iterator[Place]:
-    """A server of its own; the proxy stands before the memory that is lent, and values pass it."""
+    """Start a server of its own, with a proxy before the lent memory, which all values pass."""
     server = MooncakeServer(root, has_metadata=True)
     try:
         with running_proxy(server.values_port) as proxy:

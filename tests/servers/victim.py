@@ -1,11 +1,11 @@
-"""A process that calls servers that attack it, and measures what that costs.
+"""A process that calls hostile Valkey servers, and measures what their attacks cost it.
 
     python -m tests.servers.victim '{"name of an attack": port, ...}' SEED ROUNDS
 
-prints JSON: `outcomes`, of each attack and call the result or the type of what was raised, `late`
-and `cpu`, the longest time beyond a deadline and the most CPU of a call, `stalls`, by attack and
-call the longest work during which another thread did not get to run, and `peak_mib`, the memory
-that all calls together took at most.
+It prints JSON: `outcomes`, by attack and call the result or what was raised; `late`, the longest
+time of a call beyond its deadline; `cpu`, the most CPU seconds of a call; `stalls`, by attack and
+call the longest work during which another thread could not run; and `peak_mib`, the memory that
+all calls together took at most.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MEMORY_BYTES = 6 << 30
 
 
 class Ticker:
-    """A thread that wants to run every millisecond.
+    """A thread that tries to run every millisecond.
 
     Attributes:
-        longest: seconds of work of this process during which it could not. By the processor's
-            clock: on a busy machine the whole process waits, and that is no stall of our making.
+        longest: longest CPU time of this process during which the thread could not run. CPU time
+            leaves out waits of the whole process on a busy machine, which no call has caused.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class Ticker:
         threading.Thread(target=self._run, daemon=True).start()
 
     def stall_of(self, call: Callable[[], object]) -> float:
-        """The longest stall of a call. One during which this machine stalls is made again."""
+        """Return the longest stall during a call. The call is made again if the stall was too long,
+        since the machine may have caused it."""
         for _ in range(_MAX_TRIES):
             self._see_end()
             self.longest = 0.0
@@ -54,7 +55,7 @@ class Ticker:
         return self.longest
 
     def _see_end(self) -> None:
-        """Wait until the thread has run from now on: two ticks, as one may be under way."""
+        """Wait until the thread has run after now. One tick may be under way, so wait for two."""
         for _ in range(2):
             self._ticked.clear()
             self._ticked.wait()
@@ -70,7 +71,7 @@ class Ticker:
 
 
 def calls(port: int) -> Iterator[tuple[str, Callable[[float], object]]]:
-    """Each over connections of its own."""
+    """Yield the calls by name, each over connections of its own."""
 
     def client(*, cluster: bool = False) -> ValkeyClient:
         return ValkeyClient([(LOCALHOST, port)], cluster=cluster)
@@ -92,7 +93,7 @@ def peak_mib() -> float:
 
 
 class Costs:
-    """What the calls cost; see the module."""
+    """The costs of the calls; the module's docstring describes them."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -109,7 +110,7 @@ class Costs:
             outcome = repr(call(started + CALL_SECONDS))[:60]
         except StoreError as error:
             outcome = f"StoreError: {error}"
-        except BaseException as error:  # whatever comes out is what is asked here
+        except BaseException as error:  # any other error is a finding of the test
             outcome = f"RAISED {type(error).__name__}"
         self.late = max(self.late, time.monotonic() - started - CALL_SECONDS)
         self.cpu = max(self.cpu, time.thread_time() - cpu)

@@ -1,4 +1,4 @@
-"""Caches written to be read: slow, and right by inspection."""
+"""Slow reference caches for tests of the simulator, simple enough to see that they are right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompts = Sequence[Sequence[int]]
 def make_trace(
     prompts: Prompts, block_tokens: int, num_tokens: Sequence[int] | None = None
 ) -> Trace:
-    """A trace of these blocks by request; all are whole if `num_tokens` is None."""
+    """Make a trace of requests with these blocks; all blocks are whole if `num_tokens` is None."""
     counts = [len(blocks) for blocks in prompts]
     flat = np.array(list(itertools.chain(*prompts)), np.int64)
     whole = [count * block_tokens for count in counts]
@@ -25,7 +25,7 @@ def make_trace(
 
 
 def lru_hits(references: Sequence[int], capacity: int) -> list[bool]:
-    """LRU, one reference after another."""
+    """Return whether each reference hits a cache that evicts the least recently used block."""
     held: list[int] = []  # the least recently used first
     hits = []
     for block in references:
@@ -39,14 +39,14 @@ def lru_hits(references: Sequence[int], capacity: int) -> list[bool]:
 
 
 def most_hits(references: Sequence[int], capacity: int) -> int:
-    """The most hits that any decisions give: all are tried."""
+    """Return the most hits that any eviction decisions give, by trying all of them."""
 
     @cache
     def best(at: int, held: frozenset[int]) -> int:
         if at == len(references):
             return 0
         block = references[at]
-        # It is held afterwards or not; and any of the others may be given up.
+        # Afterwards the block is held or not, and any of the others may be given up.
         some = sorted(held | {block})
         kept = (
             frozenset(choice)
@@ -59,11 +59,11 @@ def most_hits(references: Sequence[int], capacity: int) -> int:
 
 
 def pool_hits(prompts: Prompts, capacity: int, max_chances: int) -> list[bool]:
-    """The host pool: the hits of a request are its leading blocks that are held, and no block of a
-    request is evicted for it. A block that was used again has up to `max_chances`; those of
-    `capacity` blocks that are in use or were evicted are remembered. For prompts without gaps and
-    repetitions."""
-    held: dict[int, int] = {}  # to chances; the first one is evicted first
+    """Return the hits of the host pool. A request hits its leading blocks that are held, and never
+    evicts a block of its own. Each further use gives a block a chance, up to `max_chances`; a
+    block loses a chance where it would have been evicted. The chances of `capacity` blocks that are
+    in use or were evicted are remembered. Only for prompts without gaps and repetitions."""
+    held: dict[int, int] = {}  # block -> chances; the first block is evicted first
     remembered: dict[int, int] = {}
     hits = []
 
@@ -93,7 +93,7 @@ def pool_hits(prompts: Prompts, capacity: int, max_chances: int) -> list[bool]:
 
 
 def conversations(*, seed: int, num_requests: int, num_blocks: int = 6) -> list[list[int]]:
-    """Prompts that grow: each repeats the prefix of an earlier one, or starts another."""
+    """Make prompts that each repeat a prefix of an earlier one, or start a new conversation."""
     rng = random.Random(seed)
     fresh = itertools.count(1)
     prompts: list[list[int]] = []

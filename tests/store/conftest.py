@@ -1,4 +1,4 @@
-"""Servers that the tests of remote stores run against, and time for busy ones to answer."""
+"""Fixtures: servers for the tests of remote stores, and patience for busy servers."""
 
 import pytest
 
@@ -11,5 +11,5 @@ __all__ = ["mooncake", "seaweed"]
 
 @pytest.fixture
 def patient_calls(monkeypatch):
-    """A call whose deadline the store sets does not fail because the machine is busy."""
+    """No call whose deadline the store sets fails because the machine is busy."""
     patience.make_patient(monkeypatch)

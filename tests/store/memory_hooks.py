@@ -1,4 +1,4 @@
-"""What the conformance suite does behind the API of a store in memory."""
+"""Hooks by which the conformance suite changes and reads a store in memory behind its API."""
 
 from __future__ import annotations
 

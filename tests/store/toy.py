@@ -1,4 +1,4 @@
-"""A kind of store in one file, as somebody adds one; `test_url` opens it by a URL."""
+"""A new kind of store in one file, as a user may add it. `test_url` opens it by a URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers with a key file of their own, that leave nothing behind."""
+"""Fixtures: servers with a key file that must leave nothing behind, their clients, and relays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lender():
 
 @pytest.fixture
 def serve(lender, key_file):
-    """Factory of servers; at the end all loans are back and all threads are gone."""
+    """Factory of servers. At the end all loans must be back and all threads gone."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
 
@@ -43,7 +43,7 @@ def serve(lender, key_file):
 
 @pytest.fixture
 def connect(serve):
-    """Factory of clients of a server, closed before it."""
+    """Factory of clients of a server, which are closed before it."""
     clients = []
 
     def make(server, namespace=SPACE, key=KEY):
@@ -57,7 +57,7 @@ def connect(serve):
 
 @pytest.fixture
 def raw(serve):
-    """Factory of connections by hand."""
+    """Factory of connections that tests drive by hand."""
     made = []
 
     def make(server):

@@ -1,9 +1,10 @@
-"""Peers in processes that begin within a moment: forks of one that has imported everything.
+"""Peers in processes that start fast, as forks of one that has imported everything.
 
     python -m tests.transfer.forked KEY_FILE
 
-reads lines from its standard input, "serve PORT" or "read PORT", and for each forks a process,
-which writes its id and a number: the port that it serves at, or 0 when it has read one record.
+`test_faults` starts it. It reads lines from its standard input, "serve PORT" or "read PORT", and
+forks a process for each. That process writes its id and a number: the port at which it serves, or 0
+once it has read a record.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ KEYS = list(RECORDS)
 
 
 class Reads:
-    """Threads that read records, right or with an error, until the end.
+    """Threads that read records until `end`. Each read must be right, or raise a TransferError.
 
     Attributes:
-        num_right, num_errors: of reads.
-        wrong: reads that were neither, or that ended long after their deadline.
+        num_right, num_errors: numbers of reads that were right, and that raised.
+        wrong: descriptions of wrong reads, and of reads that ended long after their deadline.
     """
 
     def __init__(self, client: PeerClient, num_threads: int, seed: int) -> None:
@@ -68,7 +69,7 @@ class Reads:
                     self.wrong.append(f"{found} of {len(buffer)}")
                 self.num_right += 1
             late = time.monotonic() - deadline
-            if late > 20:  # late, not for ever
+            if late > 20:  # far more than a busy machine explains
                 self.wrong.append(f"{late} s late")
 
     def end(self) -> None:
@@ -89,7 +90,7 @@ def _serve(port: int, key_file: str) -> None:
     servers: list[PeerServer] = []
 
     def listens() -> bool:
-        with suppress(ConfigError):  # the process before this one is about to end
+        with suppress(ConfigError):  # the previous process is about to end and free the port
             servers.append(PeerServer(lender, lambda: SPACE, Listen(port=port, key_file=key_file)))
         return bool(servers)
 

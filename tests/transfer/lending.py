@@ -1,4 +1,4 @@
-"""A lender in a dict, and connections that say what a test wants."""
+"""A lender of records in a dict, connections by hand, and a relay that breaks connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.transfer.stream import Stream
 SPACE = b"n" * 32
 KEY = SharedKey(b"k" * 32)
 PATIENCE_SECONDS = 30.0
-"""Tells late from for ever."""
+"""How long anything may take before it counts as hung."""
 
 
 def soon(seconds: float = PATIENCE_SECONDS) -> float:
@@ -37,12 +37,12 @@ class DictLoan(NamedTuple):
 
 
 class DictLender:
-    """Records in a dict, each in several pieces.
+    """Lends records of a dict to peers, each in several pieces.
 
     Attributes:
-        records: bytes, or `KeyState.PENDING`.
-        num_lent: loans that were not released.
-        gate: loans wait until it is set.
+        records: bytes or `KeyState.PENDING`, by key.
+        num_lent: number of loans that were not released.
+        gate: event that loans wait for.
     """
 
     def __init__(self, records=None):
@@ -68,7 +68,7 @@ class DictLender:
 
 
 class Raw:
-    """A connection to a server, by hand."""
+    """A connection to a server whose messages a test sends by hand."""
 
     def __init__(self, server):
         self.socket = socket.create_connection(server.address, PATIENCE_SECONDS)
@@ -86,7 +86,7 @@ class Raw:
         return self.stream.receive(REPLIES, MAX_FRAME_BYTES, soon())
 
     def is_ended(self):
-        """Whether the server closes the connection, whatever it still sends."""
+        """Wait until the server closes the connection, whatever it still sends; whether it did."""
         self.socket.settimeout(PATIENCE_SECONDS)
         try:
             while self.socket.recv(1 << 16):
@@ -102,14 +102,14 @@ class Raw:
 
 
 class Relay:
-    """What is between two peers: passes bytes on, and does something to a connection once.
+    """A relay between two peers, which passes bytes on and breaks each connection once.
 
     Attributes:
-        port: that leads to the server.
-        fault: for the connections that begin: after how many bytes, both ways together, it is
-            "cut", becomes "silent", has a bit "flipped", or is "held" until `resume`; None: not.
-        reached: connections that had their fault.
-        watch: gets all that passes.
+        port: port of the relay, which leads to the server.
+        fault: number of bytes, both ways together, after which a new connection is "cut", becomes
+            "silent", has a bit "flipped", or is "held" until `resume`; None for no fault.
+        reached: number of connections that had their fault.
+        watch: function that gets all bytes that pass.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,5 +1,6 @@
-"""A connector as a third party writes it for vLLM: per-block files by token prefix, saved layer by
-layer, loaded in one go. The test replaces the package in its import line and nothing else.
+"""A connector as a third party writes it for vLLM. It keeps a file per block under the hash of the
+token prefix, saves layer by layer, and loads in one go. `test_driven` changes only the package in
+its import line.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A process of SGLang, without SGLang."""
+"""Fixtures that attach the storage back end as a process of SGLang does, without SGLang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 60.0
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`plain`, and `other`, whose files differ from it in the weights alone."""
+    """Model directories: `plain`, and `other`, which differs from it only in the weights."""
     root = tmp_path_factory.mktemp("models")
     return {
         name: fakes.write_model(root / name, fill=fill)
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def attach(models: dict[str, Path], tmp_path: Path) -> Any:
-    """A factory of attached back ends: SGLang runs a model, and its controller attaches one."""
+    """A factory of back ends that the controller of a running model has attached."""
     stack = ExitStack()
 
     def make(

@@ -1,5 +1,5 @@
-"""What SGLang 0.5.23 shows a storage back end, for tests that need no SGLang: its modules by name,
-host pools in all layouts, and a driver that calls as its controller does."""
+"""A stand-in for SGLang 0.5.23 in tests without SGLang: the modules that the storage back end
+imports, host pools in all layouts, and a driver that calls it as SGLang's controller does."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.adapters.vllm import fakes
 LAYERS, HEADS, DIM, PAGE, NUM_PAGES = 2, 3, 4, 8, 6
 RELEASE = "0.5.23"
 BATCH = 128
-"""Pages of one call."""
+"""Most pages of one call."""
 
 
 class Running:
-    """What this process of SGLang runs, as `runtime_context` tells it."""
+    """The server arguments and model of this process, as SGLang's `runtime_context` tells them."""
 
     arguments: dict[str, Any] | None = None
 
@@ -97,7 +97,7 @@ class StorageMetrics:
 
 
 class Updater:
-    """The part of SGLang's weight updater that every update ends with."""
+    """The methods of SGLang's weight updater that every update calls at its end."""
 
     def record_weight_version_after_update(self, weight_version):
         pass
@@ -108,8 +108,8 @@ class Updater:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Has the modules where `kvferry.adapters.sglang` imports them from, for as long as that
-    takes: no other test finds them."""
+    """Put stand-in modules where `kvferry.adapters.sglang` imports them from. They are removed at
+    the end of the block, so that no other test finds them."""
     names = {
         "sglang.version": {"__version__": RELEASE},
         "sglang.srt.runtime_context": {
@@ -169,7 +169,7 @@ def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
 
 
 SHAPES = {
-    # Of K and V: their axes, and the one along which pages lie.
+    # For K and for V: the shape, the axis along which pages lie, and the length of a page there.
     "layer_first": ((LAYERS, NUM_PAGES * PAGE, HEADS, DIM), 1, PAGE),
     "page_first": ((NUM_PAGES * PAGE, LAYERS, HEADS, DIM), 0, PAGE),
     "page_first_direct": ((NUM_PAGES, LAYERS, PAGE, HEADS, DIM), 0, 1),
@@ -216,7 +216,7 @@ class HostPool:
 
 
 class UnequalPool:
-    """A host pool whose K and V have other sizes, so that it shows pieces alone."""
+    """A host pool whose K and V differ in size, so that it can give pages only in pieces."""
 
     page_size = PAGE
     dtype = torch.bfloat16
@@ -250,7 +250,7 @@ class UnequalPool:
 
 
 def chain(num_pages: int, prompt: int = 0) -> list[str]:
-    """Keys of a prompt's pages, as SGLang makes them: each hash takes the one before it in."""
+    """Return the keys of a prompt's pages as SGLang makes them: each hash includes the previous."""
     keys, parent = [], prompt.to_bytes(32, "big")
     for page in range(num_pages):
         parent = hashlib.sha256(parent + page.to_bytes(4, "little")).digest()
@@ -263,7 +263,7 @@ def indices(pages: list[int]) -> torch.Tensor:
 
 
 class Controller:
-    """Calls a back end as SGLang's controller does: what is there, then its pages in batches."""
+    """Calls a back end as SGLang's controller does: asks what exists, then reads it in a batch."""
 
     def __init__(self, backend: Any, pool: Any) -> None:
         self.backend, self.pool = backend, pool
@@ -274,7 +274,7 @@ class Controller:
         return all(self.backend.batch_set_v1(keys, indices(pages), None))
 
     def prefetch(self, keys: list[str], pages: list[int]) -> int:
-        """How many leading pages came."""
+        """Read what exists of the pages; return how many leading pages came."""
         hits = self.backend.batch_exists(keys, None)
         if not hits:
             return 0

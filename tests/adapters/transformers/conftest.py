@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def factory(arch: str = "llama", seed: int = 0, **overrides: object) -> Path:
         name = f"{arch}-{seed}-{sorted(overrides.items())}"
         if name not in made:
-            # Generated text of tiny models is random: no token of theirs shall stand for padding.
+            # Tiny models generate random tokens, none of which may count as padding.
             made[name] = make_tiny_model(
                 tmp_path_factory.mktemp(arch), arch, seed, **{"pad_token_id": None, **overrides}
             )

@@ -1,4 +1,4 @@
-"""What the tests of `StoredKV` do again and again."""
+"""Prompts, generation and record writing for the tests of `StoredKV`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Generated(NamedTuple):
     num_loaded: int
     num_saved: int
     token_ids: list[int]
-    """All of them, the prompt first."""
+    """All token ids, the prompt's first."""
     logits: torch.Tensor
     """`[new tokens, vocab]`."""
     counts: Counters
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def batch(*lengths: int, seed: int = 0) -> Batch:
-    """Rows that start alike."""
+    """Make a batch whose rows start alike."""
     most = max(lengths)
     rows = [prompt(length, seed)[0] for length in lengths]
     input_ids = [torch.nn.functional.pad(row, (most - len(row), 0), value=7) for row in rows]
@@ -50,7 +50,7 @@ def batch(*lengths: int, seed: int = 0) -> Batch:
 
 
 def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: int = 5, **options):
-    """Greedy tokens `[rows, tokens]` and their logits `[new tokens * rows, vocab]`."""
+    """Generate greedily. Return tokens `[rows, tokens]`, logits `[new tokens * rows, vocab]`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     output = model.generate(
         input_ids,
@@ -68,7 +68,7 @@ def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: i
 
 
 def reuse(model, store_url: str, input_ids, *, save: bool = True, **options) -> Generated:
-    """Load, generate, save, with a `StoredKV` of its own."""
+    """Load, generate and save with a new `StoredKV`."""
     counts = Counters()
     options = {"chunk_tokens": CHUNK, **options}
     with StoredKV(model, store_url, observer=counts, **options) as kv:
@@ -92,13 +92,13 @@ class RecordWriter:
         )
 
     def keys(self, input_ids):
-        """Of the chunks of one prompt."""
+        """Return the keys of the chunks of one prompt."""
         chain = ChunkKeys(self.namespace.digest, CHUNK)
         chain.extend(input_ids[0].tolist())
         return chain.keys
 
     def write(self, images):
-        """How many were stored."""
+        """Store images of records; return how many were stored."""
         return self.records.put_all(images, time.monotonic() + self.config.save_timeout_seconds)
 
     def __enter__(self):
@@ -110,7 +110,7 @@ class RecordWriter:
 
 
 def assert_same_as_cold(model, input_ids, generated: Generated, within: float = 1e-4) -> None:
-    """Logits and greedy tokens are those of the model without any cache of ours."""
+    """Assert that logits and greedy tokens are those of the model without a stored cache."""
     sequences, logits = generate(model, input_ids)
     assert (generated.logits - logits).abs().max() <= within
     assert generated.token_ids == sequences[0].tolist()

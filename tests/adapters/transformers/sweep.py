@@ -1,6 +1,7 @@
-"""One tiny model of an architecture, in both front ends: right hits, or a refusal in one line.
+"""Checks that both front ends serve a tiny model of an architecture with right hits, or refuse it
+in one line.
 
-`scripts/architectures` writes what is found to docs/architectures.md.
+`scripts/architectures` writes the results to docs/architectures.md; `make test-sweep` compares.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ HIT = NUM_TOKENS // CHUNK * CHUNK
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
 
 WITHIN = 1e-4
-"""Of logits, against the largest of them. Sums in another order differ by less than 1e-5."""
+"""Allowed difference of logits, relative to the largest. Another order of sums gives under 1e-5."""
 
 DIFFERENT = 1e-2
-"""What other tokens in the place of stored ones change at least: otherwise wrong KV would pass."""
+"""Least difference of logits for other tokens in place of the stored ones. With less, a check could
+not tell wrong KV."""
 
 
 class Row(NamedTuple):
-    """What both front ends do with an architecture: None where it is served, else the reason."""
+    """What each front end does with an architecture: None if it serves it, else why it refuses."""
 
     model_type: str
     stored_kv: str | None
     llm: str | None
 
     def __str__(self) -> str:
-        """As in the table of the page."""
+        """Return the row as in the table of the page."""
         served = ["no" if reason else "yes" for reason in (self.stored_kv, self.llm)]
         if self.model_type in NOT_BUILT:
             served = ["not run"] * 2
@@ -61,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a front end answers to the prompt."""
+    """A front end's answer to the prompt."""
 
     num_hit: int
     logits: torch.Tensor
@@ -69,8 +71,8 @@ class Answer(NamedTuple):
 
 
 def sweep(model_type: str, place: Path) -> Row:
-    """Store a prompt with each front end that takes the architecture, read it with each of them,
-    and compare with the model's own logits. Every use has a model and an engine of its own.
+    """Store a prompt with each front end that serves the architecture, read it with each of them,
+    and compare with the model's own logits. Every use makes a new model and engine.
 
     Args:
         model_type: one of `MODEL_TYPES`.
@@ -116,7 +118,7 @@ def _check(
 
 
 def _prompt(changed: int = 0) -> torch.Tensor:
-    """Token ids `[1, NUM_TOKENS]`, the first of them other ones if `changed`."""
+    """Return token ids `[1, NUM_TOKENS]`; the first `changed` of them are different ones."""
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(3, 250, (1, NUM_TOKENS), generator=generator)
     prompt[:, :changed] = prompt[:, :changed].flip(1)
@@ -135,7 +137,7 @@ def _write(model_type: str, directory: Path) -> Path:
     config = tiny_config(model_type)
     write_random_model(directory, partial(build_model, config))
     if json.loads((directory / "config.json").read_text())["model_type"] != config.model_type:
-        config.save_pretrained(directory)  # of all parts: the model was one of them
+        config.save_pretrained(directory)  # the whole config, since the model was only a part
     return directory
 
 
@@ -144,7 +146,7 @@ def _stored_kv(load: Callable[[], Any], store: Path) -> StoredKV:
 
 
 def _llm(directory: Path, store: Path) -> LLM:
-    options = {"chunk_tokens": CHUNK, "audit": "off"}  # which would compute the last chunk
+    options = {"chunk_tokens": CHUNK, "audit": "off"}  # an audit would compute the last chunk
     return LLM(
         directory,
         store=store.as_uri(),
@@ -155,7 +157,7 @@ def _llm(directory: Path, store: Path) -> LLM:
 
 
 def _refusal(make: Callable[[], StoredKV | LLM], directory: Path) -> str | None:
-    """Why it cannot be made, without the names of directory and class; None if it can."""
+    """Return why a front end cannot be made, without the names of directory and class, or None."""
     try:
         make().close()
     except ConfigError as error:
@@ -184,14 +186,14 @@ def _by_llm(directory: Path, store: Path) -> Answer:
 
 
 def rows_of_page() -> dict[str, str]:
-    """The lines of the table, by architecture."""
+    """Return the lines of the page's table, by architecture."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if re.match(r"\| (?!architecture)\w", line)]
     return {row.split("|")[1].strip(): row for row in rows}
 
 
 def version_of_page() -> str:
-    """The Transformers that the table was made with."""
+    """Return the version of Transformers with which the page's table was made."""
     return re.search(r"Transformers (\d\S+\d)", PAGE.read_text(encoding="utf-8"))[1]
 
 

@@ -1,8 +1,8 @@
-"""A tiny config of every architecture that Transformers has a causal LM of.
+"""Tiny configs of all architectures for which Transformers has a causal LM, for `sweep`.
 
-Fields that many configs share have one size here; `CHANGES` has what single architectures need, so
-that they can be built, or so that layers of all their kinds are among four, or so that a hundred
-tokens are more than their sparse attention takes.
+`SIZES` has one value for each field that many configs share. `CHANGES` has what single
+architectures need: to be built at all, to have all their kinds of layers among four, or to have
+sparse attention that takes fewer than a hundred tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_BUILT = {
     "musicgen": "Transformers' AutoModelForCausalLM cannot load it",
     "musicgen_melody": "Transformers' AutoModelForCausalLM cannot load it",
 }
-"""Architectures of which there is no tiny model, and why."""
+"""Architectures without a tiny model, and the reasons."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -176,13 +176,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> Any:
-    """A config of the class of `model_type`, those inside it included."""
+    """Return a tiny config of the class of `model_type`, with tiny configs of its parts."""
     changes = CHANGES.get(model_type, {})
     return CONFIG_MAPPING[model_type](**_values(CONFIG_MAPPING[model_type], changes))
 
 
 def build_model(config: Any) -> Any:
-    """A causal LM; of a config with several parts, the LM in it if its class wants that."""
+    """Build the causal LM of a config; if the LM's class wants a part of the config, pass that."""
     wanted = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     parts = [getattr(config, name) for name in config.sub_configs]
     return wanted._from_config(

@@ -1,4 +1,4 @@
-"""Engines of a release; a test file says by a fixture `release` of which."""
+"""Fixtures: engines of a release of vLLM, which each test file chooses by its fixture `release`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def engine(release, plugin, model, tmp_path):
-    """Makes engines of the release over one store, as processes that follow each other would be."""
+    """A factory of engines of the release over one store, like processes that follow each other."""
     made = []
 
     def make(backend="FlashAttentionBackend", *, world=1, extra=None, kernels="vec", **options_):

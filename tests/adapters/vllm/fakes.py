@@ -1,4 +1,4 @@
-"""What vLLM hands over, as far as the plug-in reads it; for tests that need no vLLM."""
+"""Fakes of the objects that vLLM gives the plug-in, as far as it reads them. They need no vLLM."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def load_config(model: Any, **_: Any) -> HFConfig:
 
 
 def make_code(module: str, *bases: type, name: str = "LlamaForCausalLM") -> type:
-    """A class of a model, as if `module` defined it."""
+    """Make a model class that looks as if `module` defined it."""
     return type(name, bases, {"__module__": module})
 
 
 def registry_of(code: type) -> Any:
-    """vLLM's registry, in which every architecture is `code`."""
+    """Return a fake of vLLM's registry in which every architecture has the class `code`."""
     return SimpleNamespace(resolve_model_cls=lambda names, model: (code, names[0]))
 
 
 OWN_CODE = registry_of(make_code("vllm.model_executor.models.llama"))
-"""Every architecture is vLLM's own."""
+"""A registry in which vLLM itself defines the class of every architecture."""
 
 
 def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any:
-    """A VllmConfig; `changes` by dotted path with `__` for the dot."""
+    """Return a fake VllmConfig. `changes` sets attributes by dotted path, with `__` for the dot."""
     loaded = load_config(model)
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -102,7 +102,7 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
 
 
 class QuantMode(enum.IntEnum):
-    """Some of vLLM's."""
+    """Some of vLLM's modes of quantised KV."""
 
     NONE = 0
     FP8_PER_TENSOR = 1

@@ -1,7 +1,8 @@
 """Stand-ins for released vLLM packages, built from the snapshots in `interfaces`.
 
-A stand-in has the classes, methods, fields and signatures of a release and nothing else: a
-connector that reads an attribute that the release lacks gets an `AttributeError`, as there.
+`scripts/host-interfaces` writes the snapshots. A stand-in has the classes, methods, fields and
+signatures of a release and nothing else. So a connector that reads an attribute that the release
+lacks gets an `AttributeError`, as in the release.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _MODULES = {
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
     "vllm.distributed.kv_events": ("BlockStored", "BlockRemoved", "AllBlocksCleared"),
 }
-"""Where releases keep what a connector looks for."""
+"""The modules in which releases keep the types that a connector imports."""
 
 
 def versions() -> list[str]:
-    """All releases with a snapshot, oldest first."""
+    """Return all releases with a snapshot, oldest first."""
     return sorted((path.stem for path in FOLDER.glob("*.json")), key=number)
 
 
@@ -55,17 +56,17 @@ def number(version: str) -> tuple[int, ...]:
 
 
 class Release:
-    """One snapshot."""
+    """A release of vLLM, known by its snapshot."""
 
     def __init__(self, version: str) -> None:
         self.version = version
         self.cpu_kernels: str | None = None
-        """The instruction set of its CPU kernels; None on other devices."""
+        """Instruction set of the CPU kernels; None on other devices."""
         self.facts: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text())
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
-        """Of the base class."""
+        """The methods of the connectors' base class."""
         return self.facts["connector"]["methods"]
 
     @property
@@ -76,11 +77,11 @@ class Release:
         return method in self.methods
 
     def calls_with(self, method: str) -> int:
-        """Positional arguments of the host's calls of a method."""
+        """Return the most positional arguments with which the host calls a method."""
         return max(call["positional"] for call in self.calls if call["method"] == method)
 
     def fields(self, name: str) -> list[str]:
-        """Fields of a type, without the marks of defaults; empty if there is no such type."""
+        """Return the names of a type's fields; empty if the release has no such type."""
         return [f.rstrip("=") for f in self.facts["types"].get(name, {"fields": []})["fields"]]
 
     @cached_property
@@ -100,12 +101,12 @@ class Release:
         return made
 
     def make(self, name: str, **values: Any) -> Any:
-        """An instance of a type of this release; values for fields that it lacks are left out."""
+        """Make an instance of a type of this release, without values for fields that it lacks."""
         fields = self.fields(name)
         return self.types[name](**{key: value for key, value in values.items() if key in fields})
 
     def record(self, name: str, **values: Any) -> Any:
-        """An object with those of the values whose names the release's type has."""
+        """Make a plain object with those of the values for which the release's type has fields."""
         return _Record(name, {k: v for k, v in values.items() if k in self.fields(name)})
 
     def _make_type(self, name: str) -> type[Any]:
@@ -155,7 +156,8 @@ class Release:
         return "kv_cache_config=" in self.methods["__init__"]["signature"]
 
     def construction(self, kv_cache_config: Any) -> list[tuple[Any, ...]]:
-        """What follows `vllm_config, role` in the ways in which the host builds a connector."""
+        """Return, for each way in which the host builds a connector, the arguments that follow
+        `vllm_config, role`."""
         return [
             (kv_cache_config,) if call["positional"] == 3 else ()
             for call in self.facts["construction"]
@@ -163,11 +165,11 @@ class Release:
 
     @contextmanager
     def installed(self, *, without: str | None = None) -> Iterator[ModuleType]:
-        """The stand-in as the installed vLLM, and our plug-in imported again on it. `cpu_kernels`
-        says what the host runs on at the time.
+        """Install the stand-in as vLLM, and import our plug-in again on it. `cpu_kernels` says on
+        which device this vLLM runs.
 
         Args:
-            without: a module that this vLLM does not have.
+            without: name of a module that this vLLM lacks.
 
         Yields:
             `kvferry.adapters.vllm.plugin`.
@@ -218,7 +220,7 @@ _Role.__name__ = "KVConnectorRole"
 
 
 class _Record:
-    """Attributes, and an error that names what is missing."""
+    """An object of given attributes, whose error for any other attribute names the type."""
 
     def __init__(self, name: str, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
@@ -273,7 +275,7 @@ def _get_config(path: str, **_options: Any) -> Any:
 def _abstract_class(
     name: str, methods: dict[str, dict[str, Any]], bases: tuple[type[Any], ...]
 ) -> type[Any]:
-    """A class with these signatures, whose methods do nothing."""
+    """Make a class with these signatures, whose methods do nothing."""
     namespace: dict[str, Any] = {}
     for method, facts in methods.items():
         scope: dict[str, Any] = {}
@@ -293,7 +295,7 @@ def _unwritten(name: str) -> Any:
     return method
 
 
-# What the base class does in every release, as far as a step depends on it.
+# Below is the base class's behaviour on which a step depends, the same in every release.
 
 
 def _init_with_groups(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -349,7 +351,7 @@ class Call:
     keywords: tuple[str, ...]
 
     def binds_to(self, connector_class: type[Any]) -> None:
-        """Raises TypeError if the class's method cannot be called so."""
+        """Raise TypeError if the class's method cannot be called like this."""
         function = inspect.getattr_static(connector_class, self.method)
         signature = inspect.signature(getattr(connector_class, self.method))
         bound_first = () if isinstance(function, classmethod | staticmethod) else (None,)

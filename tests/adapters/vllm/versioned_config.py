@@ -1,4 +1,4 @@
-"""The configuration of an engine, as a release of vLLM spells it."""
+"""The configuration of `versioned_host`'s engine, with the fields that a release of vLLM has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
 
 NUM_TOKENS = 37
 CHUNK = 6
-"""No multiple of the block size, nor the other way round: chunks straddle blocks."""
+"""Neither a multiple nor a divisor of the block size, so that chunks straddle blocks."""
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """A model directory: a config, and weights that identify it."""
+    """Write a model directory: a config, and weights that identify the model."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",
@@ -47,13 +47,13 @@ def make_config(
     extra: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
-    """A `VllmConfig` of the release, as far as it has these attributes.
+    """Return a `VllmConfig` with those of the attributes below that the release has.
 
     Args:
-        release: of vLLM.
-        model: a directory.
-        world: tensor-parallel ranks.
-        extra: `kv_connector_extra_config`.
+        release: the release of vLLM.
+        model: the model directory.
+        world: number of tensor-parallel ranks.
+        extra: the `kv_connector_extra_config`.
         changes: attributes by `config__name`, for example `cache_config__block_size=8`.
     """
     from transformers import AutoConfig
@@ -117,14 +117,14 @@ def make_config(
 
 
 def at_rank(vllm_config: Any, rank: int) -> Any:
-    """The configuration as that rank's worker sees it."""
+    """Return the configuration as the worker of a rank sees it."""
     parallel = SimpleNamespace(**vllm_config.parallel_config.__dict__)
     parallel.rank = rank
     return SimpleNamespace(**{**vllm_config.__dict__, "parallel_config": parallel})
 
 
 def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
-    """One group of full attention; None on releases that do not tell connectors of groups."""
+    """Return one group of full attention, or None if the release tells connectors of no groups."""
     if all(call["positional"] == 2 for call in release.facts["construction"]):
         return None
     heads = HEADS // world
@@ -160,7 +160,7 @@ def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
 
 
 def whole_blocks(num_tokens: int) -> int:
-    """The hit that a stored prompt gives to an equal one."""
+    """Return how many tokens a prompt hits if an equal one is stored."""
     return min(num_tokens // CHUNK * CHUNK, num_tokens - 1) // BLOCK * BLOCK
 
 

@@ -1,8 +1,8 @@
-"""An engine that drives a connector as one release of vLLM does, without a model.
+"""An engine without a model that drives a connector as one release of vLLM does.
 
-What differs between releases is taken from the snapshot: which hooks are called, with what, and how
-a step is spelled. The KV of a token is a function of all tokens up to it, so a byte that is stale,
-misplaced or of another request is seen wherever it lands.
+A snapshot of the release (`released`) says what differs between releases: which hooks the engine
+calls, with which arguments, and the fields of a step. The KV of a token is a function of all tokens
+up to it, so checks notice a byte that is stale, misplaced or of another request.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class VersionedHost:
     """The engine of one release around one connector class.
 
     Args:
-        release: whose engine.
-        connector_class: built on the release's base class.
-        vllm_config: see `make_config`.
-        backend: attention backend, one of `BACKENDS`.
-        in_multi: hand over counters and messages as `MultiConnector` does.
-        resumes_as_new: show resumed requests as new ones, as the second model runner does.
-        saves_last: ask for a step's report before `wait_for_save`, as with speculative decoding.
+        release: the release to imitate.
+        connector_class: a class built on the release's base class.
+        vllm_config: a configuration from `make_config`.
+        backend: the attention backend, one of `BACKENDS`.
+        in_multi: whether to hand over counters and messages as `MultiConnector` does.
+        resumes_as_new: whether to show resumed requests as new, as the second model runner does.
+        saves_last: whether to ask for a step's report before `wait_for_save`, as with speculative
+            decoding.
     """
 
     def __init__(
@@ -144,12 +145,12 @@ class VersionedHost:
     def admit(
         self, request: Running, timeout: float = 20.0, *, limit: int = 10**9, steps_before: int = 0
     ) -> int:
-        """Ask until there is an answer, allocate, tell. Returns the hit.
+        """Ask until there is an answer, allocate, notify the connector. Return the hit.
 
         Args:
-            timeout: of the asking, in seconds.
-            limit: tokens of the hit that the host takes.
-            steps_before: steps between the answer and the allocation.
+            timeout: seconds after which asking ends.
+            limit: most tokens of the hit that the host takes.
+            steps_before: number of steps between the answer and the allocation.
         """
 
         def ask() -> int | None:
@@ -185,7 +186,7 @@ class VersionedHost:
         assert self.wrong_tokens(request) == 0
 
     def preempt(self, request: Running) -> None:
-        """Release its blocks at once; the next step names it."""
+        """Release a request's blocks at once; the next step names it as preempted."""
         self._release_blocks(request)
         request.num_computed = 0
         request.resumed = True
@@ -203,7 +204,7 @@ class VersionedHost:
         self._release_blocks(request)
 
     def settle(self, timeout: float = 30.0) -> None:
-        """As an idle engine: one step for what finished; more only while the connector asks."""
+        """Step as an idle engine: once for what finished, then only while the connector asks."""
         self.step([])
         if not self.release.has("has_pending_push_work"):
             return
@@ -216,7 +217,7 @@ class VersionedHost:
         wait_until(has_ended, "the connector asks for no more steps", timeout)
 
     def rest_until_saved(self, timeout: float = 30.0) -> None:
-        """Steps of an engine that has other things to do, until no counter moves."""
+        """Step as an engine with other work does, until no counter changes any more."""
         deadline, quiet = time.monotonic() + timeout, 0
         while quiet < 80 and time.monotonic() < deadline:
             before = dict(self.counters)
@@ -225,7 +226,8 @@ class VersionedHost:
             time.sleep(0.002)
 
     def sleep(self) -> None:
-        """Between requests: reset, take the KV memory away. Twice, as after a discard."""
+        """Reset the connector and take the KV memory away, between requests. Memory is unregistered
+        twice, as after a discard."""
         assert self.scheduler.reset_cache() is not False
         for worker, layers in zip(self.workers, self.layers, strict=True):
             for _ in range(2 if self.release.has("unregister_kv_caches") else 0):
@@ -247,8 +249,8 @@ class VersionedHost:
     # -- one step -------------------------------------------------------------------------------
 
     def step(self, scheduled: Sequence[tuple[Running, int]], *, fails: bool = False) -> None:
-        """`schedule`, the workers, `update_from_output`. Of a step that fails behind the workers'
-        reports, these join the next one's."""
+        """Run a step: schedule it, run the workers, update the scheduler. If the step `fails` after
+        the workers' reports, these reports join those of the next step."""
         output = self._scheduler_output(scheduled)
         metadata = self.scheduler.build_connector_meta(output)
         assert isinstance(metadata, self.release.types["KVConnectorMetadata"])
@@ -276,7 +278,7 @@ class VersionedHost:
         preempted: set[str],
         sync_loads: bool,
     ) -> Any:
-        """One worker's part of a step. Returns its `KVConnectorOutput`."""
+        """Run one worker's part of a step; return its `KVConnectorOutput`."""
         release, worker = self.release, self.workers[rank]
         metadata, finished = pickle.loads(wire)
         if release.has("handle_preemptions"):
@@ -343,7 +345,7 @@ class VersionedHost:
         return self.layers[rank][layer].token(request.blocks[token // BLOCK], token % BLOCK)
 
     def wrong_tokens(self, request: Running) -> int:
-        """Token slots, over layers and ranks, that hold anything but the right KV."""
+        """Count the token slots, over layers and ranks, that hold anything but the right KV."""
         seeds = request.seeds()
         wrong = 0
         for rank in range(self.world):
@@ -404,7 +406,7 @@ class VersionedHost:
         )
 
     def _added(self, request: Running) -> tuple[list[int], ...] | None:
-        """Blocks for tokens beyond those that the request has; None if it needs none."""
+        """Give a request the blocks that it still needs; return them, or None if it needs none."""
         before = len(request.blocks)
         self._grow(request, len(request.tokens))
         return (request.blocks[before:],) if len(request.blocks) > before else None
@@ -427,7 +429,8 @@ class VersionedHost:
     def _update(self, output: Any) -> None:
         stats = output.kv_connector_stats
         own = None
-        # Before there were messages from workers, a scheduler's counters went along with theirs.
+        # Before there were messages from workers, the host asked the scheduler for counters only if
+        # workers had some.
         if self.release.has("get_kv_connector_stats") and (
             stats is not None or self.release.has("build_connector_worker_meta")
         ):
@@ -441,9 +444,9 @@ class VersionedHost:
         self.scheduler.update_connector_output(output)
         assert list(self.scheduler.take_events() or ()) == []
         if stats is not None:
-            # In one process `MultiConnector` reads it as what it would be in another.
+            # Within one process `MultiConnector` reads the counters as if they came from another.
             assert stats["data"] is stats.data
-            json.dumps(stats.data)  # it goes on to another process as a plain value
+            json.dumps(stats.data)  # they go on to another process as plain values
             counted = {name: n for name, n in stats.data.items() if name != NOW}
             for name, amount in counted.items():
                 self.counters[name] = self.counters.get(name, 0) + amount
@@ -453,7 +456,7 @@ class VersionedHost:
             request.blocks.append(self._free.pop())
 
     def _release_blocks(self, request: Running) -> None:
-        """Free the blocks so that later reads and writes of them are seen."""
+        """Free a request's blocks and overwrite them, so that later reads and writes show."""
         for layers in self.layers:
             for kv in layers:
                 kv.keys[request.blocks] = float("nan")

@@ -1,4 +1,5 @@
-"""KV tensors as releases of vLLM lay them out, requests, and what each token's KV must be."""
+"""KV tensors as releases of vLLM lay them out, requests, and the right KV of each token, for
+`versioned_host`."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ AXES = {
     "2, num_blocks, num_kv_heads, block_size, head_size": "2BHND",
     "num_blocks, num_kv_heads, block_size, 2 * head_size": "BHNC",
 }
-"""How snapshots write a shape, and its axes."""
+"""KV shapes as the snapshots write them, and their axes."""
 
 BACKENDS = ("FlashAttentionBackend", "TritonAttentionBackend", "CPUAttentionBackend")
 
 
 def shapes_of(release: Release) -> dict[str, str]:
-    """Axes of a layer's KV tensor by attention backend; from 0.30 on one for all."""
+    """Return the axes of a layer's KV tensor by attention backend; since 0.30 all have the same."""
     shapes = release.facts["kv_shapes"]
     if not shapes.get("FlashAttentionBackend"):
         return dict.fromkeys(BACKENDS, "BHNC")
@@ -39,12 +40,12 @@ def shapes_of(release: Release) -> dict[str, str]:
 
 
 class LayerKV:
-    """One layer's tensor, and where the keys and values of a token are in it.
+    """One layer's tensor, with views of its keys and values.
 
     Attributes:
-        tensor: as the host hands it to connectors.
-        keys: view `[block, head, token, dim]`.
-        values: likewise.
+        tensor: the tensor as the host gives it to connectors.
+        keys: view of the keys, `[block, head, token, dim]`.
+        values: view of the values, with the same axes.
     """
 
     def __init__(self, axes: str, backend: str, num_blocks: int, heads: int) -> None:
@@ -53,8 +54,8 @@ class LayerKV:
         self.tensor = torch.full(tuple(sizes[axis] for axis in axes), float("nan"))
         keys, values = self._planes(axes)
         if backend == "CPUAttentionBackend":
-            # Its kernels keep the keys of a block and head transposed, and in the newer shape all
-            # keys before all values: the axes N and C of that tensor mean nothing by themselves.
+            # This backend's kernels keep the keys of a block and head transposed. In the newer
+            # shape they keep all keys before all values, so its axes N and C mean nothing.
             if axes == "BHNC":
                 keys, values = self.tensor.view(num_blocks, heads, 2, BLOCK, HEAD_SIZE).unbind(2)
             keys = keys.view(num_blocks, heads, HEAD_SIZE, BLOCK).transpose(2, 3)
@@ -73,7 +74,7 @@ class LayerKV:
 
 
 def expected_kv(layer: int, heads: range, seed: int) -> torch.Tensor:
-    """`[heads, keys and values]` of the token that ends a prefix."""
+    """Return the KV of the token that ends a prefix, `[heads, keys and values]`."""
     head = torch.tensor(heads).unsqueeze(1)
     content = torch.arange(2 * HEAD_SIZE)
     value = seed * 31 + layer * 1009 + head * 97 + content * 7
@@ -110,7 +111,7 @@ class Running:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     shown: bool = False
-    """Whether workers know it."""
+    """Whether the workers know the request."""
     resumed: bool = False
     hit: int = 0
 

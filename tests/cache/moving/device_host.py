@@ -1,4 +1,5 @@
-"""One worker over KV tensors of a device, plan by plan; two groups with tables of their own."""
+"""Drives one worker of the cache over KV tensors of a device, one plan after another. The model has
+two groups of layers, each with a block table of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ NUM_CHUNKS = 3
 SAVE_SLOTS = (2, 0, 5)
 FETCH_SLOTS = (1, 4, 3)
 SAVED = ([2, 5, 1, 8, 9, 4], [7, 1, 3, 2, 6, 5])
-"""Blocks of the chunks, by table."""
+"""Block ids of the saved chunks, by table."""
 LOADED = ([6, 3, 4, 1, 2, 7], [3, 4, 8, 9, 1, 2])
 
 
@@ -60,7 +61,7 @@ def saves(
 
 
 class DeviceHost:
-    """A worker, its tensors, and one step after another."""
+    """A worker, its tensors, and what it has reported so far."""
 
     def __init__(
         self,
@@ -105,12 +106,12 @@ class DeviceHost:
         self.sealed = []
 
     def begin(self, **plan: object) -> None:
-        """Up to the forward."""
+        """Run the part of a step before the forward."""
         self.worker.begin_step(SharedStoragePlan(**plan))
         self.worker.start_load()
 
     def end(self) -> None:
-        """From the forward on."""
+        """Run the part of a step after the forward."""
         self.worker.save()
         self._collect()
         self.worker.end_step()
@@ -127,7 +128,7 @@ class DeviceHost:
             self.saved += report.saved
 
     def settle(self, *, saved: int = 0, held: int = 0) -> None:
-        """Empty steps until so many ended."""
+        """Run empty steps until so many saves and fetches have ended."""
 
         def have_ended() -> bool:
             if len(self.saved) >= saved and len(self.held) >= held:
@@ -139,7 +140,7 @@ class DeviceHost:
         wait_until(have_ended, "saves and fetches end")
 
     def fetch(self, slots: Sequence[int] = FETCH_SLOTS) -> None:
-        """Bring all chunks into slots."""
+        """Fetch all chunks from the store into slots."""
         num_held = len(self.held)
         self.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(slots)))
         self.end()
@@ -158,7 +159,7 @@ class DeviceHost:
             cache.whole.copy_(whole)
 
     def rows(self, tables: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """What the tokens of all chunks hold, by group."""
+        """Return the KV of the tokens of all chunks, by group."""
         return [
             expected_rows(cache, table, 0, NUM_CHUNKS * CHUNK)
             for cache, table in zip(self.caches, tables, strict=True)

@@ -1,4 +1,5 @@
-"""A device whose two streams run only when told to, in the worst order that marks allow."""
+"""A stand-in for a GPU whose two streams run only when a test says so. The test chooses the stream
+that runs first, as far as the marks that a stream waits for allow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvferry.testing.stores.hooks import PATIENCE_SECONDS
 
 
 class Event:
-    """A place in a stream; reached when the device has come to it."""
+    """A point in a stream, reached once the device has run all work before it."""
 
     def __init__(self, asked: threading.Event) -> None:
         self.reached = False
@@ -28,7 +29,7 @@ class Event:
 
 
 class SimulatedDevice:
-    """The engine's stream and a side stream over tensors of the CPU; in place of a `SideStream`."""
+    """The engine's stream and a side stream over CPU tensors. It replaces a `SideStream`."""
 
     overlaps = True
 
@@ -87,11 +88,11 @@ class SimulatedDevice:
         self.queues["engine"].append(work)
 
     def wait_until_waited_for(self) -> None:
-        """Return when a thread has found a mark that is not reached, and so waits for it."""
+        """Return once another thread has found a mark that is not reached, and so waits for it."""
         assert self._asked.wait(PATIENCE_SECONDS), "no thread waits for the device"
 
     def drain(self, first: str = "engine") -> None:
-        """Run everything; whenever both streams could go on, `first` does."""
+        """Run everything. Whenever both streams could go on, `first` goes on."""
         other = "side" if first == "engine" else "engine"
         while self._advance(first) or self._advance(other):
             pass
@@ -113,7 +114,7 @@ class SimulatedDevice:
 
 
 class Pin:
-    """The slots are pinned while this is entered."""
+    """A context manager that counts as pinned memory while it is entered."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -126,7 +127,7 @@ class Pin:
 
 
 def job_without_a_thread() -> Job[object]:
-    """What `IOPool.submit` returns where the process can start no thread."""
+    """Return the job that `IOPool.submit` returns if the process can start no thread."""
     job: Job[object] = Job()
     job.error = RuntimeError("can't start new thread")
     job._done.set()

@@ -1,4 +1,5 @@
-"""Stores that do nothing on their own, with system calls that can be made to fail."""
+"""Fixtures: directory stores without background work, whose system calls tests can make fail, and
+processes that use a store."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ CALLS = (
 
 
 class FaultyOS:
-    """The module `os`. `fail[name] = error number` makes one system call fail from then on, where
-    an argument holds `only_in`; `calls` counts them."""
+    """A stand-in for the module `os`. `fail[name] = error number` makes calls of one name fail from
+    then on, if an argument contains `only_in`. `calls` counts the calls by name."""
 
     def __init__(self) -> None:
         self.fail: dict[str, int] = {}
@@ -73,7 +74,7 @@ class FaultyOS:
 
 
 class Bench:
-    """Makes stores at one place and closes them."""
+    """Opens stores in one directory, and counts and fakes what they need."""
 
     def __init__(self, root) -> None:
         self.root = root
@@ -84,7 +85,7 @@ class Bench:
         self.stores: list[FileStore] = []
 
     def open(self, **options) -> FileStore:
-        """Options of a store or of its settings."""
+        """Open a store; `options` are those of a store or of its settings."""
         given = {"clock": self.clock, "wall": self.wall, **options}
         names = {field.name for field in fields(FileSettings)}
         settings = FileSettings(**{name: given.pop(name) for name in names & given.keys()})
@@ -109,7 +110,7 @@ def bench(tmp_path, monkeypatch):
 
 
 class Children:
-    """The processes of `storing`."""
+    """The server of `storing` and the processes that it has forked."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.errors = tmp_path / "errors"
@@ -158,7 +159,8 @@ class Children:
         self._log.close()
 
     def complaints(self) -> list[str]:
-        """What children said that they must not say: wrong bytes, exceptions, a broken index."""
+        """Return the error output of children that reports a fault: wrong bytes, exceptions, a
+        broken index."""
         lines = self.errors.read_text().splitlines()
         return [line for line in lines if "quarantined" not in line]
 

@@ -1,4 +1,4 @@
-"""The two halves of a put: bytes that are hidden, and the record that appears."""
+"""The two halves of a put, for tests that act in between: write hidden bytes, then show them."""
 
 from __future__ import annotations
 

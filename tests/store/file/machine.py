@@ -1,7 +1,7 @@
-"""One machine of a network file system: a process with its mount, its index and a store.
+"""A process that stands for one machine of a network file system, with its mount, index and store.
 
-Run as a script it reads lines of JSON, each with number, method and arguments, answers each from a
-thread of its own, and says `[number, result, error]`.
+The tests start it through `RemoteMachine`. It reads lines of JSON, each with number, method and
+arguments, runs each on a thread of its own, and answers `[number, result, error]`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.store.file.test_maintenance import make_record
 
 
 class Machine:
-    """What is done there. Numbers name keys; every key has one right value."""
+    """What the process can do. Numbers name keys, and every key has one right value."""
 
     def __init__(self, root: str, max_bytes: int | None) -> None:
         self._store = FileStore(Path(root), max_bytes=max_bytes)
@@ -53,7 +53,7 @@ class Machine:
         self._store.probe([make_key(number) for number in numbers])
 
     def read(self, number: int) -> str:
-        """Read all: `whole`, `absent`, `error` or `wrong`."""
+        """Read a whole value. Return `whole`, `absent`, `error` or `wrong`."""
         try:
             found = read_value(self._store, make_key(number))
         except StoreError:
@@ -63,7 +63,7 @@ class Machine:
         return "whole" if found == value_of(number) else "wrong"
 
     def read_for(self, seconds: float, numbers: list[int]) -> dict[str, int]:
-        """Read again and again; how often which answer came."""
+        """Read again and again. Return how often each answer came."""
         answers: dict[str, int] = {}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -92,7 +92,7 @@ class Machine:
         return self._store.gc(max_bytes).used_bytes
 
     def watch(self, seconds: float) -> float:
-        """Do what the scheduler's thread does; seconds of the longest call."""
+        """Call what the scheduler's thread calls. Return the seconds of the longest call."""
         keys = [make_key(number) for number in range(64)]
         longest = 0.0
         end = time.monotonic() + seconds
@@ -128,7 +128,7 @@ _VALUES: dict[int, bytes] = {}
 
 
 class RemoteMachine:
-    """A `Machine` in a process of its own."""
+    """A `Machine` in a process of its own, as the tests see it."""
 
     def __init__(self, root: Path, home: Path, max_bytes: int | None) -> None:
         self._process = subprocess.Popen(
@@ -145,7 +145,7 @@ class RemoteMachine:
         self._reader.start()
 
     def start(self, method: str, *arguments: object) -> int:
-        """Begin a call; `result` waits for its end."""
+        """Start a call; `result` waits for its end."""
         number = next(self._numbers)
         self._process.stdin.write(json.dumps([number, method, arguments]) + "\n")
         self._process.stdin.flush()
@@ -163,7 +163,7 @@ class RemoteMachine:
         return self.result(self.start(method, *arguments))
 
     def kill(self) -> None:
-        """Now, but a process that waits for a server ends when its mount does."""
+        """Kill the process. If it waits for a file server, it ends only when its mount does."""
         self._process.kill()
 
     def wait(self) -> None:

@@ -1,6 +1,8 @@
-"""Processes that use a store until they are killed, forked from a small server without torch.
+"""Processes that use a directory store until they end or are killed. A small server forks them,
+which has not imported torch.
 
-Run as a script it reads one JSON line per process to start and answers with its pid.
+The fixture `children` runs this as a script, which reads one JSON line per process to start and
+answers with its pid.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kvferry.types import ChunkKey
 NUM_KEYS = 64
 MAX_VALUE = 100_000
 MAX_WRITING = 3 * MAX_VALUE
-"""Of one process beside the quota: values that it puts together."""
+"""Bytes beyond the quota that one process may write: the values of one `put_all`."""
 
 QUOTA = 400_000
 
@@ -34,13 +36,13 @@ def key_of(number: int) -> ChunkKey:
 
 
 def value_of(number: int, max_bytes: int) -> bytes:
-    """What belongs under a key: anyone can tell whether bytes are wrong."""
+    """Return the value that belongs under a key, so that any process can detect wrong bytes."""
     seed = random.Random(f"value {number}")
     return seed.randbytes(64) * (seed.randint(1, max_bytes) // 64 + 1)
 
 
 def read_back(opened: FileStore, number: int, max_value: int) -> bool:
-    """Whether the key is there; raises if its bytes are not its own."""
+    """Return whether the key is there. Raises AssertionError if its bytes are wrong."""
     found = read_value(opened, key_of(number))
     if found is None:
         return False
@@ -50,7 +52,8 @@ def read_back(opened: FileStore, number: int, max_value: int) -> bool:
 
 
 def disk_bytes(root: Path) -> int:
-    """Bytes of all values on disk, wherever they lie; a file with two names counts once."""
+    """Return the bytes of all values on disk, wherever they lie; a file with two names counts
+    once."""
     sizes = {}
     for place in ("records", "writing", "quarantine"):
         for within, _, names in os.walk(root / place):
@@ -64,7 +67,7 @@ def disk_bytes(root: Path) -> int:
 
 
 def assert_index_agrees(root: Path) -> None:
-    """The index says what the directory holds, and its totals are what it says."""
+    """Assert that the index lists what the directory holds, and that its totals are right."""
     files = {path.name[:64]: path.stat().st_size for path in root.glob("records/*/*")}
     aside = {path.name: path.stat().st_size for path in root.glob("quarantine/*")}
     db = sqlite3.connect(f"file:{root}/index.sqlite3?mode=ro", uri=True)
@@ -110,7 +113,7 @@ def put_several(opened: FileStore, numbers: list[int], max_value: int) -> None:
 
 
 def use_store(root: str, seed: int, max_bytes: int, max_value: int, seconds: float) -> None:
-    """Random actions until the time is up or there is a file ``stop`` beside the store."""
+    """Run random actions until the time is up or there is a file ``stop`` beside the store."""
     rng = random.Random(seed)
     end = time.monotonic() + seconds
     stop = Path(root).with_name("stop")
@@ -131,8 +134,8 @@ TRANSACTIONS = (
 
 
 class DyingOS:
-    """The module `os`, in which the process ends in front of the n-th call that changes something;
-    so it does in front of a transaction of the index, and behind it."""
+    """A stand-in for the module `os` that ends the process before its n-th call that changes
+    something. The beginning and the end of a transaction of the index count as calls, too."""
 
     def __init__(self, calls_left: int) -> None:
         self._calls_left = calls_left
@@ -169,10 +172,10 @@ class DyingOS:
 
 
 def follow_script(root: str, calls_left: int, recover_first: bool, max_bytes: int) -> None:
-    """Actions that are random, but the same each time, most of them writes into a full store."""
+    """Run random actions that are the same each time, mostly writes into a full store."""
     DyingOS(calls_left).install()
     opened = FileStore(Path(root), max_bytes=max_bytes, background=False)
-    opened.maintain()  # what is there has to be known before anything is stored
+    opened.maintain()  # the index has to know what is there before anything is stored
     if recover_first:
         opened.maintain()
     rng = random.Random(calls_left)
@@ -182,7 +185,7 @@ def follow_script(root: str, calls_left: int, recover_first: bool, max_bytes: in
 
 
 def put_some(root: str, numbers: list[int], calls_left: int, max_bytes: int) -> None:
-    """Store values together, as far as the process gets."""
+    """Store several values at once, until the process dies or all are stored."""
     DyingOS(calls_left).install()
     opened = FileStore(Path(root), max_bytes=max_bytes, background=False)
     put_several(opened, numbers, max_bytes // 4)
@@ -190,7 +193,7 @@ def put_some(root: str, numbers: list[int], calls_left: int, max_bytes: int) -> 
 
 
 def stop_with_lock(path: str, begin: str) -> None:
-    """Take a lock on an index and stop with it."""
+    """Take a lock on an index, and stop the process while it holds the lock."""
     db = sqlite3.connect(path, isolation_level=None)
     db.execute(begin)
     db.execute("SELECT * FROM totals").fetchall()
@@ -207,7 +210,7 @@ def serve() -> None:
                 arguments = json.loads(line)
                 globals()[arguments.pop("run")](**arguments)
             except BaseException as error:
-                # All that the test sees of a child is what stands on its error output.
+                # The test sees nothing of a child but its error output.
                 os.write(2, f"child failed: {error!r}\n".encode())
             os._exit(0)
         sys.stdout.write(f"{pid}\n")

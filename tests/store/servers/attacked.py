@@ -1,9 +1,10 @@
-"""Every call of a client against a hostile server, in a process whose memory is measured.
+"""A process that makes every call of a client to a hostile server, and measures its own memory.
 
     python -m tests.store.servers.attacked s3 ENDPOINT BUCKET SECONDS
 
-Prints, as JSON, what came of each call, for how long it kept another thread out, and how much
-memory all calls took. Several buckets, with commas between them, are asked one after the other.
+It prints as JSON the outcome of each call, how long the call kept another thread from running, and
+how much memory all calls took. BUCKET may be several names with commas between them, which are
+asked one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.servers.victim import Ticker
 START_SECONDS = 60.0
 
 MOST_NAMES = 100_000
-"""A longer list is not taken further: its bound is a store's, not a client's."""
+"""Names after which a scan stops here, since stores bound the length of a list, not clients."""
 
 
 def make_client(kind: str, place: str, way: str) -> RemoteClient:
@@ -34,7 +35,7 @@ def make_client(kind: str, place: str, way: str) -> RemoteClient:
     from kvferry.store.servers.mooncake import MooncakeClient, MooncakeOptions
 
     client = MooncakeClient(place, MooncakeOptions(admin=way))
-    # Its master is honest, and its child takes a while to start on a busy machine.
+    # The master is honest, and the client's child may take long to start on a busy machine.
     client.exists(["kv/a"], time.monotonic() + START_SECONDS)
     return client
 

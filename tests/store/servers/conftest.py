@@ -1,11 +1,11 @@
-"""For tests of clients of servers."""
+"""Fixtures for tests of clients of servers."""
 
 import pytest
 
 
 @pytest.fixture
 def closing():
-    """Closes at the end of the test what it is given, and returns it."""
+    """A function that returns its argument and closes it at the end of the test."""
     given = []
 
     def close_later(client):
@@ -19,5 +19,5 @@ def closing():
 
 @pytest.fixture
 def name(request):
-    """Each test has names of its own."""
+    """A name of a value that no other test uses."""
     return f"kv/{request.node.name}/one"

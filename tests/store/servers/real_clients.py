@@ -1,6 +1,6 @@
-"""What the client of a server with a child process must do, and its store: against the real server.
+"""Test suites for clients that have a child process, and for their stores, against real servers.
 
-Subclasses have a fixture `server`, and one `make_client`.
+The subclasses for S3 and Mooncake have the fixtures `server` and `make_client`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvferry.testing.stores import (
 )
 from kvferry.testing.stores.hooks import wait_until
 
-# What a call may take beyond its deadline, on a busy machine. One that ignores it takes longer.
+# How much longer than its deadline a call may take on a busy machine. A call that ignores its
+# deadline takes longer still.
 LATE_SECONDS = 5.0
 NUM_BYTES = 300_007
 
@@ -54,7 +55,7 @@ def ends_within(seconds):
 
 
 def calls_of(client, name, seconds):
-    """Every kind of call with a deadline of its own."""
+    """Return one call of each kind, each with a deadline of its own."""
     return [
         lambda: client.read(name, [(0, memoryview(bytearray(16)))], soon(seconds)),
         lambda: client.put(f"{name}/new", [value_of()], soon(seconds)),
@@ -70,18 +71,19 @@ def fail_in_time(call, seconds):
 
 
 def children():
-    """Ids of the processes that this one has started."""
+    """Return the ids of the processes that this one has started."""
     tasks = Path("/proc/self/task").iterdir()
     return {int(each) for task in tasks for each in (task / "children").read_text().split()}
 
 
 def name_behind(store, key):
-    """The name of a value of a store that has a prefix of one part."""
+    """Return the server's name for the value of a key, if the store's prefix has one part."""
     return f"{store.url.rpartition('/')[2]}/{bytes(32).hex()}/{key.hex()}"
 
 
 class ServerStoreTests(ScanTests, ProbeTests, RemoteStoreTests):
-    """The conformance suite; `url_of` a prefix opens a store, `behind` is a client of the tests."""
+    """The conformance suite. `url_of` makes a store's URL from a prefix; `behind` is a client by
+    which the tests change values behind the store."""
 
     persistent = True
 
@@ -106,10 +108,10 @@ class ServerStoreTests(ScanTests, ProbeTests, RemoteStoreTests):
 
 
 class ClientTests:
-    """Of a client.
+    """Tests of a client.
 
     Attributes:
-        tells_times: whether a list has times of last use.
+        tells_times: whether a list of names has times.
     """
 
     tells_times = True
@@ -132,10 +134,10 @@ class ClientTests:
             (num_bytes - 10, 100),  # past the end
             (0, 8),
             (8, 0),
-            (5, 100),  # again what another range holds
+            (5, 100),  # overlaps another range
             (2 << 20, 4097),
             (num_bytes, 7),
-            (num_bytes + (8 << 20), 7),  # for S3 a request of its own, all of it behind the end
+            (num_bytes + (8 << 20), 7),  # for S3 a request of its own, wholly past the end
         ]
         buffers = [bytearray(b"\xee" * length) for _, length in wanted]
         ranges = [

@@ -1,4 +1,4 @@
-"""A server in memory, for tests of what all remote stores share."""
+"""A client whose server is a dict, for tests of what all remote stores share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvferry.store.servers.remote import RemoteClient
 
 
 class DictClient(RemoteClient):
-    """Values in a dict that several clients may share.
+    """A client of values in a dict, which several clients may share.
 
     Attributes:
-        gate: calls wait until it is set, or until their deadline.
-        down: calls raise.
-        asked: the names of each `exists`.
+        gate: event that calls wait for, until their deadline.
+        down: whether calls raise.
+        asked: names that each `exists` asked for.
     """
 
     def __init__(self, values: dict[str, bytes] | None = None) -> None:
