@@ -136,6 +136,8 @@ def _fetch(url: str, timeout: float) -> str:
                 size += len(part)
                 if time.monotonic() > until or size > MAX_METRICS_BYTES:
                     raise ConfigError(f"{url} does not end its answer")
+    except ConfigError:
+        raise
     except TimeoutError as error:
         raise ConfigError(f"{url} did not answer within {timeout:g} s") from error
     except (OSError, HTTPException, ValueError) as error:

@@ -38,7 +38,7 @@ def write(
     """Store chunks of a prompt, with the KV of another cache in them if one is given."""
     from transformers import DynamicCache
 
-    ids = prompt(LENGTH, seed)
+    ids = seed if isinstance(seed, torch.Tensor) else prompt(LENGTH, seed)
     with RecordWriter(model, url, **named) as writer:
         cache = kv_of
         if cache is None:
@@ -154,6 +154,24 @@ def test_two_prompts_that_differ_are_another_model(model, store_url, caplog):
     assert counts["audit_mismatch"] == 2
     assert caplog.text.count("another model stored them") == 1
     assert "weights_version" in caplog.text
+
+
+def test_what_agreed_before_the_suspects_decides_nothing(model, store_url):
+    """Another model, whose KV differs from the third chunk on: another prompt with the same first
+    chunks, which agreed already, does not show that the records of the first were wrong."""
+    one = prompt(LENGTH, 1)
+    other = torch.cat([one[:, : 2 * CHUNK], prompt(LENGTH, 2)[:, 2 * CHUNK :]], dim=1)
+    for ids in (one, other):
+        write(model, store_url, ids, numbers=[0, 1])
+        write(model, store_url, ids, numbers=[2, 3], change=scale)
+    counts = Counters()
+    with StoredKV(model, store_url, observer=counts, chunk_tokens=CHUNK, **NAMED) as kv:
+        kv._auditor.draw = lambda: 0.99  # the last chunk
+        assert kv.load(one).get_seq_length() == 2 * CHUNK
+        kv._auditor.draw = lambda: 0.0  # the first that may be chosen
+        assert kv.load(other).get_seq_length() <= 2 * CHUNK
+    assert counts["audit_mismatch"] == 2
+    assert not counts["audit_bad_records"]
 
 
 def test_what_was_computed_on_a_wrong_record_is_not_saved(model, store_url):

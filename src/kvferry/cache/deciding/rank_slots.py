@@ -80,7 +80,9 @@ class RankSlots:
             )
         except TransferError as error:
             self._unreachable[rank] = region.name
-            self._parts = None  # what was opened before is this rank's no more
+            # What was opened before is this rank's no more. In this order, see `record`.
+            self._parts = None
+            self._slots = {other: each for other, each in self._slots.items() if other != rank}
             if self._world_size > 1:  # a single rank stores its records itself
                 logger.warning(
                     "nothing is stored, as the slots of rank %d cannot be read: %s; all ranks must "
@@ -115,9 +117,10 @@ class RankSlots:
     def record(self, slot: int) -> list[memoryview] | None:
         """Return the buffers of the record in a slot, in file order and writable; the first begins
         with the head, from rank 0. None while the slots of some rank are not open."""
-        if self._parts is None:
+        slots, parts = self._slots, self._parts  # in this order: `learn` clears the parts first
+        if parts is None:
             return None
-        return [self._slots[part.rank].part(slot, part.start, part.stop) for part in self._parts]
+        return [slots[part.rank].part(slot, part.start, part.stop) for part in parts]
 
     def whole_record(self, slot: int) -> list[memoryview] | None:
         """As `record`, but also None if the ranks' heads differ. They do if the store replaced the

@@ -101,6 +101,8 @@ class MooncakeLane:
             if offset + length < size:
                 return 0
             [code] = self._mooncake.batch_put_session_end([name])
+        else:
+            code = min(code, -1)  # a short count is a failure, too
         if code != 0:
             self._mooncake.batch_put_session_revoke([name])
         self._unfinished = None
