@@ -5,7 +5,7 @@ in `benchmarks/` of the repository.
 
 Each value has the size of a small model's record. `read_gbps` is a read into given memory;
 `verified_gbps` also checks every checksum, as an engine does. The plain clients are redis-py,
-obstore, Mooncake's own client and Python's file calls; they return bytes, or fill a buffer once.
+obstore, Mooncake's own client and Python's file calls; each of their values ends in a buffer, too.
 
 A result names no host, user or path, so it can be published as it is.
 """
@@ -110,7 +110,8 @@ class Records:
 def run(
     directory: Path, urls: Sequence[str] = (), *, threads: int = 2, quick: bool = False
 ) -> list[Row]:
-    """Measure each store with one thread and with `threads`; return one row for each.
+    """Measure each store with one thread and with `threads`; return one row for each. Raises
+    ConfigError if a store cannot be used or loses a value, StoreError if it fails.
 
     Args:
         directory: where file stores and plain files are written.
@@ -183,8 +184,7 @@ def _ratio(ours: float | None, plain: float | None) -> float | None:
 
 
 def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
-    """Return the microseconds per key from the probe of a prompt until the store answers; None if
-    the store answers from memory at once."""
+    """Return the microseconds per key of the answer to a probe; None if memory answers at once."""
     strange = [ChunkKey(os.urandom(32)) for _ in keys]
     store.probe(strange)
     if store.contains(strange[-1]) is not None:
@@ -196,7 +196,7 @@ def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
 
 
 def plain_client(url: str, directory: Path) -> Plain | None:
-    """Return the client that other programs use for a store's server; None for a store without."""
+    """Return the client that other programs use for a store's server; None if there is none."""
     parsed = parse_store_url(url)
     if parsed.scheme == "file":
         return Plain(

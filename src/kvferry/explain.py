@@ -239,7 +239,7 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
 
 class TierStores(WrapperStore):
     """Several stores as tiers, nearest first. `read` takes a value from the first store that has
-    it, and does not ask a store again that failed."""
+    it. A store that failed is not asked again: if no other has the value, `read` raises."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         super().__init__(stores[0])

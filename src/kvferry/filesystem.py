@@ -36,7 +36,7 @@ def is_of_one_machine(directory: str) -> bool:
 def shows_changes(directory: str | Path) -> bool:
     """Whether every change of a file below `directory` gives it a new change time. False if times
     come from an image (squashfs, erofs, also under an overlay), another machine or a program
-    (FUSE)."""
+    (FUSE), and on a read-only mount."""
     kind = file_system(directory)
     is_known = kind in _OF_DISKS or (kind is None and sys.platform != "linux")
     return is_known and not os.statvfs(directory).f_flag & os.ST_RDONLY

@@ -1,7 +1,7 @@
 """The journal (option `record`): one JSON line for each request, with its keys and its answer.
 
-A line holds no tokens and no text, only the first bytes of the chunks' keys, which are digests of
-tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
+Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
+of tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
 once a second. The commands `explain`, `simulate`, `top`, `report` and `doctor` read the file.
 """
 
@@ -95,7 +95,7 @@ class Journal:
         chunk_tokens: tokens of a chunk.
 
     Attributes:
-        num_left_out: requests that did not get into the file.
+        num_left_out: requests that `add` dropped: the queue was full, or the file had failed.
 
     Raises:
         ConfigError: the file cannot be opened for appending.
@@ -201,7 +201,8 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
-    """Return the last `limit` lines of a journal whose request id starts with `request`, if given.
+    """Return the last `limit` lines of a journal; if `request` is given, of those whose request id
+    starts with it.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not a journal's.

@@ -1,5 +1,5 @@
 """Helpers of network clients and servers: address look-up with a time limit, the time left until a
-deadline, words for errors, and the form of addresses. Peers and the Valkey store use them."""
+deadline, words for errors, and the form of addresses. Mostly peers and the Valkey store use it."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Counters(Observer):
         self._watched.append(read)
 
     def __getitem__(self, name: str) -> int:
-        """Return the sum of a counter: with the label values in `name`, or else over all values."""
+        """Return the sum of a counter: for the label values in `name`, over those it leaves out."""
         with self._lock:
             if name in self._sums:
                 return int(self._sums[name])

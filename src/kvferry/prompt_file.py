@@ -108,7 +108,7 @@ class StoredPrompt:
         )
 
     def room(self) -> memoryview:
-        """Return memory for one record."""
+        """Return memory for one record. Raises ConfigError above `MAX_RECORD_BYTES`."""
         num_bytes = self.schema.record_bytes
         if num_bytes > MAX_RECORD_BYTES:
             raise ConfigError(
@@ -135,7 +135,7 @@ class StoredPrompt:
 
 
 def _groups(described: JsonValue) -> tuple[KVGroup, ...]:
-    """Read KV groups. Raises ValueError or msgspec.ValidationError if these are none."""
+    """Read KV groups. Raises ValueError or msgspec.ValidationError for anything else."""
     found = tuple(
         msgspec.convert({**each, "block_size": 1}, KVGroup)
         for each in msgspec.convert(described, list[dict[str, Any]])

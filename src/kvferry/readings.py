@@ -51,7 +51,7 @@ class Reading:
             `name/state`.
         tiers: states of the tiers, for each role.
         times: durations by name.
-        span: seconds that the sums cover; None: since the start.
+        span: seconds that the sums cover; None: since the start, or less than two requests.
     """
 
     at: float

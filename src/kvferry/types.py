@@ -94,7 +94,7 @@ class KVSource:
         waits: whether to wait for chunks that it has not stored yet; False: take what is there.
         host, port: address of the engine; None if none was given.
         num_tokens: how many tokens it computed; None if not said.
-        has_blocks: whether block ids are named. Then another kind of engine wrote this, because
+        has_blocks: whether block ids are named. Then they come from another kind of engine, because
             kvferry leaves the lists of block ids empty.
         stamp: the stamp of a kvferry producer; None if there is none.
     """

@@ -1,7 +1,7 @@
 """Options, model identity and store for a host that keeps rows of its own cache with kvferry.
 
 A row (for SGLang, a page) is a piece of the host's memory, stored as it is under the host's own
-hash. vLLM's tier and SGLang's storage back end call this when the host constructs them.
+hash. vLLM's tier and SGLang's storage back end call this while the host sets them up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX_SECONDS = 5.0
 """How long start-up waits for the store to list its records; look-ups before that may miss."""
 
 CLOSE_SECONDS = 5.0
-"""How long shutdown waits for threads; the host's memory is left alone from its beginning on."""
+"""How long shutdown waits for I/O threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def largest_difference(
     stored: Sequence[torch.Tensor],
     tolerances: Tolerances,
 ) -> Difference:
-    """Return the layer, head and half that differ most.
+    """Return the layer, head and half that differ most. With only empty tensors `excess` is -1.
 
     Args:
         computed: one tensor `[layers, heads, tokens, content]` per group.

@@ -8,7 +8,7 @@ these tokens is the null block:
     table    [ null ........................ ][ block ][ block ]...|
                                               ^ fill_start: rounded down to a whole block
 
-A load fills every block that is not the null block completely, including tokens before the window,
+A load fills in full every block that is not the null block, also with tokens before the window,
 because the host may offer the block to another request. So all KV that a table holds is right and
 can be saved. Pure arithmetic over an `EngineSpec`: the scheduler role makes slices for its plans,
 and the worker role (`blocks.paged`) places tokens by the same rules.

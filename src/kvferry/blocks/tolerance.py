@@ -21,8 +21,8 @@ class Tolerance(NamedTuple):
     """Norm of the difference, relative to the norm of the computed KV, over the nine tenths of the
     tokens that differ least, since a few tokens may have gone to other experts."""
     bias: float
-    """Fraction by which all of these numbers together are larger or smaller. Rounding goes both
-    ways, so the bias shows changes that are smaller than rounding."""
+    """Fraction by which the KV of these tokens as a whole is too large or too small. Rounding goes
+    both ways, so the bias shows changes that are smaller than rounding."""
 
 
 Tolerances = Mapping[str, Tolerance]
@@ -42,7 +42,7 @@ TOLERANCE_WITH_EXPERTS: Tolerances = {
     "float16": Tolerance(0.1, 0.03),
     "bfloat16": Tolerance(0.4, 0.1),
 }
-"""For models with experts: rounding sends some tokens to others, in deep layers most tokens."""
+"""For models with experts: rounding sends some tokens to other experts, in deep layers most."""
 
 
 def tolerances_for(config: Mapping[str, object]) -> Tolerances:

@@ -85,7 +85,7 @@ class PrefixCache:
         observer.watch(lambda: _tier_gauges(self.store, role))
 
     def _count_slots(self) -> int:
-        """Number of slots of the host pool: whole records, so that it is the same on every rank."""
+        """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
         record_bytes = slot_size(self.schema.record_bytes)
         num_slots = self.config.memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit needs two
@@ -219,8 +219,8 @@ class PrefixCache:
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
     """Leave this engine out of the peers that the URLs name: a configuration that several engines
-    share names all of them. If they name nothing else, they stay as they are. Raises ConfigError
-    for an invalid URL."""
+    share names all of them. If no URL were left, the URLs stay as they are. Raises ConfigError for
+    an invalid URL."""
     urls = [store] if isinstance(store, str) else list(store)
     kept = []
     for url in urls:

@@ -69,9 +69,9 @@ class CacheBounds:
             is counted from the last time that a save was planned or made progress, or a request
             ended: a store that stalls must not keep an engine busy.
         tail_seconds: how long a request waits, last of all, until another engine has the tail of
-            its prompt (the blocks behind the last whole chunk). It is short: a tail saves less than
-            a chunk, and its copy had begun when it was stamped. Its fetch has the time of any
-            other.
+            its prompt (the blocks behind the last whole chunk). This wait is short: a tail saves
+            less than a chunk, and the copy of a stamped tail has begun. The fetch of a tail has the
+            time of any other.
         max_used_once: how many chunks that only one request used are remembered: some 30 MB.
     """
 

@@ -1,9 +1,9 @@
 """The memory of one rank's slots, and how other processes of the machine reach it.
 
 The worker role of each rank makes a `SlotMemory`; the scheduler role opens it (`open_slots`). If
-one process has both roles, the slots are private memory, which Linux backs by large pages. Else
-they are an anonymous file in memory, which the rank reports by process and descriptor. The file has
-no name in any file system and no limit of `/dev/shm`, and goes with the last process that uses it.
+one process has both roles and the only rank, the slots are private memory, in large pages on Linux.
+Else they are an anonymous file in memory, which the rank reports by process and descriptor. The
+file has no name in any file system and no limit of `/dev/shm`, and goes with the last of its users.
 Its size is sealed: no process can make it smaller under a reader.
 """
 

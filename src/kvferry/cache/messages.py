@@ -117,8 +117,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
-    """A rank hashed its rows of a saved chunk. If it holds all of the record, it has also written
-    the head into the slot."""
+    """A rank hashed its rows of a saved chunk, or failed to. A rank that holds all of the record
+    also wrote the head into the slot, unless it failed."""
 
     slot: int
     leaf_digests: bytes | None = b""
@@ -163,7 +163,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     failed_requests: frozenset[str] = frozenset()
     """Requests whose load failed after it was promised."""
     failed_keys: tuple[bytes, ...] = ()
-    """Keys of the chunks that these loads lacked."""
+    """Keys of the chunks that could not be copied for these loads."""
 
 
 class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):

@@ -132,7 +132,7 @@ def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
     """Return the chosen namespaces whose keys follow from the tokens of a prompt; at least one.
 
     Raises:
-        ConfigError: there is none, or one has a missing or damaged description.
+        ConfigError: there is none, several start with the digits, or one lacks a sound description.
     """
     from kvferry.explain import chunk_tokens_of
 

@@ -38,7 +38,7 @@ EXIT_READER_LEFT = 141
 
 
 # ClickException, the base of click's errors. Newer releases of typer bundle their own click, so the
-# class is taken from the bases of a public exception of typer. Either has what is used here.
+# class is taken from the bases of a public exception of typer. Both classes have what is used here.
 _CLICK_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 

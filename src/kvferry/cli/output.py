@@ -54,7 +54,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_targets(source: Path | None, *targets: Path | None) -> None:
-    """As `require_writable`; also refuse to replace the file that is read, or write one twice."""
+    """As `require_writable`; also refuse to replace `source`, or to write one file twice."""
     taken = set() if source is None else {source.resolve()}
     for target in targets:
         if target is not None:

@@ -176,9 +176,8 @@ def _refuse_too_many(url: StoreUrl, num_bytes: int) -> None:
 
 
 def _compare(prompt: StoredPrompt, model: Path) -> list[str]:
-    """Return a line for each setting in which the engine that stored the records differs from the
-    model directory. Only an engine with the same settings finds them. Raises ConfigError for other
-    weights."""
+    """Return a line per setting in which the engine that stored the records differs from `model`.
+    Only an engine with equal settings finds the records. Raises ConfigError for other weights."""
     from kvferry.explain import differences_of_model
 
     differs = differences_of_model(prompt.namespace, model_identity(model))

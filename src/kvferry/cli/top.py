@@ -88,7 +88,7 @@ def _view(source: str, journal: Path | None) -> View:
 
 
 def _run_live(view: View, interval: float) -> None:
-    """Refresh the screen until Ctrl-C. No answer is an error at first, and later a line."""
+    """Refresh the screen until Ctrl-C. The first reading may raise; later faults become a line."""
     console = Console(highlight=False)
     _, shown = view()
     answered_at = time.time()

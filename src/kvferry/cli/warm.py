@@ -42,7 +42,7 @@ class Warmed(NamedTuple):
 
     num_tokens: int
     stored_before: int
-    """Tokens that were stored already; of a server, those that it calls cached."""
+    """Tokens of prompts that were stored whole; of a server, those that it calls cached."""
 
 
 def warm(

@@ -31,7 +31,7 @@ the load as failed. A role must have shorter deadlines, and not touch the engine
 (`WorkerRole.start_load`). Without a bound, a report lost in a fault would hold blocks for ever."""
 
 REMEMBERED_REQUESTS = 65_536
-"""How many ended requests are remembered. Most are never reported, so nothing else removes them.
+"""How many ended requests are remembered, reported or not. Nothing but this limit removes them.
 A `finished_sending` of a forgotten id is held back until a request with the same id ends."""
 
 
@@ -126,11 +126,11 @@ class AsyncOwedReports(OwedReports):
     """Owed reports that include the ends of async loads and the delayed frees. Runs in: worker.
 
     Attributes:
-        lost: async loads that did not start or are overdue. Reported as failed at once.
+        lost: async loads that may not have started or are overdue. Reported as failed at once.
         failed: lost loads that the role started nevertheless. Reported as failed when the role
             reports their end.
         freed: requests whose blocks are free already. The role's report of them is dropped.
-        overdue: delayed frees that the role did not report in time. Reported in its place.
+        overdue: delayed frees that the role did not report in time. Reported at once.
     """
 
     def __init__(self, role: WorkerRole, faults: HookFaults) -> None:

@@ -130,7 +130,8 @@ class WorkerOutputFold:
     def _payload(
         self, kind: str, outputs: Sequence[WorkerOutput], join: Callable[[Any, Any], Any]
     ) -> Any:  # noqa: ANN401 - the connector's
-        """Join the `kind` of all outputs. `join` makes a new value and changes neither argument."""
+        """Join the `kind` of all outputs. None if no output has it, or if `join` raises. `join`
+        makes a new value and changes neither argument."""
         values = [value for output in outputs if (value := getattr(output, kind)) is not None]
         if not values:
             return None

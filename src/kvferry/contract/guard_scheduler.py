@@ -13,7 +13,7 @@ role unpacks: wrap both roles or neither.
 Construction and registration are not guarded. At start-up nothing has been promised yet, so options
 or a layout that cannot be used raise an error.
 
-Made by `OneRole.attach` (vLLM's connectors) and by the embedded engine's `LLM`.
+`OneRole.attach` (vLLM's connectors) and the embedded engine's `LLM` make the guards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class GuardedScheduler(SchedulerRole):
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after `ASK_AGAIN_SECONDS`;
-    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
+      so are overdue async loads; overdue delayed frees are reported as done;
     - a request that lost a load before its plan, or had an async load fail, gets no further hit:
       a host that recomputes it from its start asks again, and would repeat this for ever.
 

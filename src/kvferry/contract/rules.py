@@ -133,8 +133,8 @@ class Promises:
         self._suspect = True
 
     def end(self, request_id: str) -> bool:
-        """Forget an ended request. True if it is still loading, as only an async load can be: then
-        the end of the load is the request's last report."""
+        """Forget an ended request. True if an async load of it is under way: then the end of the
+        load is the request's last report."""
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
@@ -150,12 +150,12 @@ class Promises:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that was promised still needs a plan or a report, so that the host may
-        skip the role's steps."""
+        """Whether nothing promised still needs a plan or a report, so that the host may skip the
+        role's steps. Never again True once a plan could not be built."""
         return not (self._planned or self._lost or self._suspect)
 
     def settle(self, plan: Plan) -> Plan:
-        """The plan that the workers of this step get: `plan` itself if nothing went wrong."""
+        """The plan that the workers of this step get: `plan` itself if nothing needs repair."""
         planned, self._planned = self._planned, {}
         if not (self._lost or self._suspect):
             return plan
@@ -169,8 +169,8 @@ class Promises:
 
 
 class ReportRules:
-    """A filter that removes what the contract forbids from one worker's outputs. A sync role may
-    report no request id. Methods without a body are for async roles. With `strict` it also raises.
+    """A filter that removes what the contract forbids from one worker's outputs; with `strict` it
+    also raises. A sync role may report no request id. Methods that do nothing are for async roles.
     """
 
     def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:

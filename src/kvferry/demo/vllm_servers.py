@@ -90,7 +90,7 @@ def vllm_pair(
 
     Raises:
         ConfigError: no vLLM here, or no such file.
-        StoreError: a server that does not start; the message names its log.
+        StoreError: a server does not start; the message names its log.
     """
     if find_spec("vllm") is None:
         raise ConfigError("no vLLM is installed beside this kvferry; run it where one is")
@@ -224,16 +224,18 @@ class Server:
                 sums[sample.name] += sample.value
         return {figure: sums[name] for figure, name in _SUMS.items()}
 
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+    @contextmanager
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+        """Errors of the connection, while the answer is read too, are StoreError."""
         request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
             request.add_header("Content-Type", "application/json")
         try:
-            found: HTTPResponse = urllib.request.urlopen(request, timeout=_ANSWER_SECONDS)
+            with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
+                yield answer
         except (OSError, HTTPException) as error:
             raise StoreError(f"{self.url}{path}: {error}") from error
-        return found
 
 
 def _said(parts: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[float, ...]]:

@@ -91,7 +91,7 @@ def check_memory(limit: int | None, memory_bytes: int) -> list[Finding]:
 
 
 def check_shared_memory(free_bytes: int | None, num_ranks: int) -> list[Finding]:
-    """Check that /dev/shm has room, where ranks put records for a server together."""
+    """Check that /dev/shm has room for the records that ranks put together for a server."""
     if num_ranks < 2 or free_bytes is None or free_bytes >= SHARED_BYTES:
         return []
     return [

@@ -74,7 +74,7 @@ class StoreReport:
 
     Attributes:
         namespaces: a table row for each namespace that has records.
-        is_over: set when no caller waits any more; the check then removes its records.
+        is_over: set when `run` wants no more results; the check then removes its records.
     """
 
     url: str
@@ -192,7 +192,7 @@ def check_room(
 
 @contextmanager
 def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
-    """Open a place apart from others for this check's records: on a server, an own prefix."""
+    """Yield the store for this check's records: on a server, one with a prefix of its own."""
     if not kind_of(parsed.scheme).hosts:
         yield store
         return
@@ -414,8 +414,8 @@ def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreRepo
 
 
 def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:
-    """Run `check` for `seconds` at most, in a thread that may hang. An interrupt first waits up to
-    `CLEAN_SECONDS`, so that the check can remove its records."""
+    """Run `check` for `seconds` at most, in a thread that may hang. Then, or after an interrupt,
+    wait `CLEAN_SECONDS` at most for the check to remove its records."""
     report = StoreReport(shown_url(url))
     thread = threading.Thread(
         target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True

@@ -170,7 +170,7 @@ def _check_keys(transfer: Mapping[str, Any], found: VllmConfig) -> None:
 
 
 def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
-    """Check one connector. Whether it is kvferry's."""
+    """Check one connector; return whether it is kvferry's."""
     _check_keys(transfer, found)
     name = transfer.get("kv_connector")
     if name != CONNECTOR:

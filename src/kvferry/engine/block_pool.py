@@ -20,8 +20,8 @@ class BlockPool:
     """A fixed number of reference-counted blocks, and a prefix cache of the full ones.
 
     Every block but the null block is either held (count > 0) or free. A free block stays in the
-    cache until it is allocated again. Free blocks are allocated in the order in which they were
-    freed, those that are not cached first.
+    cache until it is allocated again. Blocks that were not cached when they were freed are
+    allocated first, the others in the order in which they were freed.
 
     Not thread-safe; belongs to the scheduler.
     """
@@ -160,7 +160,7 @@ class KVCache:
 
     def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
         """Give a request that has no blocks those of its local hit, and new ones for the rest of
-        its first `num_tokens` tokens. All or nothing; returns whether it had room."""
+        its first `num_tokens` tokens. All or nothing; returns whether the pool had room."""
         # Acquire the hit first: `allocate` may evict, and must not evict it.
         self.pool.acquire(hit)
         new = self.pool.allocate(self.num_blocks_for(num_tokens) - len(hit))
@@ -193,11 +193,8 @@ class KVCache:
 
     def spoil(self, request: Request, invalid_block_ids: Collection[int]) -> bool:
         """If a computed token of `request` is in an invalid block, reset its computed tokens to the
-        start of the first such block, and uncache that block and everything computed from it.
-
-        Returns:
-            True if the request uses one of the blocks.
-        """
+        start of the first such block, uncache that block and everything computed from it, and
+        return True. Else return False."""
         num_computed = self.num_blocks_for(request.num_computed_tokens)
         for index, block_id in enumerate(request.block_ids[:num_computed]):
             if block_id in invalid_block_ids:
@@ -208,8 +205,7 @@ class KVCache:
         return False
 
     def detach(self, request: Request) -> list[int]:
-        """Move the blocks from the request to the caller, and reset the request's computed
-        tokens."""
+        """Take all blocks from the request and return them. Reset its computed tokens."""
         block_ids = request.block_ids
         # A new list: the last step still shows the old one.
         request.blocks.ids = []

@@ -14,7 +14,7 @@ KV_LAYOUTS = {
     **{order: order for order in MEMORY_ORDERS},
 }
 """Orders of the KV pool's axes in memory, by name. Axes: layer, block, kv head, token (N), content.
-The first three names are vLLM's; with "cross_layer" all layers of a block lie together."""
+All names but "cross_layer" are vLLM's; with this one all layers of a block lie together."""
 
 _LEAST = {
     "block_size": 1,
@@ -45,9 +45,11 @@ class EngineConfig:
             its number.
         tensor_parallel_size: processes that share the model; this process is the first of them.
         prefix_caching: keep the KV blocks of finished requests for prompts that start alike.
-        num_threads: torch's threads on a CPU, for the whole process; None leaves it as it is.
+        num_threads: torch's threads on a CPU, for the whole process of each rank. None leaves this
+            process as it is, and gives each other rank an equal share of the cores.
         load_deadline_seconds: how long a request waits for the connector's answer to a look-up, and
             again for the end of a load. After that the engine computes the prompt instead.
+            Requests also wait this long for blocks that the connector keeps of an ended request.
     """
 
     block_size: int = 16

@@ -78,8 +78,7 @@ def engine_spec(
     weights_version: str | None = None,
     name: str | None = None,
 ) -> EngineSpec:
-    """Return what rank 0 of an engine that runs `model` as `engine` says tells the cache about
-    itself.
+    """Describe, for the cache, rank 0 of an engine that runs `model` with the options of `engine`.
     `deviations`, `weights_version` and `name` are as for `identify`; `LLM` has no deviations.
 
     Raises:

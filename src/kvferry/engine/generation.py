@@ -246,7 +246,7 @@ class Generation:
             yield TokenEvent(request.request_id, token_id, text, logprobs, reason)
 
     def completion(self) -> Completion:
-        """The result; the request must have ended."""
+        """The result. Raises RuntimeError if the request has not ended."""
         request = self.request
         outcome, hit = request.outcome, request.hit
         if outcome is None:

@@ -96,6 +96,8 @@ class LLM:
 
         Raises:
             ConfigError: the model, an option or the store cannot be used.
+            TopologyError: the kv heads cannot be divided among the ranks.
+            RankError: another rank died or did not answer.
         """
         engine = build_config(EngineConfig, config, where="engine")
         if roles is not None:
@@ -308,10 +310,10 @@ class LLM:
 
     def drain(self, timeout_seconds: float) -> bool:
         """Run steps until the connector has finished its background work: saves are visible, lent
-        blocks are back. Call while nothing is generating.
+        blocks are back or overdue. Returns False if the time ran out first.
 
-        Returns:
-            True if nothing is left; False if the time ran out first.
+        Raises:
+            ContractError: something is generating, or the engine is closed.
         """
         self._check_open()
         if self._generations:

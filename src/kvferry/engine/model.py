@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM that reads and writes paged KV: load it, check it, split it, run it."""
+"""A Hugging Face causal LM that reads and writes paged KV: load it, check it, split it, run it.
+Each rank of the engine makes one `PagedModel`; its `ModelRunner` runs that in steps with tokens."""
 
 # ruff: noqa: ANN401 - the models of Transformers share no typed surface.
 
@@ -176,7 +177,7 @@ class PagedModel:
         From here on, all ranks must run each forward at the same time.
 
         Raises:
-            ConfigError: the engine cannot split this model.
+            ConfigError, TopologyError: the engine cannot split this model.
             RankError: the other ranks do not answer.
         """
         geometry = self.geometry

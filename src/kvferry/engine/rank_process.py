@@ -88,7 +88,7 @@ def _expect(channel: Channel, kind: type[_Message]) -> _Message:
 
 
 def report_failure(channel: Channel, run: Callable[[Channel], None]) -> int:
-    """Return the exit status of `run`. Send its error to the first rank, if that still listens."""
+    """Call `run`, and send its error to the first rank if that listens. Return the exit status."""
     try:
         run(channel)
     except Exception as error:  # the outermost frame of this process

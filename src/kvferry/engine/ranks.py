@@ -192,7 +192,7 @@ class Ranks:
         next, since the other ranks wait for that.
 
         Raises:
-            ConfigError: a rank could not be set up.
+            ConfigError, RankError: a rank could not be set up, died or did not answer.
         """
         self.wait_ready(LOAD_SECONDS)
         self._send(Connect())

@@ -135,7 +135,7 @@ class Scheduler:
         )
 
     def schedule(self) -> EngineStep:
-        """Decide the next step. Last, also without tokens, the connector builds its plan."""
+        """Decide the next step, and let the connector build its plan, even without any tokens."""
         step = EngineStep(self._config.max_batched_tokens, frozenset(self._finished_ids))
         self._finished_ids.clear()
         self._abandon_overdue_loads()
@@ -199,8 +199,8 @@ class Scheduler:
             step.add(request, num_tokens)
 
     def _make_room(self, request: Request, num_tokens: int, step: EngineStep) -> bool:
-        """Grow a running request's blocks, if need be by preempting the last to come. False if
-        that is the request itself."""
+        """Grow a running request's blocks, if need be by preempting the last to come. False if that
+        is the request itself, or if it waits for blocks of loads or loans that are about to end."""
         while not self._kv.grow(request, num_tokens):
             loaded = self._loaded()
             # A request that has not run since its load is the cheapest to preempt.
@@ -359,7 +359,7 @@ class Scheduler:
         self._queue_first(request)
 
     def _abandon_overdue_loads(self) -> None:
-        """Queue requests with an overdue load again. Their blocks stay lent: it may still write."""
+        """Queue requests with an overdue load again. Lend their blocks: the load may go on."""
         now = self._clock()
         for request_id in [each for each, deadline in self._loading.items() if deadline <= now]:
             request = self._requests[request_id]

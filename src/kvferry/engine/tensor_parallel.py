@@ -117,8 +117,8 @@ def split_layers(model: nn.Module, geometry: ModelGeometry, group: RankGroup) ->
 
     Raises:
         ConfigError: an attention layer has a projection or a parameter that cannot be split.
-        TopologyError: neither of the numbers of ranks and of KV heads divides the other.
-            (`ModelConfig` refuses query heads that the ranks do not divide.)
+        TopologyError: neither the number of ranks nor the number of KV heads divides the other.
+            (`ModelConfig` refuses query heads that cannot be divided among the ranks.)
     """
     num_attention_layers = 0
     for module in list(model.modules()):
@@ -172,7 +172,8 @@ def _split_mlp(inputs: list[Any], output: Any, group: RankGroup) -> None:
 
 
 def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
-    """Keep the runs `[start, stop)` in `mine` of `count` equal runs of outputs."""
+    """Cut the outputs into `count` equal runs, and keep the runs from `mine[0]` to `mine[1] - 1`.
+    Raises ConfigError if they cannot be cut so."""
     size, rest = divmod(linear.out_features, count)
     if rest:
         raise ConfigError(
@@ -186,7 +187,7 @@ def _keep_rows(linear: nn.Linear, mine: tuple[int, int], count: int) -> None:
 
 
 def _keep_columns(linear: Any, mine: tuple[int, int], count: int, group: RankGroup) -> None:
-    """As `_keep_rows`, of inputs. A hook then adds up the outputs over the ranks."""
+    """As `_keep_rows`, for inputs. A hook then adds up the outputs over the ranks."""
     size = linear.in_features // count
     linear.weight = _frozen(linear.weight[:, mine[0] * size : mine[1] * size])
     linear.in_features = linear.weight.shape[1]

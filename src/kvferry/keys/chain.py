@@ -40,7 +40,7 @@ class ChunkKeys:
         extra_keys: whatever else decides the bytes. Salt, LoRA and embeddings digest enter *every*
             chunk, so that no key relies on its parent for isolation. A multimodal item enters each
             chunk that it overlaps, with its offset from the start of that chunk. If not
-            `cacheable`, there are never any keys.
+            `cacheable`, `keys` stays empty.
 
     Raises:
         ConfigError: a namespace that is not 32 bytes, or `chunk_tokens` below 1.
@@ -158,7 +158,7 @@ def _pack(token_ids: Sequence[int], first: int) -> bytes:
     # For arrays of NumPy and PyTorch, one call is faster than iterating over boxed items.
     ids: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if not isinstance(ids, list):
-        # Not only for speed: array("I", b"...") would read bytes as packed machine words.
+        # A list also of bytes: array("I", b"...") would read them as packed machine words.
         ids = list(ids)
     try:
         packed = array("I", ids)

@@ -188,7 +188,8 @@ class TritonCopies:
 
     @staticmethod
     def serves(parts: Sequence[Segment]) -> bool:
-        """Whether all parts have the same strides and size, and those and addresses are words."""
+        """Whether all parts have equal strides and sizes, no gaps in the content of a token, and
+        only whole words as strides, sizes and addresses."""
         shapes = {(*each.part.strides, each.part.shape[3], each.item) for each in parts}
         if len(shapes) != 1:
             return False

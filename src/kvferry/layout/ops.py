@@ -128,7 +128,7 @@ class PagedKV:
 
     def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
         """Have the device compute checksums of rows (from `as_rows`, on the device), after the work
-        in the current stream. Each row is divided into leaves of `leaf_bytes`; the last is shorter.
+        in the current stream. Each row has leaves of `leaf_bytes`; the last may be shorter.
 
         Returns:
             A function to call once the stream has done this. It returns XXH3-128 of each leaf in

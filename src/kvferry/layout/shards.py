@@ -1,4 +1,4 @@
-"""Which rank holds which kv heads."""
+"""Which rank holds which kv heads. Connectors ask this to describe a rank of their host."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class Layout:
                 if they are not evenly spaced.
 
         Raises:
-            LayoutError: the number of axes is wrong, axis 2 has not size 2, or the strides have
-                another order or overlap.
+            LayoutError: the number of axes is wrong, the axis named 2 has another size, or the
+                strides have another order, overlap or, with transposed keys, leave a gap.
         """
         if len(tensor.shape) != len(self.axes):
             raise LayoutError(

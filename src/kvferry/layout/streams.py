@@ -7,7 +7,7 @@
 
     loaded.hold()  # work that the engine submits from here on waits for the mark `loaded`
 
-On a CPU the same code runs, and all work is done when a call returns.
+`blocks.copies` uses this. On a CPU the same code runs; all work is done when a call returns.
 """
 
 # mypy: allow-untyped-calls

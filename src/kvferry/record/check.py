@@ -174,7 +174,7 @@ def _why_size_differs(schema: RecordSchema, size: int) -> MissReason:
 def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: bytes) -> MissReason:
     parsed = parse_head(memoryview(data), size)
     if isinstance(parsed, MissReason):
-        # A header that ends behind `data` was only cut there, if the value goes on, too.
+        # If the value goes on after a whole head, it is not cut: its header claims too much.
         reaches_past = parsed is MissReason.TRUNCATED and size > len(data) >= schema.head_bytes
         return MissReason.BAD_HEADER if reaches_past else parsed
     if parsed.schema.namespace != schema.namespace:

@@ -3,10 +3,10 @@
     0        8              8 + n  + 16     + 16 * num_leaves = head_bytes, a multiple of 4096
     | n: u64 | JSON header  | root | leaves | component 0 | component 1 | ...
 
-The leaf table has a digest of each leaf, which is up to 64 KiB of the payload. `root` is a digest
-of header and leaf table. Both are tensors of the file like the components, so any safetensors
-reader opens it. Sizes, offsets, headers and digests only: no I/O, no tensors. `docs/format.md` is
-the normative text, and the golden files in `tests/record` hold this code to it.
+A leaf is up to 64 KiB of the payload; the leaf table has the digest of each. `root` is a digest of
+header and leaf table. Root and leaf table are tensors like the components, so any safetensors
+reader opens the file. Sizes, offsets, headers and digests only: no I/O, no tensors.
+`docs/format.md` is the normative text; the golden files in `tests/record` hold this code to it.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class RecordSchema:
         """Return everything before the payload, `head_bytes` long.
 
         Raises:
-            ContractError: a leaf table that is not `16 * num_leaves` bytes; see `encode_header`.
+            ContractError: a leaf table that is not `16 * num_leaves` bytes; or as `encode_header`.
         """
         if len(leaf_table) != DIGEST_BYTES * self.num_leaves:
             raise ContractError(

@@ -265,8 +265,8 @@ def _runs(chunks: Iterable[Chunk]) -> list[Branch]:
 
 
 def _with_followers(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks that are stored or have a stored successor. A chunk's last use becomes the
-    latest one of these; a chunk that is not stored takes its successor's namespace."""
+    """Return the chunks that are stored or lead to a stored one. A chunk's last use becomes the
+    latest of its own and its followers'; if it is not stored, it gets a follower's namespace."""
     for chunk in chunks:
         chunk.all_bytes = chunk.num_bytes
     for chunk in reversed(chunks):

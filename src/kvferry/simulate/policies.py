@@ -1,4 +1,4 @@
-"""Replays a trace through a pool of blocks that works as the host pool does, by eviction order.
+"""Replays a trace through a pool of blocks like the host pool, under a choice of eviction orders.
 
 The policy `pool` has the host pool's own order. `docs/simulate.md` says what the others would gain.
 `Simulator` calls `replay`.
@@ -141,8 +141,8 @@ def replay(trace: Trace, capacity: int, order: Lru, *, repeated: bool = False) -
     its blocks become idle, and the whole prefix counts as used.
 
     Args:
-        repeated: whether a block is stored only for the second request that uses it, while the
-            first is remembered. So does a cache with `save_repeated` and chunks of default size.
+        repeated: whether a block is stored only when it is used again while its first use is still
+            remembered, as in a cache with `save_repeated` and chunks of default size.
     """
     hits = bytearray(trace.num_references)
     starts = trace.starts.tolist()

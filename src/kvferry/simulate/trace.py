@@ -141,8 +141,8 @@ def read_trace(path: Path) -> Trace:
     """Read a trace of either format.
 
     Raises:
-        ConfigError: the file cannot be read, or a line does not have the format of the first. The
-            message names the line.
+        ConfigError: the file cannot be read or has no blocks, or a line is wrong or of another
+            format than the first. The message names the line.
     """
     rows = _TraceRows()
     number = 0

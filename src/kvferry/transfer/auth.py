@@ -1,6 +1,6 @@
 """Decides which peers may connect to each other: a key that all share, and proofs of having it.
 
-`client` and `server` greet each other so. A proof covers nonces of both sides and the incarnation
+`client` and `server` exchange proofs first. A proof covers nonces of both sides and the incarnation
 of the server, so a recorded proof is worth nothing later. The rest of the connection is not
 protected: on a network that others can write to, give peers certificates (`tls`).
 """
@@ -55,7 +55,7 @@ def read_key(path: str | Path) -> SharedKey:
 
     Raises:
         ConfigError: the file cannot be read, belongs to a user other than this one or root, can be
-            changed by its group, or read or changed by others.
+            changed by its group, or read or changed by others; or the key is too short or long.
     """
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The contract between a `PeerServer` and the lender whose records it serves, and its limits.
+"""The contract between a `PeerServer` and the lender whose records it serves; the server's limits.
 
 The transport moves opaque bytes: a *record* is whatever a lender holds under a key. The reader
 verifies every record, so a loan keeps bytes in place for the sake of a hit, not of correctness. The
@@ -41,7 +41,7 @@ class Lender(Protocol[L]):
 
     def lend(self, key: ChunkKey, seconds: float) -> L | Literal[KeyState.PENDING] | None:
         """Lend the record of `key`; PENDING while it is being made, None if it is not here. Its
-        bytes stay until `release`, or for `seconds`, unless it is just being evicted."""
+        bytes stay until `release`, at most for `seconds`, unless an eviction has begun."""
 
     def release(self, loan: L) -> None:
         """End a loan: the reader is done."""
@@ -52,8 +52,8 @@ class Bounds:
     """The limits of a server.
 
     Attributes:
-        max_connections: connections at once. One more takes the place of a connection that has not
-            proved itself, or is closed.
+        max_connections: connections at once. One more takes the place of one that has not proved
+            itself; if there is none, the new one is closed.
         max_bytes: bytes of records in transit, over all connections. A read waits for room until
             its deadline.
         handshake_seconds: time for both sides to prove themselves.

@@ -54,8 +54,8 @@ class PeerClient:
     """A client of one peer. Thread-safe, and usable on both sides of a fork.
 
     Calls block until `deadline` (`time.monotonic()` seconds) at most. Whatever fails raises
-    TransferError, or TransferTimeout if the deadline passed. A call that fails ends its connection;
-    so the peer learns that no one waits any more.
+    TransferError, or TransferTimeout if time ran out, also for connecting. A call that fails ends
+    its connection; so the peer learns that no one waits any more.
 
     Args:
         host: name or address.
@@ -87,7 +87,7 @@ class PeerClient:
         self._closed = False
 
     def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
-        """Ask for the state of each key."""
+        """Ask for the state of each key. Without keys, only find out which server answers."""
         states: list[KeyState] = []
         for start in range(0, max(1, len(keys)), MAX_KEYS):
             some = tuple(keys[start : start + MAX_KEYS])
@@ -105,8 +105,8 @@ class PeerClient:
     def read(
         self, key: ChunkKey, ranges: Sequence[tuple[int, memoryview]], deadline: float
     ) -> tuple[KeyState, int]:
-        """Fill the buffers with the ranges of a record, straight from the connection. A range past
-        the record's end is filled up to the end. The bytes may be anything: verify them. No buffer
+        """Fill the buffers with the ranges of a record, straight from the connection. A range that
+        passes the end is filled up to it. The bytes may be anything: verify them. No buffer
         is written after the call returns or raises.
 
         Returns:

@@ -5,7 +5,7 @@
                                            Hello(version, namespace, nonce, proof)
     Welcome(proof), or Refused(reason)
                                            AskKeys or Read, one at a time
-    KeyStates, or Lent and the bytes of all ranges
+    KeyStates, Lent and the bytes of all ranges, or Refused
 
 A frame is the length of a message in four bytes, little endian, and the message. Numbers of
 questions only grow, so no frame can be replayed within its connection. Answers repeat the number
@@ -119,7 +119,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
-    """Return the message of a frame. Raises PeerFault if there is none."""
+    """Return the message of a frame. Raises PeerFault if it holds none."""
     try:
         return decoder.decode(body)
     # UnicodeDecodeError is a ValueError; deeply nested arrays raise RecursionError.

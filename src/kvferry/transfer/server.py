@@ -216,8 +216,8 @@ class PeerServer:
             self._forget(client)
 
     def _has_place(self) -> bool:
-        """Whether there is a place for one more connection. If all are taken, the oldest one that
-        has not proved itself loses its place, so those without the key keep no peer out."""
+        """Whether one more connection has a place. If all are taken, the oldest connection that has
+        not proved itself loses its place, so those without the key keep no peer out."""
         with self._lock:
             if len(self._connections) < self._desk.bounds.max_connections:
                 return not self._closed
@@ -332,7 +332,7 @@ class _Desk:
         self._room = _Room(bounds.max_bytes)
 
     def greet(self, client: _Client) -> None:
-        """Check that the client has the key, and prove that we have it. Raises TransferError."""
+        """Check the client's key and namespace, and prove our key to it. Raises TransferError."""
         stream = client.stream
         deadline = time.monotonic() + self.bounds.handshake_seconds
         stream.begin(deadline)
@@ -424,7 +424,7 @@ class _Room:
         self._changed = threading.Condition()
 
     def enter(self, num_bytes: int, deadline: float) -> int:
-        """Wait for room and return the bytes taken, at most all. Raises TransferTimeout."""
+        """Wait for room, and return how much is taken: at most all. Raises TransferTimeout."""
         wanted = min(num_bytes, self._most)
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())

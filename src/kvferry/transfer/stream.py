@@ -27,7 +27,7 @@ from kvferry.transfer.messages import (
 _MAX_BUFFERS = 512
 """Buffers in one system call. Every system takes at least 1024."""
 _EXACT_SECONDS = 0.02
-"""How late a timeout may be. The socket's timeout is not set again for a smaller difference."""
+"""How far off a timeout may be. The socket's timeout is not set again for a smaller difference."""
 _HEAD_BYTES = 4
 _AHEAD_BYTES = 256
 """Bytes read at once at the start of a frame; most frames fit. What follows the frame is copied."""
@@ -51,7 +51,7 @@ class Stream:
         self._ahead = self._frame[:0]  # bytes read ahead of the next call
 
     def begin(self, deadline: float) -> None:
-        """Do what comes before the first frame: nothing here, a handshake with TLS."""
+        """Do what comes before the first frame: nothing, or in `TlsStream` the handshake."""
 
     def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
         """Send a frame, and the bytes of `buffers` after it."""
@@ -90,12 +90,12 @@ class Stream:
     def end(self) -> None:
         """Make the thread that uses the connection fail and close it. Any thread may call this."""
         with suppress(OSError):
-            # Not that of SSLSocket, after which the other thread would go on in clear.
+            # Not the method of SSLSocket, after which the other thread would go on in clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, on the thread that uses it. If another thread did, the user could
-        read from a new file with the same descriptor number. Idempotent."""
+        """Close the connection. Call this on the thread that uses it: else that thread could go on
+        with a new file that has the same descriptor number. Idempotent."""
         self._socket.close()
 
     # -- parts ----------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ class PeerFiles:
 
 
 class TlsStream(Stream):
-    """A `Stream` inside TLS. It uses Python's socket timeouts, because OpenSSL retries after the
-    kernel's.
+    """A `Stream` inside TLS. It uses Python's socket timeouts, because OpenSSL tries again after a
+    timeout of the kernel.
 
     Args:
         context: a context from `PeerFiles.open_tls`.

@@ -4,9 +4,8 @@ names, and ours runs in any host of V1 connectors.
 Most files follow vLLM's: `base` has the connector class, with the types around it in `types`;
 `mixin` the model-runner mixin, with uniform KV caches in `kv_allocation`; `utilities` and
 `block_copies` the connector utilities; `shared_storage` the connector of that name. Of our own,
-`facade` presents our roles as a V1 class, `host` translates the host's requests and steps for
-`facade`, and
-`running_model` the identity of the host's model; `driven` runs a V1 class as our roles.
+`facade` presents our roles as a V1 class, with the host's requests and steps translated by `host`;
+`running_model` has the identity of the host's model; `driven` runs a V1 class as our roles.
 
 No package that this one builds on imports these names. Names that need torch load on first use.
 """

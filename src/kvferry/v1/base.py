@@ -5,7 +5,7 @@ A connector written for vLLM's V1 base class runs here after a change of its imp
 
     from kvferry.v1 import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-Each docstring states when a host calls the method, which rules it enforces and what a violation
+Each docstring states when a host calls the method, which rules hosts enforce and what a violation
 costs. "The engine dies" means an assertion in the scheduler's process: every request is lost. The
 hosts are vLLM 0.10 to 0.32. "(0.32)" marks calls that only later hosts make; each has a default.
 """

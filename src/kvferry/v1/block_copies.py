@@ -237,7 +237,7 @@ def _rearrange(
     back as tokens and heads.
 
     Memory order is `[N, H, D]` for blocks with tokens outermost and `[H, N, D]` for head-major
-    blocks. As in vLLM, the caller's request decides which of them it is, not the strides.
+    blocks. As in vLLM, `to_tokens_first` decides which order is read and written, not the strides.
     """
     cache = _tokens_first_view(cache, axes)
     block_ids = _checked_indices(cache, indices)

@@ -264,8 +264,7 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def empty_plan(self) -> Plan:
-        """The plan of an empty step. Call before the first request only: the connector sees the
-        step."""
+        """The plan of an empty step, which the connector sees: call only before any request."""
         metadata = self._connector.build_connector_meta(SchedulerOutput())
         return V1Plan(metadata=metadata, has_tokens=False)
 

@@ -1,6 +1,6 @@
 """Adapts one of our roles to vLLM's V1 connector interface.
 
-A connector of ours for such hosts is a subclass that builds its role and passes it on:
+A connector of ours for V1 hosts is a subclass that builds the role of its half and passes it on:
 
     class MyConnector(RolesAsV1):
         def __init__(self, vllm_config, role, kv_cache_config=None):
@@ -75,8 +75,8 @@ class WorkerHalf:
         self._rests = False  # the role was idle, and no plan but quiet ones has come since
 
     def begin(self, metadata: object) -> bool:
-        """Begin a step. False if this half skips the step, because it is idle or another connector
-        made the metadata; its reports then wait for the next step."""
+        """Begin a step. False if this half skips it: the half is idle and the step is quiet, or
+        another connector made the metadata. The half's reports then wait for the next step."""
         if not isinstance(metadata, PlanMetadata):
             if not self._saw_foreign:
                 self._saw_foreign = True

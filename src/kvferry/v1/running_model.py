@@ -126,9 +126,9 @@ def model_identity(
 
 
 def _refuse_recent(source: Path, files: str, changed: float) -> None:
-    """Refuse files that changed since the engine's process started: hosts load them before they
-    ask for their identity. Hub snapshots are content-addressed and are not checked. Nor is an
-    engine inside a caller's process: it may have started long after that process."""
+    """Refuse files that changed since the engine's process started: hosts load a model before they
+    ask for its identity. Hub snapshots are content-addressed and are not checked. Nor is an engine
+    inside a caller's process: it may have started long after that process."""
     if is_engine_process() and changed > process_start():
         raise ConfigError(
             f"the {files} in {source} changed after this process started, so it may load others "
@@ -194,7 +194,7 @@ def _custom_code(
 
     That is a digest of all Python files in the model's directory, or the class names of code
     elsewhere. vLLM runs such code only with `trust_remote_code`, and only what an `auto_map` names.
-    It may have a class of its own for the model; as this is unknown here, the code counts.
+    vLLM may have a class of its own for the model; as this is unknown here, the code counts.
 
     Args:
         source: the model's directory, or its snapshot of a hub.

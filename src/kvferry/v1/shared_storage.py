@@ -37,7 +37,7 @@ OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
 
 
 def align_to_block_size(num_tokens: int, block_size: int) -> int:
-    """Return the size in tokens of all whole blocks that do not need the last token.
+    """Return how many of the tokens before the last one are in whole blocks.
 
     This is vLLM's arithmetic: 0 tokens give a negative size, and a multiple of `block_size` loses a
     block.
@@ -206,7 +206,7 @@ def _describe(vllm_config: V1Config, layout: str, weights_version: object) -> En
 
 
 def _as_it_runs(identity: ModelIdentity) -> dict[str, Any]:
-    """The model's configuration, with the fields that the host overrides."""
+    """The model's configuration, with the host's overrides in place of the written fields."""
     overrides = identity.config.get("overrides")
     return {**identity.config, **(overrides if isinstance(overrides, Mapping) else {})}
 

@@ -152,7 +152,7 @@ class NewRequestData:
     """A request in its first step; on some hosts also one that resumes after a preemption.
 
     Attributes:
-        block_ids: only the blocks of the tokens scheduled in this step; later chunks add more.
+        block_ids: blocks of all tokens up to the last one of this step; later chunks add more.
     """
 
     req_id: str
@@ -219,7 +219,7 @@ class ForwardContext:
 
     Attributes:
         attn_metadata: an entry per layer; None in steps without tokens, which may have loads to do.
-            Other hosts have None, a list or a dict, and None in warm-up runs and replayed graphs.
+            Other hosts have a list or a dict, and None also in warm-up runs and replayed graphs.
         no_compile_layers: the attention layers by name. The attribute `kv_cache` of each is its KV
             tensor, for release 0.14 a list of such tensors by virtual engine.
         virtual_engine: the index into that list; for release 0.14 only.
@@ -318,7 +318,7 @@ class KVConnectorOutput:
 
 class SupportsHMA(ABC):
     """A connector for models with several KV groups. For any other connector hosts switch the
-    hybrid memory allocator off, or refuse to start if the operator asked for it."""
+    hybrid memory allocator off, or refuse to start if the operator asked for that allocator."""
 
     @abstractmethod
     def request_finished_all_groups(

@@ -2,9 +2,8 @@
 
 `KVOutputAggregator` folds the reports of all ranks. `TpKVTopology` follows vLLM 0.14: KV counts as
 replicated if the tensor-parallel size is *at least* the number of kv heads (later releases differ),
-and target ranks are all ranks that hold wanted heads, also where several hold the same. Functions
-that ask a host take arguments where vLLM reads a process-wide configuration. Where vLLM asserts, an
-error names the two values.
+and target ranks are all that hold wanted heads, also where several hold the same. Queries of a host
+take arguments where vLLM reads a global configuration. Where vLLM asserts, an error names values.
 """
 
 from __future__ import annotations

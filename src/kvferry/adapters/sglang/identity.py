@@ -53,7 +53,7 @@ _NUMERIC = (
 reads. Draft models count because their layers may lie in the pages of the model."""
 
 _VARIABLES = ("QUANT", "FP8", "FP4", "INT8", "INT4", "KV_CACHE_LAYOUT", "KVCACHE", "EXTERNAL_MODEL")
-"""Parts of names: SGLang's environment variables with them quantise, order KV in memory, or bring
+"""Parts of the names of SGLang's environment variables that quantise, order KV in memory, or bring
 models from elsewhere."""
 
 _POOL = (
@@ -68,7 +68,7 @@ _POOL = (
     "kv_cache_dim",
     "storage_format_tag",
 )
-"""Attributes of a host pool that say in what order a page's bytes are, and of which layers."""
+"""Attributes of a host pool that say which layers a page holds, and in what order of bytes."""
 
 
 class ServedModel:

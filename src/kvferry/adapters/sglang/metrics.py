@@ -38,7 +38,7 @@ class StorageCounts:
         self.stores: deque[tuple[int, float]] = deque(maxlen=MAX_CALLS)
 
     def publish(self) -> None:
-        """Hand what was counted since the last call to Prometheus."""
+        """Hand Prometheus what was counted since the last call."""
         for name, amount in self._counters.pop_all().items():
             if amount >= 0:
                 self._events.labels(event=name, **self._labels).inc(amount)

@@ -80,7 +80,7 @@ def pages_of(pool: Any) -> Pages:
 
 
 def tokens_of(pool: Any) -> int:
-    """Return the tokens of a page, as SGLang counts indices."""
+    """Return the number of tokens of a page; SGLang gives one index for each."""
     return int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
 
 
@@ -90,7 +90,7 @@ class FlatPages:
     order: ClassVar[str] = "flat"
 
     def __init__(self, pool: Any) -> None:
-        """Raises NotImplementedError or ValueError if it does not."""
+        """Raises NotImplementedError or ValueError if the pool shows none."""
         self._pool = pool
         self.tokens = tokens_of(pool)
         value = pool.get_dummy_flat_data_page()
@@ -115,7 +115,7 @@ class PiecePages:
     order: ClassVar[str] = "pieces"
 
     def __init__(self, pool: Any) -> None:
-        """Raises the pool's NotImplementedError or ValueError if it does not."""
+        """Raises the pool's NotImplementedError or ValueError if the pool shows none."""
         self._pool = pool
         self.tokens = tokens_of(pool)
         self.num_bytes = sum(map(len, self._pieces(0)))

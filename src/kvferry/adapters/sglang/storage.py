@@ -94,7 +94,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self._open(mem_pool_host, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """As `register_mem_pool_host`, for a pool beside KV, or for KV once more."""
+        """As `register_mem_pool_host`, for any pool; KV that is open already stays as it is."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _text(host_pool_name)
         if name != KV or KV not in self._pools:
@@ -183,8 +183,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Fill pages of the KV pool. Return for each whether it is right now. Only verified bytes
-        are written."""
+        """Fill pages of the KV pool with verified bytes. Return for each whether it was filled."""
         return self._move(self._load, KV, keys, host_indices, "its pages are computed")
 
     def batch_set_v1(
@@ -331,7 +330,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def get_stats(self) -> StorageMetrics | None:
         """Publish counts, and return the sizes and rates of the calls since the last time, for
-        SGLang's histograms; None where its metrics are off."""
+        SGLang's histograms; None where its metrics are off, or without a KV pool."""
         if self._counts is None or KV not in self._pools:
             return None
         self._counts.publish()

@@ -67,13 +67,13 @@ class Auditor:
         self._differed: dict[ChunkKey, bool] = {}
         # Differed, and not decided yet: wrong records, or records of another model.
         self._suspects: list[ChunkKey] = []
-        # Records before the suspects, which agreed: a hit of these alone decides nothing.
+        # Records that agreed, before the suspects: a hit of these alone decides nothing.
         self._not_evidence: set[ChunkKey] = set()
         self.is_other = False
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a record differs, and it is not known yet which is wrong, it or the model."""
+        """Whether a record differs, and it is not known yet if the record or the model is wrong."""
         return bool(self._suspects)
 
     def usable(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -81,8 +81,8 @@ class Auditor:
         return list(takewhile(lambda key: self._differed.get(key, True), keys))
 
     def savable(self, keys: list[ChunkKey], num_loaded: int) -> list[ChunkKey]:
-        """Return the leading keys under which a cache may be saved that has `num_loaded` tokens
-        from the store: those before the first loaded record that has differed since."""
+        """Return the leading keys under which a cache with `num_loaded` tokens from the store may
+        be saved: those before its first loaded chunk whose record has ever differed."""
         loaded = keys[: -(-max(0, num_loaded) // self._rows.schema.chunk_tokens)]
         first = next((i for i, key in enumerate(loaded) if key in self._differed), len(keys))
         return keys[:first]
@@ -95,8 +95,8 @@ class Auditor:
         """Return how many leading chunks of a hit may be used; later records are not read again.
         None if the model failed.
 
-        Computes the first chunk from nothing, and one other on top of the stored ones before it. If
-        either differs, computes all from nothing, which shows the records that differ.
+        If an audit is due, computes the first chunk from nothing, and one other on top of the
+        stored ones before it. If either differs, computes all from nothing to find which differ.
         """
         if not self._is_due():
             return len(hit.images)
@@ -180,7 +180,7 @@ class Auditor:
             differ[first].describe(self._rows),
         )
         if len(differ) < len(hit.keys) - first:
-            # A record behind the first that differs agrees: so this model is the one that stored.
+            # A record behind the first differing one agrees: so this model stored the records.
             self._clear(bad)
         elif not self._suspects:
             self._suspects = bad

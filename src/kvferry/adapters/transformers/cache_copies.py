@@ -5,7 +5,7 @@ sequence of the batch (but `CacheLayer.row` is a layer's index in its group). A 
 holds `[layers, heads, tokens, K|V]`, without padding. For latent attention (MLA), the cache keeps
 latents as keys and rotated keys as values.
 
-Callers: `StoredKV` (`fill` to load, `gather` to save), audit.py and recompute.py (`cache_of`).
+Callers: `StoredKV` (`fill`, `gather`), audit.py and recompute.py (`cache_of`, `gather`).
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.

@@ -3,8 +3,8 @@
 A model changed after loading (trained, merged, quantised, pruned) computes different KV from the
 model in its directory. This module refuses every change that it can detect, and names it.
 
-`StoredKV` makes one; its `load` and `save` ask `is_unchanged`, and so do the hooks of `Provenance`
-in the caller's forwards.
+`StoredKV` makes a `HostModel`. Its `load` and `save` ask `is_unchanged`, and so do the hooks of
+`Provenance` in the caller's forwards.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -89,7 +89,7 @@ class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity, groups: equal to the embedded engine's, so that both share records.
+        identity, groups: equal to the embedded engine's without `deviations`: both share records.
         tolerances: tolerances for comparisons of KV.
         layers: layers in the order of the model's cache.
         layer_devices: the device of each layer's KV.

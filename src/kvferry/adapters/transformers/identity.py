@@ -117,7 +117,7 @@ def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
     )
     own_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored_config)]
     if type(model) is own_class:
-        # A config type may share another type's model class; a loaded model then has that type.
+        # Config types may share a model class; the running config then has the class's own type.
         running["model_type"] = stored.get("model_type")
     return {
         name: running.get(name)
@@ -194,7 +194,7 @@ def _other_code(model: Any) -> Iterator[str]:
             is_known = is_library_code(function) or root in sys.stdlib_module_names
         elif place == "experts":
             is_known = is_library_code(function)
-        elif function is None:  # no mask is made for it, or no attention of it is called
+        elif function is None:  # the implementation has no such function
             is_known = name in _ATTENTION_KINDS
         else:
             beginning = _ATTENTION_KINDS.get(name, "?")
@@ -214,8 +214,8 @@ def _name(code: Any) -> str:
 
 def _unsure_attention(model: Any) -> list[str]:
     """If the model asks for more than plain attention, return its implementations other than
-    "eager", and library versions: some ignore it (Gemma 2's soft-capping by "sdpa" before
-    Transformers 5, sinks). Empty if all compute the same."""
+    "eager", and library versions: some implementations ignore sinks, or soft-capping ("sdpa" before
+    Transformers 5, for Gemma 2). Empty if all compute the same."""
     names = {config._attn_implementation for config in _attention_configs(model)} - {None, "eager"}
     if not names or not _asks_for_more(model):
         return []
@@ -249,7 +249,7 @@ class _Asked:
 
 def _asks_for_more(model: Any) -> bool:
     """Whether attention has soft-capping, sinks, a bias or anything else besides a scale and a
-    window. Runs one token with the engine's attention, which sees each argument."""
+    window. Runs a token with the engine's attention, which sees each argument; True on failure."""
     register_attention()
     asked = _Asked()
     chosen = [(each, each._attn_implementation) for each in _attention_configs(model)]
@@ -284,7 +284,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _changed_buffers(model: Any) -> str | None:
     """Return a digest of the buffers that no file holds and that differ from those that the model's
-    class makes from the config; None without any. For example, `model.to(torch.bfloat16)` rounds
+    class makes from the config; None if none differ. For example, `model.to(torch.bfloat16)` rounds
     rotary frequencies, `from_pretrained(dtype=torch.bfloat16)` does not."""
     in_files = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name not in in_files}

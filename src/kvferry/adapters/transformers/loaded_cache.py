@@ -32,7 +32,7 @@ class LoadedCache(DynamicCache):
         attention_mask: the mask of the prompts, if one was given.
         num_loaded: tokens of each row that come from the store, padding included.
         num_certain: number of leading tokens whose KV surely belongs to the sequence that
-            `generate` returns in the same place; None: all of them.
+            `generate` returns in the same row; None: all of them.
         explanation: for each row, what was hit and why the rest was not, in the form of the
             embedded engine's explanations; None unless `load` was asked to explain.
     """
@@ -70,7 +70,7 @@ class LoadedCache(DynamicCache):
         """See `DynamicCache.update`.
 
         Raises:
-            ContractError: the first new tokens do not follow the loaded ones.
+            ContractError: the first new tokens do not fit the loaded ones; see `_check_first`.
         """
         if self._is_new:
             self._check_first(key_states.shape[-2])
@@ -108,8 +108,8 @@ class LoadedCache(DynamicCache):
         super().batch_select_indices(indices)
 
     def _check_first(self, num_new: int) -> None:
-        """Refuse a first call whose tokens do not complete the prompt: all of it on top of loaded
-        tokens, or a part of it after these were dropped."""
+        """Refuse a first call that computes the whole prompt on top of loaded tokens, or only a
+        part of the prompt after the loaded tokens were dropped."""
         # `generate` marks the cache that it is given, and computes only what is not loaded yet.
         is_whole = num_new >= self.num_prompt_tokens
         if self.num_loaded and is_whole and not getattr(self, "_is_user_defined", False):

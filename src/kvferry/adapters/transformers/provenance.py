@@ -31,7 +31,7 @@ _PLAIN_ARGUMENTS = {
 
 
 class _Forward(NamedTuple):
-    """Copies of a forward's arguments. They stay on the model's device: a read waits for that."""
+    """Copies of a forward's arguments, kept on the model's device: reading them waits for it."""
 
     num_before: int
     """Tokens of each row that were in the cache before the forward."""

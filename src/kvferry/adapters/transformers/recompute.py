@@ -25,7 +25,7 @@ from kvferry.types import ChunkKey
 logger = logging.getLogger(__name__)
 
 _TOKENS_AT_ONCE = 512
-"""Tokens per forward, which makes logits of them all; these take more memory than their KV."""
+"""Tokens per forward. Each gets logits, which take more memory than its KV."""
 
 
 class CachedChunk(NamedTuple):
@@ -57,7 +57,7 @@ class Recomputer:
         stored: Sequence[memoryview],
         deadline: float,
     ) -> Iterator[Image]:
-        """Yield chunks of one row as the model computes them now, not those of the cache: their
+        """Yield chunks of one row as the model computes them now, not those of the cache: the
         comparison tolerates rounding, and so small edits, which must not be stored. Yield none if
         the model fails, and only those that were computed before the deadline.
 

@@ -150,10 +150,10 @@ class StoredKV:
         explain: bool = False,
     ) -> Any:
         """Return a new cache with the longest stored prefix of `input_ids`, but never the last
-        token, which `generate` has to compute. Empty if nothing is stored.
+        token, which `generate` has to compute. Empty if nothing is stored, the model was changed,
+        or an audit failed.
 
-        All rows of a batch load equally many tokens: the first that misses a chunk ends the prefix.
-
+        All rows load equally many tokens: the row whose stored prefix ends first limits the others.
         Sliding-window layers of this cache keep all tokens, too, so that `save` can store them.
 
         Args:
@@ -221,7 +221,7 @@ class StoredKV:
         self, prompts: list[Prompt], chains: list[list[ChunkKey]], limit: int
     ) -> tuple[list[StoredRow], int] | None:
         """Return what `_read` finds, unless an audit refuses it: then read again without the
-        records found wrong. None if nothing usable is stored."""
+        records found wrong. None if nothing usable is stored, or the audit failed."""
         while not self._auditor.is_other:
             stored, num_tokens = self._read(prompts, chains, limit)
             longest = max(range(len(stored)), key=lambda number: len(stored[number].images))
@@ -270,11 +270,11 @@ class StoredKV:
     ) -> int:
         """Store the whole chunks of every row of a cache that are not stored yet.
 
-        Unless it is known that this model computed the cache from these tokens, computes its KV
-        again first, and compares.
-
-        Blocks until they are written, but not much longer than `save_timeout_seconds`. After beam
-        search, only the prompts are stored: the cache holds other answers than those returned.
+        If it is not known that this model computed the cache from these tokens, `save` first
+        computes the KV again, and compares. Stores nothing if the model was changed, or while an
+        audit is undecided. Blocks until the chunks are written, but not much longer than
+        `save_timeout_seconds`. After beam search, only the prompts are stored: the cache holds
+        other answers than those returned.
 
         Args:
             token_ids: all tokens that the cache was computed from: the output of `generate`, or the
@@ -333,7 +333,7 @@ class StoredKV:
         num_stored = self._records.put_all(self._images(cache, wanted, chains), deadline)
         if num_stored == len(wanted):
             self._auditor.stored(wanted)
-        # After the writes, because each counts as a use, and prefixes must not be evicted first.
+        # After the writes: each write counts as a use, and prefixes must not be evicted first.
         for keys in chains:
             self._store.touch(keys)
             if pin_seconds > 0.0 and not self._store.pin_for(keys, pin_seconds):

@@ -244,7 +244,7 @@ def connector_options(extra: object) -> dict[str, Any]:
     connector's constructor checks their names and types.
 
     Raises:
-        ConfigError: `extra` is not an object.
+        ConfigError: `extra` is not an object, or no store is given and no home directory found.
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(f"{WHERE} is a {type(extra).__name__}, not an object")
@@ -272,8 +272,8 @@ def _default_store() -> str:
 
 
 def log_as(host: logging.Logger, ours: logging.Logger) -> None:
-    """Give `ours` the handlers and the level of the host's logger, unless it has its own. At debug,
-    the answer to each request is logged."""
+    """Give `ours` the handlers and the level of the host's logger, unless `ours` has its own. At
+    debug, the answer to each request is logged."""
     if not ours.handlers and ours.level == logging.NOTSET and host.handlers:
         ours.handlers = list(host.handlers)
         ours.setLevel(host.getEffectiveLevel())

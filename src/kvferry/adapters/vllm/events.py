@@ -70,7 +70,7 @@ class EventTranslator:
 
 
 def _extra(extra: ExtraKeys) -> tuple[Any, ...]:
-    """Return the inputs besides its tokens that decide a chunk's content."""
+    """Return the inputs that decide a chunk's content besides its tokens."""
     found: list[Any] = [] if extra.lora is None else [extra.lora]
     found += [(item.digest, item.offset) for item in extra.items]
     found += [] if extra.cache_salt is None else [extra.cache_salt]

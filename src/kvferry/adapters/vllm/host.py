@@ -42,8 +42,8 @@ class Host:
         base: its `KVConnectorBase_V1`.
         hma: its `SupportsHMA`.
         metadata: its `KVConnectorMetadata`.
-        worker_meta: its `KVConnectorWorkerMetadata`; None before 0.18, whose
-            `KVConnectorOutput` has no field for messages of workers.
+        worker_meta: its `KVConnectorWorkerMetadata`; None if its `KVConnectorOutput` has no field
+            for messages of workers (before 0.18).
         stats: its `KVConnectorStats`.
         prom_metrics: its `KVConnectorPromMetrics`.
         results: its `KVConnectorTransferResults`; None before 0.30.
@@ -103,8 +103,8 @@ def load_host() -> Host:
 
 def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  # noqa: ANN401
     """Return the instruction set of this vLLM's CPU attention kernels, which decides a block's
-    layout. None if it does not run on a CPU, or for latent attention, which has other kernels.
-    `block_sizes` are the block sizes of the KV groups, in tokens."""
+    layout; "unknown" if this vLLM does not say. None if it does not run on a CPU, or for
+    latent attention, which has other kernels. `block_sizes`: of the KV groups, in tokens."""
     model = vllm_config.model_config
     if not _on_cpu() or model.use_mla:
         return None
@@ -156,7 +156,7 @@ def constructing_config() -> Any:  # noqa: ANN401 - a `VllmConfig`, or None
     None if there is none.
 
     vLLM hands a tier names and sizes, but neither the running model's configuration nor where its
-    weights are. The connector that constructs the tier has them, so look for it among the callers.
+    weights are. If vLLM has no current configuration, look for the connector among the callers.
     """
     current = getattr(_module("vllm.config"), "get_current_vllm_config_or_none", None)
     config = None if current is None else current()

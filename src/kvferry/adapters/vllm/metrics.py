@@ -27,8 +27,8 @@ MULTIPROCESS = "mostrecent"
 """How Prometheus combines gauges of several API servers."""
 
 MAX_REASONS = 32
-"""Different reasons for states of tiers in labels, at most; Prometheus keeps each that it has seen.
-Further ones are shown as "other"."""
+"""Number of different reasons for states of tiers that labels show at most: Prometheus keeps each
+that it has seen. Further ones are shown as "other"."""
 
 
 def make_stats_class(base: type[Any]) -> type[Any]:

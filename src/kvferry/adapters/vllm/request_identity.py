@@ -27,8 +27,8 @@ RECHECK_SECONDS = 5.0
 class LoraIdentities:
     """Content digests of LoRA adapters. An I/O thread hashes: the scheduler's thread does no I/O.
 
-    Requests with an adapter are not cached until the adapter is hashed, nor after its files changed
-    under a running engine. Runs in: scheduler, except for the jobs.
+    Requests with an adapter are not cached until the adapter is hashed, nor ever after its files
+    changed or could not be read. Runs in: scheduler, except for the jobs.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,7 +2,7 @@
 
 vLLM sorts layers into KV groups as suits its allocator. A record sorts them by their content (kv
 heads, size, dtype, window), so that engines with other groups share records. When the engine
-starts, `FerryConnector` calls this, which refuses layers whose KV we cannot store.
+starts, `FerryConnector` calls this module, which refuses layers whose KV we cannot store.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def engine_spec(
         groups, tables = (_only_group(vllm_config),), None
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
-    # Releases with an index (0.14 has it) say rank 0 in every engine of a dense model.
+    # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
     rank = getattr(parallel, "data_parallel_rank", 0)
     return EngineSpec(
         identity=identity,
@@ -158,7 +158,7 @@ def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: 
 
 
 def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN401 - the host's
-    """Return the form of a layer's KV, without window; block size 0, since all are stored alike."""
+    """Return the form of a layer's KV, without window; block size 0: all sizes are stored alike."""
     kind = type(spec).__name__
     if kind not in _FULL | _SLIDING:
         raise ConfigError(
@@ -277,7 +277,7 @@ _ACROSS_KERNELS = ("vec", "vec16")
 """Instruction sets whose kernels keep keys transposed. (With "neon" it depends on the build.)"""
 
 _PLAIN_DTYPES = ("float32", "float16", "bfloat16")
-"""The same kernels pack KV of other dtypes otherwise."""
+"""Dtypes whose keys these kernels keep transposed; they pack KV of other dtypes otherwise."""
 
 # Sizes that no two axes share, so that a shape shows its order.
 _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE = 1013, 1024, 7, 576

@@ -1,6 +1,7 @@
 """The namespace of a tier's rows: the model by content, and all that hashes and bytes depend on.
 
-A row is a chunk of host memory as vLLM's offloading lays it out; its key comes from block hashes.
+A row is a chunk of host memory as vLLM's offloading lays it out; block hashes make its key.
+`KVFerryTier` calls this in its constructor.
 """
 
 # ruff: noqa: ANN401 - configurations are the host's
@@ -121,7 +122,7 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
 
 
 def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
-    """Return what a block hash names without its content, or leaves out."""
+    """Return what a block hash leaves out, or covers by name and not by content."""
     drafts = getattr(vllm_config, "speculative_config", None)
     has_adapters = getattr(vllm_config, "lora_config", None) is not None
     items = getattr(vllm_config.model_config, "multimodal_config", None)

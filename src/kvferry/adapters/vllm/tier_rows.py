@@ -111,7 +111,7 @@ class TierRows:
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """Whether a row is there. None: the store is still being asked, look up again in the next
-        step; at the latest `ASK_SECONDS` after the first None, the answer is False."""
+        step. A row that is not found `ASK_SECONDS` after the first None is a miss."""
         known = self._requests.setdefault(request, _Request())
         if key in known.missed or self._client.is_stalled:
             return False
@@ -291,7 +291,7 @@ class TierRows:
 
 class _Learner:
     """Asks a store, once a step, about keys that it does not know. A store that asks its medium
-    answers later. Until it has done so once, the first key of each step is asked about alone."""
+    answers later. Until this one has, the first key of each step is asked about alone."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -61,7 +61,7 @@ class Audits:
         has_failed: audits of this epoch found another model.
         is_undecided: a hit differed, and it is not known yet whether the model differs.
         suspects: records of hits that differed. True: the record itself differs from what the
-            engine computes. False: it is still to be compared, or again.
+            engine computes. False: it has yet to be compared, or to be compared again.
     """
 
     def __init__(self, context: RoleContext, pool: HostPool) -> None:
@@ -91,7 +91,7 @@ class Audits:
 
         The end of a hit costs least: one chunk is computed again. But if the beginning is wrong and
         later records were computed on it, they agree with each other and the end shows nothing. So
-        one hit of n chunks in n is compared at its start, which costs one chunk more on average.
+        one in n hits of n chunks is compared at its start, which costs one chunk more on average.
         Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
         the option `audit`. A hit that ends with a suspect is audited in any case.
         """

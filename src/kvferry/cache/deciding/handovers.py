@@ -102,7 +102,7 @@ class Handovers:
         is_useful = min(stop, num_tokens - 1) // block * block > first
         if not (is_next and is_useful and holder and self._context.store.reads_from(holder)):
             return None
-        with suppress(ContractError):  # the tail is longer than the prompt, or that has no ids
+        with suppress(ContractError):  # the prompt is shorter than the tail says, or has no ids
             if keys.tail(request.all_token_ids, stop) == stamp.tail_key:
                 return Tail((*keys.keys, ChunkKey(stamp.tail_key)), stop)
         return None

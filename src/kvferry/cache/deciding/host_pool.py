@@ -48,7 +48,7 @@ class Slot:
         held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
         is_save: whether a save fills it, not a fetch.
-        pins: number of requests that wait for it, were promised it or load it, and of its audits.
+        pins: number of requests that wait for it, were promised it or load it, plus its audits.
         num_filling: number of ranks that have not reported the end of the read or copy.
         num_sealing: number of ranks that have not reported that they hashed what a save brought.
         is_writing: whether a write to the store is to come, or under way.
@@ -98,7 +98,7 @@ class HostPool:
         loans: lends what is sealed here; None: nothing is lent.
 
     Attributes:
-        pool_id: names this pool in plans and reports; slots of other pools are ignored.
+        pool_id: names this pool in plans and reports; reports of other pools are ignored.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class HostPool:
         """Have every rank read some groups of a chunk. One fetch serves all requests for the chunk.
 
         Returns:
-            The slot, which the caller pins; None if every slot is pinned, busy or lent.
+            The slot, not pinned for the caller; None if every slot is pinned, busy or lent.
         """
         slot = self._by_key.get(key) or self._assign(key, first_token)
         if slot is None:
@@ -197,8 +197,8 @@ class HostPool:
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Have every rank copy a whole chunk into a slot and hash it: a chunk to write it to the
-        store, a tail (the end of a prompt, padded to a chunk) to lend it to peers.
+        """Assign a slot for a chunk that every rank copies and hashes. A whole chunk is written
+        to the store; a tail (the end of a prompt, padded to a chunk) is only lent to peers.
 
         Returns:
             The slot; None if none can be assigned now, or half of them are being written: a store

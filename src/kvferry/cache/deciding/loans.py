@@ -107,7 +107,7 @@ class Loans:
         self, key: ChunkKey, seconds: float = LOAN_SECONDS
     ) -> SlotLoan | Literal[KeyState.PENDING] | None:
         """Lend the record of a chunk, to be read for at most `seconds`. PENDING while it is being
-        brought; None if no sealed slot has it, or not all ranks' slots can be read."""
+        brought; None if no sealed slot has it, or the ranks' slots cannot be read as one."""
         with self._lock:
             if key not in self._slots:
                 return None

@@ -303,8 +303,8 @@ class Lookup:
         return max(0, min(state.end_of(num_chunks), num_tokens - 1)) // block * block
 
     def _numbers(self, start: int, stop: int) -> range:
-        """Indices of the chunks that a hit of `[start, stop)` needs: those that begin before `stop`
-        and end inside some window. If every window is of one token, no chunk is needed."""
+        """Indices of the chunks that a hit of `[start, stop)` needs: from the one with the first
+        needed token up to `stop`. Empty if a chunk ends there and all windows are of one token."""
         first = self._tables.first_needed(start, stop) // self._chunk
         return range(first, max(first, -(-stop // self._chunk)))
 

@@ -1,9 +1,9 @@
 """Decides how much of a hit to load and what to compute, by the rates measured in this engine.
 
 Look-ups ask it, and tell it how long loads took; the scheduler role tells it of timed steps. No hit
-is waited for longer than computing it would take, or `MIN_WAIT_SECONDS`. If tiers of different
-speed hold a prompt, its first part may be worth loading and the rest not. While a tier is slower
-than the engine, one hit is loaded from it every `RETRY_SLOW_SECONDS`.
+is waited for longer than computing it would take (at least `MIN_WAIT_SECONDS`), or than the load
+timeout. If tiers of different speed hold a prompt, its first part may be worth loading and the rest
+not. While a tier is slower than the engine, one hit is loaded from it every `RETRY_SLOW_SECONDS`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _Slots(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Bytes that are contiguous both in a record and in a rank's slot, at `[start, stop)` there."""
+    """Bytes contiguous in a record and in a rank's slot; `[start, stop)` is where in the slot."""
 
     rank: int
     start: int

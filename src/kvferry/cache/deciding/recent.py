@@ -96,7 +96,7 @@ class RecentRecords:
         return found
 
     def _first_token(self, key: ChunkKey) -> int | None:
-        """Where the chunk of a record begins; None if it is not of this namespace."""
+        """Where a record's chunk begins; None if unreadable, or of another namespace."""
         head = memoryview(bytearray(self._schema.header_bytes))
         with suppress(StoreError):
             size = self._store.read(key, [(0, head)], time.monotonic() + FILL_SECONDS)

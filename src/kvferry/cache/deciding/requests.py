@@ -40,8 +40,8 @@ class Audit:
         chain: keys of the chunks before the compared one, and its own.
         start: number of leading chunks that the host had itself. The others of `chain` are loaded,
             but for the last.
-        is_at_end: False if stored records follow the compared chunk in the hit. A fault that grows
-            with the position in the prompt, such as other rotary frequencies, may not show then.
+        is_at_end: False if chunks that this engine did not save follow the compared one in the hit.
+            Faults that grow with the position, such as other rotary frequencies, may not show then.
         load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
             compute it again.
         results: results of the ranks that have compared their part.
@@ -116,8 +116,8 @@ class Search:
     Attributes:
         num_local: tokens that the engine had itself at the last look-up.
         pinned: slots of the hit, filled or still filling, which the search keeps from eviction.
-        awaited: slots of `pinned` that were filling at the last look-up. Slots are removed from the
-            end only, so the last one is still filling.
+        awaited: slots of `pinned` that were filling when the search last fetched. A look-up removes
+            filled ones from the end only, so others may be filled, too.
         fetched: chunks whose fetch the search waited for, and their tiers. Another request may have
             begun the fetch.
         began_at: time of its first look-up.
@@ -148,7 +148,7 @@ class Search:
     @property
     def phase(self) -> Literal["asking", "fetching", "settled"]:
         """The search asks what the store has, fetches it, or is settled: a hit is promised, or no
-        more is fetched. If a promise is withdrawn, the phase before it returns."""
+        more is fetched. If a promise is withdrawn, the search returns to the phase before."""
         if self.promised is not None or self.gave_up is not None:
             return "settled"
         return "asking" if self.fetching_since is None else "fetching"

@@ -35,8 +35,8 @@ class SavePlan:
 
     Args:
         pool: assigns the slots.
-        suspects: records that may be wrong. Chunks from one on are not saved: the host may have
-            computed them on the record's KV, which its own prefix cache keeps.
+        suspects: records that may be wrong. No chunk of a prompt from a suspect on is saved: the
+            host may have computed it on the record's KV, which the host's own prefix cache keeps.
         announcer: makes events of what is saved; None: the host publishes none.
 
     Attributes:
@@ -126,7 +126,7 @@ class SavePlan:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
-        """Add to `saves` every chunk that this step completes or that an earlier step had to leave.
+        """Add to `saves` each chunk that is computed by the end of this step, wanted and missing.
         At the end of a prompt, add its tail if peers may read that from here."""
         request, plan = item.request, state.handover
         computed = item.num_computed_tokens + item.num_scheduled_tokens
@@ -181,9 +181,9 @@ class SavePlan:
     def _plan_tail(
         self, item: ScheduledRequest, state: RequestState, saves: list[Save]
     ) -> Tail | None:
-        """Have the tail of a prompt copied into a slot and return it; None if there is none. It is
-        the whole blocks behind the last whole chunk, without the last token, which the next engine
-        computes. No chunk of the same prompt is evicted for it."""
+        """Return the tail of a prompt, and have it copied if a slot can be had. A tail is the whole
+        blocks behind the last whole chunk, without the last token, which the next engine computes;
+        None if there are none. No chunk of the same prompt is evicted for it."""
         request, tables, number = item.request, self._context.tables, state.next_save
         first = number * state.keys.chunk_tokens
         stop = (request.num_prompt_tokens - 1) // tables.block_size * tables.block_size
@@ -214,7 +214,7 @@ class SavePlan:
     def has(self, key: ChunkKey, state: RequestState) -> bool:
         """Whether a chunk is held, on its way, or stored. If another engine continues the request,
         the chunk must be where that engine looks: in memory that is lent, if peers are served, or
-        else in the store. It does not see what else this engine holds."""
+        else in the store. That engine does not see what else this one holds."""
         slot = self._pool.find(key)
         # A slot that one rank failed to fill is given up when the other ranks have ended.
         is_sound = slot is not None and not slot.failed
@@ -231,7 +231,7 @@ class SavePlan:
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
 
     def _is_worth_saving(self, key: ChunkKey, request_id: str) -> bool:
-        """Whether another request has used the chunk before; always, without `save_repeated`."""
+        """Whether another request used the chunk before; always True without `save_repeated`."""
         if not self._context.config.save_repeated:
             return True
         if key not in self._used_once:

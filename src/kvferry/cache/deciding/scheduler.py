@@ -165,7 +165,7 @@ class SharedStorageScheduler(SchedulerRole):
             if state.handover is not None and state.handover.num_chunks:
                 self._handovers.early[request.request_id] = request
         elif request.handover is not None:
-            self.context.store.probe(self._track(request).keys.keys)  # which chunks it lacks
+            self.context.store.probe(self._track(request).keys.keys)  # which chunks the store lacks
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not request.extra_keys.cacheable:

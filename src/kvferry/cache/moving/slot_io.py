@@ -137,8 +137,7 @@ class SlotIO:
 
     def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
         """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
-        the chunk, and write it if this rank holds whole records and it is no tail. Never blocks.
-        """
+        the chunk; if this rank holds whole records, write it, but not a tail. Never blocks."""
         schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         self._copying[chunk.slot] = chunk, gathered
@@ -176,10 +175,10 @@ class SlotIO:
         return bool(self._reads or self._copying or self._hashes or self._writes)
 
     def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
-        """Append the operations that ended since the last call; of one chunk, in their order."""
+        """Append the operations that ended since the last call, the stages of a chunk in order."""
         if not self.is_busy:
             return
-        # The last stage first: else a stage that ends meanwhile comes before the one it follows.
+        # The last stage is polled first: else a hash that ends meanwhile comes before its copy.
         for slot in [slot for slot, write in self._writes.items() if write.poll()]:
             write = self._writes.pop(slot)
             if write.result is None:

@@ -3,7 +3,7 @@
 In: for a `Fetch`, I/O threads read a chunk into its slot (host memory for one chunk) and verify it;
 a later `Load` copies it from the slot into the engine's blocks. Out: a `Save` copies a chunk out of
 the blocks into its slot at once, so that blocks are never held back. The device or an I/O thread
-then hashes the chunk, and an I/O thread writes it.
+then hashes the chunk. An I/O thread writes it: with several ranks, the scheduler role's.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class SharedStorageWorker(WorkerRole):
         if not self._saved:
             # The forward failed: the scheduler role must not go on waiting for these saves.
             self._put_off(self._plan.saves)
-        # Left only if `begin_step` failed: they were not begun, and the pool waits for their end.
+        # Fetches are left only if `begin_step` failed. None was begun; the pool awaits their end.
         for fetch in self._to_begin:
             self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
         self._to_begin.clear()
@@ -337,7 +337,7 @@ class SharedStorageWorker(WorkerRole):
             self._end_early(save, PUT_OFF)
 
     def _end_early(self, save: Save, why: str) -> None:
-        """Report that a chunk was not copied into its slot."""
+        """Report that a chunk was not copied into its slot; take back the load it was to check."""
         self._ended.filled.append(Filled(save.chunk.slot, why))
         self._take_back(save.checks)
 

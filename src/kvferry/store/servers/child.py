@@ -1,8 +1,8 @@
 """The script of a `ChildClient`'s child process: it hands the commands of its lanes to workers.
 
-A lane is a socket and a part of shared memory, and has a thread. It reads one command, works, and
-sends one answer, each a line of JSON. The first answer is 0 if the lane is ready, or says why it
-cannot be.
+A lane is a socket and a part of shared memory, and has a thread. The thread reads one command,
+works, and sends one answer; each is a line of JSON. The first answer is 0 if the lane is ready, or
+says why it cannot be.
 
 The option `worker` names a file, `mooncake_child.py` or `objects_child.py`. From it come
 
@@ -38,7 +38,7 @@ class Worker(Protocol):
         """Return the answer to a command. An exception ends the process."""
 
     def give_up(self) -> None:
-        """End work that waits for another command."""
+        """End work that waits for another command. Also called when the lane ends."""
 
 
 def serve_lane(end: socket.socket, worker: Worker) -> None:
@@ -75,7 +75,7 @@ def serve(options: dict[str, Any]) -> None:
     are_ready, over = threading.Event(), threading.Event()
 
     def run(end: socket.socket, worker: Worker) -> None:
-        are_ready.wait()  # for the stacks of all threads: after the first answer, memory is limited
+        are_ready.wait()  # until all threads have stacks: the first answer limits the memory
         try:
             serve_lane(end, worker)
         finally:
@@ -85,7 +85,7 @@ def serve(options: dict[str, Any]) -> None:
     for each in zip(ends, workers, strict=True):
         threading.Thread(target=run, args=each, daemon=True).start()
     are_ready.set()
-    # The first lane that ends shows that the parent closes or is gone. Others may hang for long.
+    # One that ends is enough: the parent closes or is gone, or a worker raised. Others may hang.
     over.wait()
     module.close(workers)
 
@@ -96,4 +96,4 @@ if __name__ == "__main__":
     try:
         serve(json.load(sys.stdin))
     finally:
-        os._exit(0)  # at once: in an orderly end of their work, threads may panic or hang
+        os._exit(0)  # at once: in an orderly exit, threads may panic or hang

@@ -1,9 +1,9 @@
-"""The parent's side of clients whose library runs in a child process (`child.py`): so the library
+"""The parent's side of clients whose library runs in a child process (`child.py`). So the library
 takes no memory of the engine's process, holds up none of its threads and cannot crash it.
 
 I/O threads hand commands to the child over its lanes, and wait for the answers until a deadline. A
-lane (a socket and shared memory) whose answer is overdue is not used again before the answer came:
-a late transfer then writes to the lane's memory, not to the caller's. This needs no thread.
+lane (a socket and shared memory) whose answer is overdue is not used again until it has come: a
+late transfer writes to the lane's memory, not to the caller's. Later calls look for late answers.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _shared_memory(num_bytes: int) -> int:
 
 class ChildClient(RemoteClient):
     """A client whose commands a child process carries out. Starts the child, and another one when
-    it is gone.
+    it is gone. Raises StoreError if it cannot start the first one.
 
     Args:
         where: name of the server in messages, without a credential.
@@ -260,8 +260,8 @@ class ChildClient(RemoteClient):
             self._changed.notify()
 
     def lost(self, lane: LaneEnd, what: str, reason: str) -> StoreError:
-        """Drop the child of `lane`, which is gone; a call starts another after a moment. Returns
-        the error for the call that was under way."""
+        """Drop the child that `lane` belongs to: it is gone, and a later call starts another.
+        Returns the error for the call that was under way."""
         with self._changed:
             if self._closed:
                 return StoreError(f"{self._where}: closed")
@@ -334,7 +334,7 @@ class ChildClient(RemoteClient):
 
 class Call:
     """A context in which one call sends commands on a lane; at its end, the lane is given back.
-    Messages say `what` the call does. It used the first `used_bytes` of the lane's memory."""
+    Messages say `what` the call does. The call uses the first `used_bytes` of the lane's memory."""
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
         self.what = what

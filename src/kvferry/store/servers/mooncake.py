@@ -1,7 +1,7 @@
 """Values in Mooncake Store: the memory of many machines as one pool, over TCP or RDMA.
 
-A child process holds Mooncake's client (`mooncake_child` says why). The master serves
-the list of names over HTTP; time and byte limits apply, whatever the master sends.
+A child process holds Mooncake's client (`mooncake_child` says why). The master serves the list of
+names over HTTP, which is read with limits of time and bytes, whatever the master sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _NUM_LANES = 4
 _LANE_BYTES = 8 << 20
-# Some of it is for the stacks of threads, which take no memory.
+# Some of it is counted for stacks of threads, though they take hardly any memory.
 _CHILD_BYTES = 96 << 20
 _CLOSE_SECONDS = 3.0
 _SIZES_AT_ONCE = 1000
@@ -131,8 +131,8 @@ class MooncakeClient(ChildClient):
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
         if replaces:
-            # The master never overwrites. A crash between delete and put loses only a wrong value,
-            # so the next read is a miss. If another writer stores first, the result is EXISTS.
+            # The master never overwrites. A crash between delete and put loses the value: the next
+            # read is a miss. If another writer stores in between, the result is EXISTS.
             self.delete(name, deadline)
         parts = [memoryview(buffer).cast("B") for buffer in buffers]
         size = sum(map(len, parts))
@@ -240,7 +240,7 @@ def _batches(
 
 
 def own_address(host: str) -> str:
-    """The address under which the machine `host` reaches this one."""
+    """The address under which the machine `host` reaches this one; this one's name if unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing

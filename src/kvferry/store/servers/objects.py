@@ -86,7 +86,7 @@ class ObjectOptions:
     names that the tools of each cloud use.
 
     Attributes:
-        endpoint: URL of an S3-compatible server (s3, az); http:// where it has no TLS.
+        endpoint: URL of a server other than the cloud's (s3, az); http:// where it has no TLS.
         region: region of the bucket (s3).
     """
 
@@ -103,8 +103,8 @@ class ObjectOptions:
 class ObjectClient(ChildClient):
     """A client of one bucket (az: container). Objects are created once; only wrong ones change.
 
-    Needs the rights to list, get, put and delete objects. Raises ConfigError if obstore refuses the
-    options.
+    Needs the rights to list, get, put and delete objects. Raises ConfigError for options or
+    variables of the environment that cannot be used.
     """
 
     worker = objects_child.__file__
@@ -214,7 +214,7 @@ class ObjectClient(ChildClient):
         raise call.failed("failed: the answer of its process cannot be read")
 
     def _translate(self, what: str, text: str, kind: str) -> ConfigError | StoreError:
-        """Make an exception of an error of obstore: one line, without the error's text."""
+        """Make a one-line exception of an error. It shows only a code or cause from its text."""
         found = _CODE.search(text) or _STATUS.search(text) or _CONNECTION.search(text)
         reason = found.group(found.lastindex or 0) if found else kind
         if kind == WrongAnswer.__name__:

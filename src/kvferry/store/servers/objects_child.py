@@ -2,7 +2,7 @@
 nothing of kvferry.
 
 obstore keeps in memory all that a server sends as a list or as an error, even if it has no end, and
-panics on some of it. In a process of its own with little memory, that costs only one call.
+panics on some of it. In its own process with little memory, that costs only the calls under way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAX_TEXT_CHARACTERS = 16 << 10
 ENVIRONMENT = {
     "TOKIO_WORKER_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
-    # Of threads that look up host names: each broken connection to a slow server means one.
+    # Stacks of threads that look up host names: each broken connection to a slow server means one.
     "RUST_MIN_STACK": str(256 << 10),
 }
 
@@ -65,7 +65,7 @@ def make_store(scheme: str, bucket: str, options: dict[str, Any], client: Client
 
 
 class WrongAnswer(Exception):
-    """The server sent something else than what was asked for."""
+    """The server sent something other than what was asked for."""
 
 
 class ObjectLane:
@@ -115,13 +115,13 @@ class ObjectLane:
         except asyncio.CancelledError:
             raise
         except MemoryError:
-            os._exit(1)  # the memory may never be freed: a new child starts without that
+            os._exit(1)  # the memory may never be freed; the parent starts a new child
         except BaseException as error:  # a panic of obstore's is no Exception
             return {"error": str(error)[:_MAX_TEXT_CHARACTERS], "kind": type(error).__name__}
 
     async def read(self, name: str, spans: list[tuple[int, int]]) -> int | None:
         """Copy the bytes of each span (start, end) into the lane's memory, one after the other, up
-        to the value's end. Returns the size of the value; None if it is absent."""
+        to the value's end. Returns the size of the value; None if it is absent or was replaced."""
         starts = [sum(end - start for start, end in spans[:each]) for each in range(len(spans))]
         try:
             if not spans:

@@ -147,8 +147,8 @@ class PeerStore(ServerStore):
 
 
 class PeerStores(TieredStore):
-    """Several peers as one store, each a tier. A read asks the peers that are known to have the
-    value first, the fastest of them first, and then the others."""
+    """Several peers as one store, each a tier. A read asks those that are known to have the value,
+    and then the others; the fastest of each come first."""
 
     def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
         return sorted(

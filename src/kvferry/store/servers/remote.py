@@ -72,7 +72,7 @@ class RemoteClient(ABC):
 class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
-    Reads, not `touch`, make a value recent there. `stat` counts the keys that this process knows.
+    A read may count as a use there; `touch` does nothing. `stat` counts keys that are known here.
 
     Args:
         url: URL without credentials.
@@ -139,7 +139,7 @@ class RemoteStore(ServerStore):
         return result
 
     def _is_wrong(self, size: int | None) -> bool:
-        """Whether no right value has this size (None: the value went, or is not whole yet)."""
+        """Whether no right value has this size. False for None: it went, or is not whole yet."""
         return size == 0 or (size is not None and self._size not in (None, size))
 
     @property

@@ -1,4 +1,4 @@
-"""The protocol of Valkey and Redis (RESP2), read so that a reply takes no more than was asked for.
+"""The protocol of Valkey and Redis (RESP2), read so that no reply takes more memory than expected.
 
 A server announces how much it is going to send. A reader that trusts it can be made to hang, to
 fill its memory or to recurse without end. So each command says how large its reply may be. A reply
@@ -21,7 +21,7 @@ from kvferry.store.base import Buffer
 
 _BUFFER_BYTES = 32 * 1024
 _JOINED_BYTES = 64 * 1024
-"""A larger value is sent by itself. A smaller one is copied to be sent with others: cheaper."""
+"""A larger value is sent by itself. A smaller one is copied and sent with others: less work."""
 _JOINED_WORDS = 1000
 _MAX_LINE_BYTES = 1024
 """Lines hold a number, a word or an error."""
@@ -44,7 +44,7 @@ class Command(NamedTuple):
     into: memoryview | None = None
     """Where a reply of bytes goes; a longer one is refused."""
     room: int = 0
-    """Bytes of memory that a reply of lists may take."""
+    """Bytes of memory that a list, or a value without `into`, may take."""
 
 
 def command(*words: Word, into: memoryview | None = None, room: int = 0) -> Command:
@@ -206,7 +206,7 @@ class Connection:
 
 
 def _number(line: bytes) -> int:
-    """The number after the first character. Raises StoreError unless it has at most 64 bits."""
+    """The number after the first character. Raises StoreError if none of up to 64 bits follows."""
     digits = line[1:]
     if len(digits) <= 20 and digits.removeprefix(b"-").isdigit():
         number = int(digits)

@@ -1,5 +1,5 @@
-"""A cache of a server's keys, so that look-ups never block, and the base of all stores on servers,
-which answers from it.
+"""A cache of a server's keys, and the base of all stores on servers. The base answers look-ups from
+the cache, so that they never block.
 
 No engine lists a server's keys. When a request arrives, a probe asks on an I/O thread for the keys
 of its prompt, and the cache keeps the answers for a limited time.
@@ -40,8 +40,8 @@ FIRST_BATCH = 32
 question without a hit is the last one."""
 
 FIRST_EXPECTED = 4
-"""The same for expected keys. These are asked for again and again while they are stored one by one,
-and a bucket answers for each key on its own."""
+"""The same for expected keys. Fewer, as these are asked for again and again while they are stored
+one by one, and a bucket needs a request for each key."""
 
 CLOSE_SECONDS = 2.0
 
@@ -75,7 +75,7 @@ class ServerKeys:
         clock: monotonic seconds, also of deadlines.
 
     Attributes:
-        on_result: called on an I/O thread after each question with None or the error.
+        on_result: called on an I/O thread after each question: with None, or its error.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ServerKeys:
         if not self._learns:
             return
         now = self._clock()
-        # Skip keys with a question in progress or a recent negative answer.
+        # Skip known keys, and those with a recent question or a recent negative answer.
         unknown = [
             key
             for key in keys
@@ -194,7 +194,7 @@ class ServerKeys:
 
     def ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int = FIRST_EXPECTED) -> None:
         """Ask for the first `count` keys of each prompt, and for more keys of a prompt while the
-        server has some of the last ones. Blocks on I/O; failures go to `on_result`."""
+        server has some of those just asked for. Blocks on I/O; outcomes go to `on_result`."""
         waiting, start = prompts, 0
         try:
             while waiting:

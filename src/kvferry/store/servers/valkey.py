@@ -1,11 +1,11 @@
 """Values as strings on a Valkey or Redis server, or a cluster of them: `valkey:` and `redis:` URLs.
 
-A value is one string key. It appears by SET NX (by SET, if it replaces another one), and goes by
-UNLINK, expiry or the server's eviction, so kvferry needs no quota. Names share no hash tag, so a
-cluster spreads them.
+A value is a string under one key. It appears by SET NX (by SET, if it replaces another one), and
+goes by UNLINK, expiry or the server's eviction, so kvferry needs no quota. Names share no hash tag,
+so a cluster spreads them.
 
-kvferry has a client of its own: it must bound a reply before it takes memory for it, and bound each
-whole call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
+kvferry has its own client, which must bound each reply before taking memory for it, and each whole
+call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ValkeyClient(RemoteClient):
             command("GETRANGE", name, offset, offset + view.nbytes - 1, into=view)
             for offset, view in wanted
         ]
-        # These come last: so a value that went while its ranges were read has no size.
+        # Last, so that a value that went while its ranges were read counts as absent.
         commands += [command("STRLEN", name), command("EXISTS", name)]
         *pieces, last, exists = self._ask(commands, deadline)
         if code_of(last) == "WRONGTYPE":
@@ -233,8 +233,8 @@ def _describe(
     names = list(dict.fromkeys(text for text in texts if text.startswith(prefix)))
     if not names:
         return []
-    # STRLEN counts as a use. So the last use is asked for first. STRLEN does not change it where
-    # the server knows NO-TOUCH (Valkey, Redis 7.2).
+    # STRLEN counts as a use, so the last use is asked for first. Where the server knows NO-TOUCH
+    # (Valkey, Redis 7.2), STRLEN does not count.
     commands = [command("CLIENT", "NO-TOUCH", "ON")]
     commands += [command("OBJECT", "IDLETIME", name) for name in names]
     commands += [command("STRLEN", name) for name in names]

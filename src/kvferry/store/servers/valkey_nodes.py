@@ -1,6 +1,6 @@
 """Connections to one Valkey or Redis server, with TLS and login, and to the servers of a cluster.
 
-A cluster maps each name to one of 16384 hash slots, and each slot to a node.
+A cluster maps each name to one of 16384 hash slots, and each slot to a node. `valkey` asks them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Login(NamedTuple):
 class ValkeyNode:
     """A server, and the idle connections to it. Thread-safe, and safe on both sides of a fork: the
     list of idle connections hands each one to one thread, and a connection knows its process. A
-    connect takes at most `CONNECT_SECONDS` of its call's time."""
+    connect takes at most `CONNECT_SECONDS` of its call's time, and the login what is left."""
 
     def __init__(self, host: str, port: int, login: Login, tls: ssl.SSLContext | None) -> None:
         self.host = host
@@ -137,8 +137,8 @@ class ValkeyNode:
             return self._tls.wrap_socket(stream, server_hostname=self.host)
 
     def _log_in(self, connection: Connection, deadline: float) -> None:
-        """Log in, and name the connection: so a server that wants a password and got none says so.
-        It would answer a large value by closing the connection."""
+        """Log in, and name the connection. To the name, a server that wants a password and got none
+        says so. To a large value, it would only close the connection."""
         try:
             credentials = self._login.get_credentials()
             if credentials:
@@ -171,8 +171,8 @@ def _say(connection: Connection, asked: Command, deadline: float, *, is_login: b
 def make_tls(
     ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
 ) -> ssl.SSLContext:
-    """Return the `tls` of a `ValkeyClient`, which checks the server's certificate and name. See
-    `ValkeyOptions` for the files. Raises ConfigError for one that is absent or no usable PEM."""
+    """Return the `tls` of a `ValkeyClient`: it checks the server's certificate and name. Raises
+    ConfigError for a file (see `ValkeyOptions`) that is absent, no usable PEM, or a lone key."""
     if key_file is not None and cert_file is None:
         raise ConfigError("key_file is given without cert_file")
     shown = ca_file
@@ -190,8 +190,7 @@ def make_tls(
 class ValkeyCluster:
     """The nodes of a cluster that hold slots. Learnt from a known node, or else from the `seeds`,
     and again when a node failed or a slot has moved. Thread-safe without a lock: threads that learn
-    at the same time learn the same.
-    """
+    at the same time learn the same."""
 
     def __init__(self, seeds: Sequence[Place], new_node: Callable[[str, int], ValkeyNode]) -> None:
         self._new_node = new_node

@@ -30,7 +30,7 @@ def make_key(number: int = 0) -> ChunkKey:
 
 
 def make_value(num_bytes: int = 4097, number: int = 0) -> bytes:
-    """Make bytes that differ from every other value's and are the same in every run."""
+    """Make bytes that look random, differ by `number` and are the same in every run."""
     return random.Random(f"value {number}").randbytes(num_bytes)
 
 
@@ -126,7 +126,7 @@ class StoreHooks(ABC):
 
     @abstractmethod
     def peek(self, store: Store, key: ChunkKey) -> bytes | None:
-        """Return what the medium holds under `key`, or None, behind the store's API."""
+        """Return what the medium holds under `key`, behind the store's API; None if nothing."""
 
     def charge(self, num_bytes: int) -> int:
         """Return what a value takes from the quota; `stat().used_bytes` is the sum of these."""

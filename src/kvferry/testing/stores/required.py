@@ -486,8 +486,8 @@ class EmptyValueTests(StoreHooks):
 
 
 class RemoteStoreTests(ValueTests, RaceTests, LifecycleTests, EmptyValueTests):
-    """All tests for a store whose server has its own quota; they never give `max_bytes`."""
+    """Required tests of a store whose server has its own quota; they never give `max_bytes`."""
 
 
 class StoreTests(ValueTests, RaceTests, LifecycleTests, QuotaTests):
-    """All tests for any other store."""
+    """Required tests of any other store."""
