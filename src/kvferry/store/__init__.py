@@ -1,1 +1,1 @@
-"""Where records are kept: the store contract, the embedded directory store, memory, wrappers."""
+"""Where records are kept: the contract, stores in directories, in memory and on servers, tiers."""

@@ -6,8 +6,8 @@ of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` chec
 `takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `expect`, `awaits`,
 `reads_from`, `note_stored`, `on_result`, `pin_for`, `tier_of` and `tiers` do no I/O. All others may
 block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call with a
-deadline (`time.monotonic()` seconds) ends at it or shortly after. If the caller gives none, a store
-on a medium that can hang sets a limit of its own.
+deadline (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore
+it, and a mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class Store(ABC):
         return False
 
     def wait_indexed(self, timeout: float) -> bool:
-        """Block up to `timeout` seconds until the first fill of the index is complete."""
+        """Wait up to `timeout` seconds for the first fill of the index. Whether it is complete."""
         return True
 
     def on_result(  # noqa: B027  # asks nothing of its own accord
@@ -322,8 +322,8 @@ class Store(ABC):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
-        The text is untrusted, and empty if it is too long. A given `description` replaces the
-        stored one. Never raises."""
+        The text is untrusted, and empty or cut if it is too long. A given `description` replaces
+        the stored one. Never raises."""
         return None
 
     def removals(self, limit: int) -> list[Removal] | None:
@@ -336,8 +336,8 @@ class Store(ABC):
         return {}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove values that were not used for `older_than_seconds`, then the least recently used
-        ones until the rest has at most `max_bytes` (None: the store's quota, if it has one).
+        """Remove unpinned values: those not used for `older_than_seconds`, then the least recently
+        used, until all that stay have at most `max_bytes` (None: the store's quota, if any).
 
         Raises:
             ConfigError: the store does not know when its values were used.

@@ -63,7 +63,7 @@ class ExpectedKeys:
         self._thread: IOPool | None = None
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
-        """See `Store.expect`. `final`: keys that the medium lacks now never come; see `end`."""
+        """See `Store.expect`. `final`: a key that the medium lacks never comes later; see `end`."""
         missing = self._missing(_Prompt(tuple(keys), until))
         if missing is None or self._ends.is_set():
             return
@@ -77,9 +77,9 @@ class ExpectedKeys:
                     self._until[key] = max(until, self._until.get(key, until))
                 self._prompts.append(missing)
             if not self._is_looking:
-                self._is_looking = True
                 self._thread = self._thread or IOPool(1, "kvferry-expect")
-                self._thread.submit(self._run)
+                # No thread may be left to the process now: the next `add` tries again.
+                self._is_looking = self._thread.submit(self._run).error is None
 
     def awaits(self, key: ChunkKey) -> bool:
         """See `Store.awaits`. A key that came is awaited until its time is over. So a caller who

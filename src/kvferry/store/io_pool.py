@@ -62,8 +62,8 @@ class IOPool:
 
         `run` is called even if the job was cancelled meanwhile, so that it can give back what it
         holds; it should look at `job.cancelled` first. After `close` it is not called: the returned
-        job is done and cancelled. If the process can start no thread, threads of this pool run the
-        job; if it has none, the returned job is done and has an error."""
+        job is done and cancelled. If the process can start no thread, the pool's threads run the
+        job; if the pool has none, the returned job is done and has an error."""
         job: Job[T] = Job()
         if self._closed:
             job.cancelled = True

@@ -117,7 +117,7 @@ def estimate(
     store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> GcReport:
     """Count what `Store.gc` would remove of the values `found`; remove nothing. Takes about
-    100 bytes of memory for each value."""
+    100 bytes of memory for each value. Raises ConfigError as `shrink` does."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
     removed_bytes = sum(sizes[index] for index in surplus)
     # The count of a directory store includes its quarantine.

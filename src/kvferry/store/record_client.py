@@ -249,7 +249,7 @@ class RecordClient:
             return images
         start, is_leading = len(images), True
         while start < len(keys):
-            # The first chunk is always read: the index may not know another process's record yet.
+            # The first chunk of a run is always read: the index may not know others' records yet.
             stop = start + 1
             while stop < len(keys) and self._store.contains(keys[stop]):
                 stop += 1
@@ -396,7 +396,7 @@ class RecordClient:
 
     def _new_image(self) -> memoryview:
         """Return memory for one record: `head | component 0 | ...`, as in the file. Page-aligned,
-        so that a file that is not in the page cache can be read past it."""
+        so that direct I/O can fill it."""
         with suppress(IndexError):
             return self._spare.pop()
         return memoryview(mmap.mmap(-1, self._schema.record_bytes))

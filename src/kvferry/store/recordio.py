@@ -121,7 +121,7 @@ def seal_record(
 def write_sealed(
     store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
 ) -> PutResult:
-    """Store a sealed record and count the result. Its bytes are `parts`, one after another."""
+    """Store a sealed record, the bytes of `parts`, if the store takes values; count the result."""
     started = time.monotonic()
     result = PutResult.FAILED
     if store.takes_values:

@@ -44,8 +44,8 @@ def parse_store_url(url: str) -> StoreUrl:
     for #, %40 for @ and %2F for / where they do not separate). `read_options` checks the options.
 
     Raises:
-        ConfigError: not a string, no or an unknown scheme, a relative path, a host where there can
-            be none or none where there must be one, an option given twice or without a value.
+        ConfigError: not a string, no or an unknown scheme, a relative path, a host that is missing
+            or must not be there, text that is not escaped, an option given twice or without value.
     """
     if not isinstance(url, str):
         raise ConfigError(

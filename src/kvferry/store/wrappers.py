@@ -1,4 +1,4 @@
-"""Stores that stand in front of another store and change one thing about it."""
+"""The base of stores that stand in front of another store and change one thing about it."""
 
 from __future__ import annotations
 

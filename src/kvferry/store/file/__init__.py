@@ -1,6 +1,6 @@
 """The default store: one directory, shared by processes, size-bounded, consistent after a kill.
 
-This module defines the options of `file:` URLs, checks their paths, and opens their directories.
+`kvferry.store.url` uses its `KIND` to read the options of `file:` URLs and to open directories.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A SQLite file that the processes of one machine share and that may break at any time.
 
 The file is a cache of other data. If it is missing, damaged, of another schema, or overwritten by
-an older copy, every transaction raises `IndexUnavailable` until the next `open`. Unless it is
-read-only, that call renames what is there to `*.broken` and creates an empty database. No call
-waits longer than its `lock_seconds` for a lock.
+an older copy, every transaction raises `IndexUnavailable` until the next `open`. That call renames
+what is there to `*.broken` and creates an empty database, unless the database is read-only. No call
+waits for a lock longer than the `lock_seconds` of its `Database`.
 
 Used by `Index` and its `Pins` for a store directory; the store's calls and its upkeep thread share
 one `Database`.
@@ -49,8 +49,8 @@ class IndexUnavailable(OSError):
 
 
 class Damaged(sqlite3.Error):
-    """The database holds values that kvferry never writes. Raised inside a transaction, it marks
-    the database as broken, and the next `open` replaces it."""
+    """The database holds values that kvferry never writes. A transaction in which this is raised
+    raises `IndexUnavailable` instead, and the next `open` replaces the database."""
 
 
 class Database:
@@ -157,8 +157,8 @@ class Database:
                     raise Damaged("not a file, or not writable")
 
     def _wake_from_fifos(self) -> None:
-        """End the wait of a thread in whose SQLite a fifo took the place of a file that was checked
-        just before: its open waits for a writer, and so would every later call for that thread."""
+        """End the wait of a thread whose SQLite opens a fifo that took the place of a file after
+        `_check_place`. The open waits for a writer, and every later call for that thread."""
         # Not the database itself: closing it would drop the locks of this process.
         for path in (f"{self._path}{suffix}" for suffix in _FILES[1:]):
             with suppress(OSError):  # none there, or nothing that waits at it
@@ -242,7 +242,7 @@ class Database:
 
 
 def _leak_after_fork(database: weakref.ref[Database]) -> None:
-    """Keep a forked child from closing the connection, which would undo what its parent does."""
+    """Keep a forked child from closing the connection: that would undo what its parent does."""
     forked = database()
     if forked is not None and forked._db is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(forked._db))

@@ -5,12 +5,12 @@
     writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and mount
     quarantine/                               values that failed verification
     namespaces/<64 hex>.json                  the model that each namespace is of
-    index.sqlite3                             what is there: see `index`
+    index.sqlite3                             what is there: see `index`; not on a network mount
 
 The files are the truth; the index is a cache of them. Names of records come from `key.hex()` alone.
 Every file is opened from the directory above it, through no link, so that no name leads out of the
-root. A value gets its name by a hard link: it appears whole or not at all, and of two writers the
-first wins. `FileStore`, its index and its upkeep call this module on their own threads.
+root. A value gets its name by a hard link, or a rename where links fail. So it appears whole or not
+at all, and with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Directory:
 
     def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
         """Move a record into `quarantine`; return its new name and size in bytes. Remove what is no
-        regular file, and return None."""
+        regular file, and return None. Raises FileNotFoundError if nothing is there."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         with self.opened(*shard_of(key)) as shard:
@@ -251,7 +251,7 @@ class Directory:
                 os.close(fd)
 
     def read_text(self, name: str, *within: str) -> str | None:
-        """Return a small file; None if it is absent. Bytes that are not UTF-8 are replaced."""
+        """Return up to 1 MiB of a file; None if absent. Bytes that are not UTF-8 are replaced."""
         content = self._read(name, _MAX_TEXT_BYTES, *within)
         return None if content is None else content.decode(errors="replace")
 
@@ -343,7 +343,7 @@ def _read_marker(directory: Directory) -> bool:
     """Whether the directory is a store of this version. Raises ConfigError for another marker."""
     text = directory.read_text(MARKER)
     if text is None:
-        os.stat(directory.root)
+        os.stat(directory.root)  # raises if there is no directory
         return False
     try:
         marker = json.loads(text)
@@ -380,7 +380,7 @@ _KERNEL = _kernel()
 
 
 def machine_of(directory: int) -> str:
-    """Identify this mount on this machine. Processes with equal names see each other's locks."""
+    """Name this mount on this machine. Processes that get equal names see each other's locks."""
     whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
 

@@ -1,7 +1,7 @@
 """File I/O of a directory store: opens, reads and writes single files, on the caller's thread.
 
 With direct I/O set to `auto`, large aligned reads of a record that is not in the page cache bypass
-the page cache. All other reads, and all writes, go through it.
+that cache. All other I/O goes through it. `FileStore`, `Directory` and `Writing` call this module.
 """
 
 from __future__ import annotations

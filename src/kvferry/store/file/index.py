@@ -5,8 +5,8 @@ is a cache of the directory. One transaction evicts to make room for a value, gi
 name of its record, and adds its row. If the process is killed, SQLite rolls the transaction back,
 and the upkeep corrects rows that disagree with files.
 
-Several processes on one disk share one index. A directory on a network mount has one index per
-machine, on that machine's own disk, because locks of network file systems are unreliable.
+Several processes on one disk share one index. On a network mount, whose locks are unreliable, each
+machine has an index of its own, in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -410,9 +410,9 @@ class Index:
         yield from found
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
-        """Remove quarantined files, then the least recently used records, until at most `max_bytes`
-        are counted and no record was last used before `unused_since`. Stop after 1,024 records,
-        because other writers wait. Whether any record was evicted."""
+        """Remove quarantined files, then the least recently used records without a pin, until at
+        most `max_bytes` are counted and none of these was last used before `unused_since`. Stop
+        after 1,024 records, because other writers wait. Whether any record was evicted."""
         excess = self.totals.num_bytes - max_bytes
         if excess <= 0 and not unused_since:
             return False

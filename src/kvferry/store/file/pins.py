@@ -1,7 +1,7 @@
 """Pins: records of a directory store that are not evicted before a given time.
 
-`FileStore` calls `Pins.add` for a request that asks for pins, and the upkeep thread applies them.
-For commands it calls `Pins.pin`.
+`FileStore` calls `Pins.pin` for commands. For a request that asks for pins it calls `Pins.add`, and
+the upkeep thread applies these. That thread also ends pins.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Pins:
         self._waiting.append(_Waiting(keys, now + seconds, now + WAIT_SECONDS))
 
     def apply(self, max_bytes: int) -> None:
-        """Pin the waiting records that are stored by now. Count and forget pins that would exceed
-        `max_bytes`."""
+        """Pin the waiting records that are stored by now. Count a prompt whose pins would exceed
+        `max_bytes`, and forget what is left of it."""
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
             here = [key for key in waiting.keys if self._is_known(key)]

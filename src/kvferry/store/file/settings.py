@@ -18,19 +18,19 @@ class FileBounds:
     Attributes:
         lock_seconds: how long a call waits for another process, or for another thread of this one,
             that holds the index.
-        room_seconds: how long a put evicts before it gives up. The upkeep evicts what is over the
-            quota for another reason.
+        room_seconds: how long a put evicts before it gives up.
         close_seconds: how long a close waits for the upkeep.
         tick_seconds: how long the upkeep sleeps when idle. So it is the longest delay until values
             of other processes with the same index are known. Values of machines with another index
             are known once their shard is compared.
         flush_seconds: interval at which times of use are written back.
         clean_seconds: interval at which the upkeep looks for what dead writers left.
-        compare_seconds: shortest rest between two shards, and between two passes over them. (A
-            shard is one of the directories of records that the upkeep compares with the index.)
+        compare_seconds: rest after a pass that finds no changed shard. (A shard is one of the
+            directories of records that the upkeep compares with the index.) After the first pass,
+            also the shortest rest between two shards, unless machines share the directory.
         rest_factor: rest after comparing a shard, as a multiple of the time that this took. It is
             divided by the number of corrected rows: where much is wrong, the upkeep hardly rests.
-        abandoned_seconds: how long another machine's half-written file is left alone.
+        abandoned_seconds: how long a half-written file is left alone if its lock cannot be seen.
         max_removals: length of the history of removals; the oldest are dropped.
     """
 

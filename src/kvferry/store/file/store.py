@@ -66,8 +66,8 @@ class FileStore(Store):
       its checksums show.
     - Records and quarantined files stay within the quota. In addition, each writer has up to
       `values_per_put` hidden values on the disk; others remove what dead writers left.
-    - For a full, read-only, failing or vanished directory, only `read` of a record that cannot be
-      read and calls for commands (listing, `gc`, `pin`, `facts`) raise.
+    - If the directory is full, read-only, failing or gone, nothing raises but the `read` of a
+      record that cannot be read, and calls for commands (listing, `gc`, `pin`, `facts`).
 
     Attributes:
         directory, index, upkeep: the parts of the store; for tools and tests.
@@ -90,7 +90,7 @@ class FileStore(Store):
         """Open a store; returns before all that it holds is known.
 
         Args:
-            root: the directory; made a store if it is absent or empty, and may be created.
+            root: the directory; if absent or empty, made a store where `settings` allow it.
             max_bytes: quota over all processes, None for none. Each process enforces its own value.
             read_only: never write. Implied, with a warning, if the directory cannot be written.
             observer: receives counts named `store_...`.
@@ -345,8 +345,11 @@ class FileStore(Store):
     def facts(self) -> dict[str, int | bool | None]:
         counts = self.stat()._asdict()
         del counts["url"]
-        quarantine = self.directory.list_files("quarantine").values()
-        sizes = [file.num_bytes for file in quarantine]
+        try:
+            files = self.directory.list_files("quarantine").values()
+        except OSError as error:
+            raise StoreError(f"{self.url} cannot be listed: {error}") from error
+        sizes = [file.num_bytes for file in files]
         return {**counts, "quarantined": len(sizes), "quarantined_bytes": sum(sizes)}
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
@@ -468,7 +471,7 @@ class FileStore(Store):
     def _forget(
         self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Remove a key from the index if its file is gone; count `moved` files in quarantine."""
+        """Remove a key from the index if its file is gone; count `moved` files as quarantined."""
         try:
             self.index.forget([key], reason, detail, moved)
         except OSError:
@@ -477,7 +480,7 @@ class FileStore(Store):
             self._miss(key)  # its row goes when its shard is compared next
 
     def _miss(self, key: ChunkKey) -> None:
-        """Forget a key without a file. The upkeep looks again, as it may just have been stored."""
+        """Forget a key without a file. The upkeep looks again: the file may just have come."""
         if self._known.contains(key):
             self._known.discard(key)
             self.probe([key])

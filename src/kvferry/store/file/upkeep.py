@@ -35,8 +35,8 @@ _PINNED_FRACTION = 4
 
 class ShardComparison:
     """Corrects the index by the directory, shard by shard; a shard is one directory of records. The
-    first pass compares all shards, a later pass those that changed since they were compared, or
-    less than `settled_seconds` before. `waiting` has the shards that are left of a pass."""
+    first pass compares all shards, a later pass those that changed after their comparison or
+    less than `settled_seconds` before it. `waiting` has the shards that are left of a pass."""
 
     def __init__(self, index: Index, settled_seconds: float) -> None:
         self._index = index
@@ -147,7 +147,7 @@ class Upkeep:
             return
         directory = self._index.directory
         for file, found in directory.list_files("writing").items():
-            # Of this machine, which stamps the files; not `settings.wall`.
+            # By this machine's clock, which stamps the files, and not by `settings.wall`.
             is_old = time.time() - found.modified >= self._bounds.abandoned_seconds
             with self._past_errors_of_files():
                 key, is_of_this_machine = directory.written_by(file)

@@ -114,7 +114,7 @@ class Writing:
         return True
 
     def unplace(self) -> None:
-        """Undo `place`, as far as it went. Never raises: the upkeep finds what stays."""
+        """Undo what `place` did, unless it renamed. Never raises: the upkeep finds what stays."""
         with suppress(OSError):
             if self._has_name(target := record_name(self.key)):
                 os.unlink(target, dir_fd=self._shard)

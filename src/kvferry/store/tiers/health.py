@@ -32,8 +32,8 @@ class Patience:
             not answer is opened again.
         soon_seconds: a store that is away again this soon after it came back is unstable: its
             pauses stay long.
-        accepts_again_seconds: how long after the last refusal a write that succeeds ends the
-            refusals. So a store that takes only some values has one log line.
+        accepts_again_seconds: a write that succeeds this long after the last refusal, or later, is
+            logged as their end. So a store that takes only some values has one log line.
         min_limit_seconds: shortest limit of a read, because shorter times measure noise. A read
             that was given less than half of this, and took all of that, is no failure. A read that
             exceeds its limit by twice this hangs.
@@ -213,8 +213,8 @@ class Health:
         return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
     def open_failed(self, error: BaseException) -> str:
-        """The store could not be opened. It is tried again if its medium did not answer. After that
-        it is tried again for a ConfigError, too: where a mount is away, other things are found."""
+        """The store could not be opened. It is tried again if its medium did not answer, and from
+        then on after a ConfigError, too: where a mount is away, the directory below it is found."""
         if self.state is not State.OPENING:
             return ""
         was_announced, self.until = self._is_announced, math.inf
@@ -332,7 +332,7 @@ class _Counts:
     Attributes:
         pause: last pause before a trial, in seconds.
         since: when the store went away or came back; at first, when it began to be opened.
-        is_back: whether the store was away once.
+        is_back: whether the store has come back once.
         num_failures: number of failures in a row.
         num_again: how often in a row the store went away soon after it had come back.
     """

@@ -52,7 +52,7 @@ class Tier:
         clock: clock that gives monotonic seconds, as deadlines do.
 
     Attributes:
-        name: name of the tier in metrics: the scheme of its URL.
+        name: name in metrics: the scheme of its URL, with `number` if a nearer tier has the same.
         store: the store; None until it is open.
         up: the store while it may be asked, else None. Look-ups only read this, once.
         calls: clock and limits of calls, and the reads under way.
@@ -163,15 +163,15 @@ class Tier:
         return self._health.is_up
 
     def _on_result(self, fault: StoreError | None) -> None:
-        """Hear that a probe ended. Ignored while the store is away: it may have begun before."""
+        """Hear that a probe ended. Ignored while the store is away: the probe may be older."""
         if fault is None:
             self._event(lambda health: health.succeeded(health.generation) if health.is_up else "")
         else:
             self._event(lambda health: health.failed(fault, health.generation))
 
     def find_overdue(self) -> None:
-        """Report reads that hang as failures. Such a read, as on a mount that hangs, exceeds its
-        limit and holds its thread. Memory only."""
+        """Report each read that hangs to the health, as a failure. Such a read, as on a mount that
+        hangs, is long past its limit and still holds its thread. Memory only."""
         reading = self.calls.reading
         overdue = self.calls.clock() - self.calls.read_limit.seconds
         overdue -= 2 * self.calls.patience.min_limit_seconds
@@ -230,9 +230,9 @@ class Tier:
         return size
 
     def put_all(self, values: Sequence[Value], deadline: float) -> list[PutResult]:
-        """Do `Store.put_all`, for `values_per_put` values at a time, each within the limit of a
-        write and until `deadline`. Values are FAILED without a try while the tier accepts no
-        writes."""
+        """Do `Store.put_all` for `values_per_put` values at a time. Each such call gets the limit
+        of a write, but no longer than `deadline`. Values are FAILED without a try while the tier
+        accepts no writes."""
         results: list[PutResult] = []
         while len(results) < len(values):
             store, start = self.store, len(results)

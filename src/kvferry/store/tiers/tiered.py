@@ -2,8 +2,8 @@
 
 A value is read from the first tier that has it, and then copied to the nearest. It is written at
 once to the nearest tier that takes it; the threads of farther tiers read it back from there and
-copy it. Each copy is verified. While a tier is away, reads skip it and copies to it queue. Calls
-come on the threads of the engine or command that opened the store URLs.
+copy it. A `check`, if given, verifies each copy. While a tier is away, reads skip it and copies to
+it queue. Calls come on the threads of the engine or command that opened the store URLs.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class TieredStore(Store):
                 tier.store.touch(keys)
 
     def tier_of(self, key: ChunkKey) -> str:
-        """Name of a tier: its scheme; with its number for a second tier of one scheme."""
+        """Name (`TierStatus.name`) of the nearest tier known to have `key`, else of the last."""
         for tier in self._tiers:
             if tier.has(key):
                 return tier.name
