@@ -9,9 +9,11 @@ prefiller computes one more prompt and is killed; the decoder gets the parameter
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -87,7 +89,7 @@ def run(options: Options) -> list[Row]:
     if not PROXY.is_file():
         raise ConfigError(f"{PROXY} is not there; `make bench NAME=proxied` fetches it")
     handover = HandoverOptions(
-        model_dir=prepare_model(ROOT / ".demo", report=print).absolute(),
+        model_dir=prepare_model(ROOT / ".demo", report=partial(print, file=sys.stderr)).absolute(),
         rounds=1 if options.quick else 5,
         document_tokens=300 if options.quick else 2000,
         work_dir=options.directory,

@@ -2,7 +2,7 @@
 
 The file is an uncompressed tar: a description of the prompt, then each record as a store keeps it,
 in the order of the prompt. `docs/format.md` is the normative text. Input is hostile, so no tar
-library parses it: the reader builds each tar header anew from the only valid values, and compares
+library parses it: the reader builds each tar header again from the only valid values, and compares
 the bytes. So it never follows a path or a link.
 """
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.expected import MAX_PROMPTS, ExpectedKeys
@@ -95,7 +93,6 @@ def test_a_server_that_does_not_answer_once_is_asked_again():
     keys.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_look_that_fails_unexpectedly_ends_no_later_ones():
     medium, clock, failed = Medium(), FakeClock(), threading.Event()
 

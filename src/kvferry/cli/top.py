@@ -158,7 +158,7 @@ def _shares(tokens: Mapping[str, float], total: float) -> list[JsonRow]:
     largest = sorted(tokens.items(), key=lambda item: -item[1])[:_MAX_ROWS]
     return [
         {
-            "what": (name or "not told")[:_MAX_TEXT],
+            "what": (name or "unknown")[:_MAX_TEXT],
             "tokens": f"{count:,.0f}",
             "share": f"{count / total:.1%}",
             "bar": "█" * round(_BAR * count / total),

@@ -6,12 +6,15 @@ calls `add` and `awaits` through `Store.expect` and `Store.awaits`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
+
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.01
 LAST_PAUSE_SECONDS = 0.25
@@ -136,7 +139,8 @@ class ExpectedKeys:
             try:
                 self._look(prompts)
             except BaseException:
-                self._is_looking = False  # the next `add` starts again
+                logger.exception("a look for expected keys failed; the next request begins again")
+                self._is_looking = False
                 raise
             num_missing = sum(map(len, prompts))
             pause = FIRST_PAUSE_SECONDS if num_missing != num_before else 2 * pause

@@ -57,7 +57,7 @@ def zero(start: int, stop: int) -> Damage:
 
 
 class Gate:
-    """A gate where operations wait for a test. It starts closed; `release` opens it for good."""
+    """A gate where operations wait for a test. It starts closed; `release` opens it permanently."""
 
     def __init__(self, limit_seconds: float = 60.0) -> None:
         self._limit_seconds = limit_seconds

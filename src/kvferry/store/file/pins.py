@@ -42,7 +42,7 @@ class Pins:
 
     Args:
         database: database of the index.
-        is_known: tells whether a record is known to be stored.
+        is_known: whether a record is known to be stored.
         wall: clock that gives seconds since the epoch.
     """
 
