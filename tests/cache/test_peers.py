@@ -91,6 +91,42 @@ def test_what_a_peer_holds_is_read_from_it(peers):
     assert prefiller.pool.loans.num_lent == 0
 
 
+def test_what_a_peer_stamped_is_fetched_with_the_first_step(peers):
+    """A question before the fetch would cost a loaded engine a step."""
+    prefiller = peers()
+    answer = prefill(prefiller, LONGER)
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    assert decoder.scheduler.lookup(request, 0).num_tokens is None
+    assert decoder.pool.num_taken == NUM_CHUNKS + 1
+    assert decoder.admit(request) == 44
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
+def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
+    prefiller = peers()
+    answer = start_prefill(prefiller)  # its last step has not ended
+    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
+
+    def was_read() -> bool:
+        assert decoder.scheduler.lookup(request, 0).num_tokens is None
+        decoder.step([])
+        return decoder.observer["miss_absent"] == NUM_CHUNKS
+
+    wait_until(was_read, "the peer says that it is about to have them")
+    for _ in range(20):
+        assert decoder.scheduler.lookup(request, 0).num_tokens is None
+        decoder.step([])
+    assert_settles(prefiller)
+    assert decoder.admit(request) == HIT
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
 @pytest.mark.parametrize("warm", ["computed", "cached by the engine", "loaded"])
 @pytest.mark.parametrize("groups", [None, WINDOWED], ids=["full", "window"])
 def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answer(

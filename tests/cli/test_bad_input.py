@@ -190,6 +190,20 @@ def test_a_json_file_that_cannot_be_is_refused_before_the_work(make_store, run, 
     assert made.snapshot() == before
 
 
+@pytest.mark.parametrize("target", ["/dev/stdout", "/proc/self/fd/1", "{out}"])
+@pytest.mark.parametrize("goes_to_a_file", [False, True])
+def test_json_into_stdout_is_not_mixed_with_the_table(make_store, tmp_path, target, goes_to_a_file):
+    made, out = make_store(), tmp_path / "out"
+    command = [sys.executable, "-m", "kvferry.cli", "ls", made.url, "--json"]
+    with out.open("wb") as file:
+        done = subprocess.run(
+            [*command, target.format(out=out)], stdout=file if goes_to_a_file else subprocess.PIPE,
+            stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(json.loads(out.read_bytes() or done.stdout)) == 3
+
+
 def test_json_into_a_pipe_leaves_the_pipe(make_store, run, tmp_path):
     made = make_store()
     pipe = tmp_path / "pipe"

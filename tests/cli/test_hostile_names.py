@@ -112,6 +112,42 @@ def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path, command):
     assert os.listdir(root) == []
 
 
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_log_line_that_names_such_a_path_is_one_plain_line(make_store, name):
+    made = make_store(num_records=1, name=name)
+    (made.root / "index.sqlite3").write_bytes(b"damaged" * 1000)
+    command = ["gc", url_of(made.root), "--max-bytes", "1GiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli", *command], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.startswith("WARNING kvferry.store.file.database: the index ")
+    assert is_plain(done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_text_of_an_exception_in_a_log_line_is_plain():
+    """A server's answer, for one."""
+    script = (
+        "import logging, sys, kvferry.cli.main as main, kvferry.cli.records as records\n"
+        "def fails(*_):\n"
+        "    try: raise OSError('answers \\x1b[31mred\\rback')\n"
+        "    except OSError as error:\n"
+        "        logging.getLogger('kvferry').exception('it %s', error)\n"
+        "        raise\n"
+        "records.query_store = fails\n"
+        "sys.exit(main.main(['stat', 'file:///x']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    first, *_, last, error = done.stderr.splitlines()
+    assert is_plain(done.stderr)
+    said = r"answers \x1b[31mred\rback"
+    assert first == f"ERROR kvferry: it {said}"
+    assert last == f"OSError: {said}"
+    assert error == r"error: answers \x1b[31mred back"
+
+
 def test_names_in_a_store_that_are_no_text_are_passed_over(make_store, run):
     made = make_store(num_records=1)
     with open_store(made.url) as store:

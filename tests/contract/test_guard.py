@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.contract import asynchronous
 from kvferry.contract.asynchronous import OVERDUE_SECONDS, AsyncOwedReports
 from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
@@ -207,6 +208,18 @@ def test_interrupts_pass(hook, error):
         guard.lookup(request_of(9), 0) if hook == "lookup" else guard.reset()
 
 
+def test_an_end_of_a_request_may_be_a_plain_tuple():
+    guard, _ = guarded(request_finished=(True, {"a": 1}))
+    assert guard.request_finished(request_of(9), ([1],)).params == {"a": 1}
+
+
+@pytest.mark.parametrize("answer", [True, (False, "text"), (False, None, None)])
+def test_an_end_of_a_request_that_is_no_result_frees_the_blocks(answer):
+    guard, observer = guarded(request_finished=answer)
+    assert guard.request_finished(request_of(9), ([1],)) == FREE_NOW
+    assert observer["hook_failed_request_finished"] == 1
+
+
 def test_events_that_fail_while_they_are_read_are_lost_in_the_guard():
     guard, observer = guarded(take_events="lazy")
     assert guard.take_events() == ()
@@ -279,6 +292,27 @@ def test_a9_overdue_frees_of_two_plans_wait_for_one_report():
         owed.repair(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
     assert owed.add_to(WorkerOutput()).finished_sending == {"stuck", "too"}
     assert not owed
+
+
+def test_a9_freed_requests_that_the_role_never_reports_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(asynchronous, "REMEMBERED_REQUESTS", 2)
+    worker = RecordingWorker()
+    lifecycle = StepLifecycle(GuardedWorker(worker))
+    names = ["first", "second", "third"]
+    for name in names:
+        plan = RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({name}))
+        lifecycle.no_forward(plan, {name})
+    assert list(lifecycle._worker._owed.freed) == names[1:]
+    worker.outputs = [WorkerOutput(finished_sending=frozenset(names))]
+    assert lifecycle.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
+
+
+def test_a9_an_overdue_free_of_an_id_that_was_freed_before_is_reported():
+    owed = AsyncOwedReports(RecordingWorker(), HookFaults("worker", Counters()))
+    owed.repair(RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({"again"})))
+    assert owed.add_to(WorkerOutput()) == EMPTY_OUTPUT
+    owed.repair(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"again"})))
+    assert owed.add_to(WorkerOutput()).finished_sending == {"again"}
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -428,9 +462,10 @@ def test_a_repaired_plan_reaches_both_kinds_of_role_as_its_own(is_asynchronous):
     assert observer["contract_violation"] == 1
 
 
-def test_a_plan_that_loads_into_blocks_of_others_is_refused():
+@pytest.mark.parametrize("blocks", [{1, 2}, {2}], ids=["of others", "promised again"])
+def test_a_plan_with_a_load_of_a_plan_that_failed_is_refused(blocks):
     worker = RecordingWorker()
-    stale = LoadPlan(blocks=frozenset({1, 2}), recving=frozenset({"old", "new"}))
+    stale = LoadPlan(blocks=frozenset(blocks), recving=frozenset({"old", "new"}))
     plan = RepairedPlan(
         plan=stale, promised_block_ids=frozenset({2}), promised_request_ids=frozenset({"new"})
     )
@@ -439,6 +474,26 @@ def test_a_plan_that_loads_into_blocks_of_others_is_refused():
     assert output.invalid_block_ids == {2}
     assert output.finished_recving == output.failed_recving == {"new"}
     assert observer["contract_violation"] == 1
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "report",
+    [
+        WorkerOutput(finished_sending=None),
+        WorkerOutput(invalid_block_ids=None),
+        SimpleNamespace(
+            finished_sending=frozenset(), finished_recving=frozenset(), failed_recving=frozenset(),
+            invalid_block_ids=frozenset(),
+        ),
+    ],
+)  # fmt: skip
+def test_a_malformed_report_does_not_hide_what_the_guard_owes(is_asynchronous, report):
+    worker = RecordingWorker(report)
+    worker.is_asynchronous = is_asynchronous
+    plan = RepairedPlan(plan=LoadPlan(blocks=frozenset({1})), promised_block_ids=frozenset({2, 3}))
+    output, _, _ = one_step(worker, plan)
+    assert output.invalid_block_ids >= {2, 3}
 
 
 def test_a_lost_load_that_the_role_does_nevertheless_fails_when_it_ends():

@@ -248,8 +248,10 @@ def test_what_is_no_model_directory_is_named(tmp_path, digest):
     with pytest.raises(ConfigError, match="is not a model directory"):
         digest(tmp_path / "absent")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a model directory"):
-        digest(tmp_path / "file")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    for name in ("file", "model.safetensors.index.json"):
+        with pytest.raises(ConfigError, match="is not a model directory"):
+            digest(tmp_path / name)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ConfigError, match="holds no weights"):

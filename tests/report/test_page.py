@@ -4,6 +4,7 @@ a store or a journal has no effect in it."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,8 @@ from playwright.sync_api import expect
 from kvferry.cli.main import main
 from kvferry.journal import KEY_BYTES
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.report.gather import MAX_BRANCHES, Branch, RecordedRequests, SpaceSums
+from kvferry.report.page import MAX_ROWS, Report, render
 from kvferry.store.url import open_store
 from kvferry.types import KVGroup
 from tests.browser import browser
@@ -149,3 +152,20 @@ def test_hostile_text_makes_no_element_even_where_no_policy_is_kept(tmp_path):
     assert "\x1b" not in page
     assert "\u202e" not in page
     assert "x" * 200 not in page
+
+
+def test_what_has_no_box_in_the_tree_still_counts_and_the_page_says_so():
+    runs = [Branch(b"n" * 32, None, 0, 7, 10, 1, 1e9)] * MAX_BRANCHES
+    spaces = {bytes([number]) * 32: SpaceSums(1, 10) for number in range(MAX_ROWS)}
+    report = Report(
+        url="memory:", at=1e9, facts={}, titles={}, branches=runs, removals=None,
+        spaces={b"n" * 32: SpaceSums(MAX_BRANCHES + 9, 10 * MAX_BRANCHES + 90), **spaces},
+        requests=RecordedRequests(),
+    )  # fmt: skip
+    page = render(report)
+    assert f"Only the {MAX_BRANCHES} largest parts are shown" in page
+    (figures,) = re.findall(r'id="figures">(.*?)</script>', page)
+    (tree,) = json.loads(figures)["tree"]["data"]
+    sizes = dict(zip(tree["ids"], tree["values"], strict=True))
+    assert sizes["n0"] == 10 * MAX_BRANCHES + 90
+    assert sizes["all"] == sizes["n0"] + 10 * MAX_ROWS  # one namespace is not shown

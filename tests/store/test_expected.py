@@ -74,6 +74,22 @@ def test_what_was_said_to_be_there_and_is_absent_is_not_awaited():
     expected.close()
 
 
+def test_a_key_that_seemed_to_be_there_is_looked_for_again_or_no_more():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    medium.known.update(KEYS[:2])
+    expected.add(KEYS, clock() + 60)
+    medium.known.clear()
+    expected.again(KEYS[0])
+    expected.again(OTHER[0])  # nobody awaits it
+    wait_until(lambda: any((KEYS[0],) in look for look in medium.looks), "it is looked for")
+    assert not any(OTHER in look for look in medium.looks)
+    expected.gone(KEYS[0])
+    expected.again(KEYS[0])
+    assert list(map(expected.awaits, KEYS)) == [False, True, True]
+    expected.close()
+
+
 def test_a_server_that_does_not_answer_once_is_asked_again():
     clock, asked = FakeClock(), []
 

@@ -105,6 +105,24 @@ def test_spread_without_a_thread_does_the_work_itself(pool, monkeypatch):
     assert done == list(range(5))
 
 
+def test_callers_at_once_start_no_more_threads_than_the_pool_may_have():
+    for _ in range(20):
+        pool, together = IOPool(1, "narrow"), threading.Barrier(8, timeout=30)
+
+        def call(pool=pool, together=together):
+            together.wait()
+            pool.submit(lambda _job: None)
+
+        callers = [threading.Thread(target=call) for _ in range(8)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        names = [thread.name for thread in threading.enumerate()]
+        assert pool.close(30)
+        assert sum(name.startswith("narrow") for name in names) == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system ties no threads")
 def test_threads_do_not_share_the_processor_that_an_engine_thread_is_tied_to():
     cpus = os.sched_getaffinity(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from kvferry.observe import Counters
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
 from kvferry.v1.types import KVConnectorRole
-from tests.contract.tiny_host import TinyHost, true_output
+from tests.contract.tiny_host import TinyHost, TinyRequest, true_kv, true_output
 
 SAMPLE = Path(__file__).with_name("sample_v1_connector.py")
 VLLM_IMPORT = "from vllm.distributed.kv_transfer.kv_connector.v1.base import ("
@@ -176,6 +176,74 @@ def test_a_fault_of_the_connector_is_a_failed_load(make_host):
     assert host.observer["hook_failed_start_load"] > 0
 
 
+@pytest.mark.parametrize("takes_it_in", [False, True])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_plan_that_fails_costs_one_step_and_stores_nothing_wrong(
+    make_host, tmp_path, number, takes_it_in
+):
+    host = make_host(budget=5)
+    scheduler = host.connectors[0]
+    original, steps = scheduler.build_connector_meta, []
+
+    def build(output):
+        steps.append(output)
+        if len(steps) == number and not takes_it_in:
+            raise RuntimeError("before it looked at the step")
+        metadata = original(output)
+        if len(steps) == number:
+            raise RuntimeError("after it took all of the step in")
+        return metadata
+
+    scheduler.build_connector_meta = build
+    host.add("r", PROMPT, 9)
+    host.run()
+    whole = true_output(PROMPT, 9)
+    assert host.requests["r"].all_token_ids == whole
+    for end in range(4, len(whole), 4):
+        file = Path(scheduler.file(scheduler.key(whole, end)))
+        if file.exists():
+            for layer, kv in enumerate(torch.load(file).values()):
+                assert kv.tolist() == true_kv(whole[:end], layer)[-4:]
+    assert host.observer["hook_failed"] == 1
+
+
+def test_a_load_that_a_failed_plan_left_with_the_connector_is_not_done(make_host):
+    run(make_host(), PROMPT)
+    host = make_host()
+    scheduler, worker = host.connectors
+    start_load_kv, build, loaded = worker.start_load_kv, scheduler.build_connector_meta, []
+
+    def load(context, **kwargs):
+        loaded.extend(worker._get_connector_metadata().loads)
+        start_load_kv(context, **kwargs)
+
+    def fail(_output):
+        scheduler.build_connector_meta = build
+        raise RuntimeError("before it has planned the loads")
+
+    worker.start_load_kv, scheduler.build_connector_meta = load, fail
+    request = host.add("r", PROMPT, 3)
+    host.run()
+    assert request.hit_tokens == 20
+    assert request.all_token_ids == true_output(PROMPT, 3)
+    assert loaded == []
+    assert host.observer["contract_violation"] == 1
+
+
+def test_the_null_block_is_no_block_of_a_plan():
+    """Requests share it: a failed load of one would fail all."""
+    connector = LoadsLater(make_config(), KVConnectorRole.SCHEDULER)
+    connector.get_num_new_matched_tokens = lambda *_: (12, False)
+    connector.update_state_after_alloc = lambda *_: None
+    connector.build_connector_meta = lambda _: ""
+    role = V1SchedulerRole(connector)
+    request = TinyRequest("r", PROMPT, 1)
+    role.lookup(request, 0)
+    role.update_after_alloc(request, ([0, 8, 9, 10], [0, 0, 7, 11]), 12)
+    step = SimpleNamespace(scheduled=[], preempted_request_ids=(), finished_request_ids=())
+    assert role.build_plan(step).blocks == {7, 8, 9}
+
+
 def test_the_wrong_half_is_refused(make_host):
     scheduler, worker = make_host().connectors
     with pytest.raises(ConfigError, match=r"built as WORKER, SCHEDULER is needed"):
@@ -257,6 +325,30 @@ def test_an_async_load_of_release_014_is_in_the_blocks_when_its_end_is_reported(
     assert (kv[2] == 7.0).all()
     others = [0, 1, 3, 4]
     assert torch.equal(kv[others], before[others])
+
+
+def test_an_async_load_of_release_014_whose_start_failed_does_not_reach_the_blocks(
+    worker_of_014, kv
+):
+    """The host has given the blocks to other requests by the time the connector reports its end."""
+    role, connector = worker_of_014
+    worker = GuardedWorker(role)
+    start_load_kv = connector.start_load_kv
+
+    def fail(context, **kwargs):
+        start_load_kv(context, **kwargs)
+        raise RuntimeError("after the load has begun")
+
+    connector.start_load_kv = fail
+    before = kv.clone()
+    worker.begin_step(V1Plan(metadata="start", recving={"r": frozenset({2})}))
+    worker.start_load()
+    assert worker.collect(set()).failed_recving == {"r"}
+    connector.start_load_kv = start_load_kv
+    worker.begin_step(V1Plan(metadata="load"))
+    worker.start_load()
+    assert worker.collect(set()).finished_recving == {"r"}
+    assert torch.equal(kv, before)
 
 
 @pytest.mark.parametrize("shape", [(5, 2, 4, 7), (5, 4, 6)])

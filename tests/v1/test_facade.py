@@ -23,12 +23,15 @@ from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.host import HostRequests, extra_keys_of
 from kvferry.v1.types import (
+    CachedRequestData,
     CarriedMeta,
     CounterStats,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
+    NewRequestData,
     PlanMetadata,
+    SchedulerOutput,
     SupportsHMA,
     supports_hma,
 )  # fmt: skip
@@ -153,6 +156,38 @@ def test_faults_of_a_role_stay_behind_the_facade():
     host.run()
     assert request.hit_tokens == 20
     assert request.all_token_ids == true_output(PROMPT, 3)
+
+
+def test_requests_of_a_step_that_cannot_be_read_are_not_cached_in_wrong_blocks(caplog):
+    requests = HostRequests(lambda _lora: None, str)
+
+    def step(blocks, new=()):
+        return requests.step(
+            SchedulerOutput(
+                scheduled_new_reqs=[
+                    NewRequestData(
+                        req_id=name, prompt_token_ids=PROMPT, prefill_token_ids=PROMPT,
+                        block_ids=([1, 2],), num_computed_tokens=0,
+                    )
+                    for name in new
+                ],
+                scheduled_cached_reqs=CachedRequestData(
+                    req_ids=list(blocks), new_block_ids=list(blocks.values()),
+                    num_computed_tokens=[8] * len(blocks),
+                ),
+                num_scheduled_tokens=dict.fromkeys([*blocks, *new], 4),
+            )
+        )  # fmt: skip
+
+    for name in ("first", "last", "other"):
+        requests.view(SimpleNamespace(request_id=name, num_prompt_tokens=22))
+    assert len(step({}, new=["first", "last"]).scheduled) == 2
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        _ = step({"first": ([3], [4]), "last": ([5],)}).scheduled
+    for _ in range(2):
+        scheduled = step({"first": ([6],), "last": ([7],)}, new=["other"]).scheduled
+        assert [each.request.request_id for each in scheduled] == ["other"]
+    assert len(caplog.records) == 2
 
 
 # --- construction ------------------------------------------------------------------------------

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 
 def _check_target(context: typer.Context, target: str | None) -> str | None:
-    """Refuse a target of --json that cannot be written, before the command does its work."""
+    """Refuse a target of --json that cannot be written, before the command does its work. A file
+    that stdout goes to is taken for '-': the table would be mixed into the JSON."""
     if target is None or target == "-":
         return target
+    if os.path.realpath(target) == os.path.realpath("/dev/stdout"):
+        return "-"
     path = Path(target)
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")

@@ -16,6 +16,7 @@ A host may crash, or hold blocks for ever, where a role breaks one of these rule
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import msgspec
 
@@ -129,7 +130,8 @@ class AsyncOwedReports(OwedReports):
         lost: async loads that may not have started or are overdue. Reported as failed at once.
         failed: lost loads that the role started nevertheless. Reported as failed when the role
             reports their end.
-        freed: requests whose blocks are free already. The role's report of them is dropped.
+        freed: requests whose blocks are free already. The role's report of them is dropped, if it
+            ever comes.
         overdue: delayed frees that the role did not report in time. Reported at once.
     """
 
@@ -139,7 +141,7 @@ class AsyncOwedReports(OwedReports):
         self._faults = faults
         self.lost: set[str] = set()
         self.failed: set[str] = set()
-        self.freed: set[str] = set()
+        self.freed: dict[str, None] = {}  # as a set in order
         self.overdue: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
@@ -161,7 +163,8 @@ class AsyncOwedReports(OwedReports):
 
     def repair(self, plan: RepairedPlan) -> None:
         super().repair(plan)
-        self.freed |= plan.freed_request_ids
+        self.freed |= dict.fromkeys(plan.freed_request_ids)
+        _forget_oldest(self.freed)
         self.overdue |= plan.overdue_sending
         # The role may still start some lost loads and write to their blocks until it reports their
         # end, so they fail only then.
@@ -179,17 +182,25 @@ class AsyncOwedReports(OwedReports):
     def add_to(self, output: WorkerOutput) -> WorkerOutput:
         recving = output.finished_recving | self.lost
         failed = output.failed_recving | self.lost | (self.failed & recving)
+        # An overdue id may be the second life of a freed one.
+        sending = output.finished_sending.difference(self.freed) | self.overdue
         added = msgspec.structs.replace(
             super().add_to(output),
-            finished_sending=(output.finished_sending | self.overdue) - self.freed,
+            finished_sending=sending,
             finished_recving=recving,
             failed_recving=failed,
         )
-        self.freed -= output.finished_sending
+        for request_id in output.finished_sending:
+            self.freed.pop(request_id, None)
         self.overdue = frozenset()
         self.failed -= failed
         self.lost.clear()
         return added
+
+
+def _forget_oldest(requests: dict[str, Any]) -> None:
+    while len(requests) > REMEMBERED_REQUESTS:
+        del requests[next(iter(requests))]
 
 
 class AsyncReportRules(ReportRules):
@@ -229,8 +240,7 @@ class AsyncReportRules(ReportRules):
             # A host may reuse an id; the new request may be reported again.
             ended.pop(request_id, None)
             ended[request_id] = False
-        while len(ended) > REMEMBERED_REQUESTS:
-            del ended[next(iter(ended))]
+        _forget_oldest(ended)
 
     def _requests(self, output: WorkerOutput) -> dict[str, frozenset[str]]:
         recving = self._recving(output.finished_recving)

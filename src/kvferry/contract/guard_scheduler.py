@@ -189,8 +189,10 @@ class GuardedScheduler(SchedulerRole):
         self._asked.pop(request_id, None)
         is_loading = self._promises.end(request_id)
         try:
-            result = self._role.request_finished(request, block_ids)
+            result = FinishResult(*self._role.request_finished(request, block_ids))
             delay_free, params = result
+            if params is not None and not isinstance(params, Mapping):
+                raise TypeError(f"parameters are a mapping or None, not {params!r}")
         except Exception:
             self._faults.fault("request_finished", "its blocks are freed now")
             self._promises.free_now(request_id)

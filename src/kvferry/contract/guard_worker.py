@@ -93,7 +93,10 @@ class GuardedWorker(WorkerRole):
         """Refuse a plan that fills blocks without a promise: they may belong to other requests.
         True if it is not refused, also where the promised blocks are not known."""
         promised = plan.promised_block_ids
-        if promised is None or self.planned_blocks(plan.plan) <= promised:
+        recving = self._owed.planned_recving(plan.plan) or frozenset()
+        if promised is None or (
+            self.planned_blocks(plan.plan) <= promised and recving <= plan.promised_request_ids
+        ):
             return True
         self._faults.violation(
             "stale_load", "it loads blocks that only a plan which failed was to fill: refused"

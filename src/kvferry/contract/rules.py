@@ -84,7 +84,7 @@ class Promises:
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
         self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role, or overdue
         self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
-        self._suspect = False  # a plan could not be built: loads of later plans are checked
+        self._suspect = False  # for good, once a plan could not be built: loads are checked
 
     def has_failed(self, request_id: str) -> bool:
         """Whether a load of this request was lost before its plan, or an async load of it failed.
@@ -128,7 +128,8 @@ class Promises:
             self._lost[request_id] = self._planned[request_id]
 
     def lose_plan(self) -> None:
-        """Fail all loads of a plan that the role could not build. Check those of later plans."""
+        """Fail all loads of a plan that the role could not build. Check those of all later plans,
+        since nothing tells whether the role has dropped these loads or will still plan them."""
         self._lost.update(self._planned)
         self._suspect = True
 
@@ -282,5 +283,6 @@ class OwedReports:
     def add_to(self, output: WorkerOutput) -> WorkerOutput:
         """Return the role's report with all that is owed, which is then no longer owed."""
         invalid = output.invalid_block_ids | self.invalid
-        self.invalid.clear()
-        return msgspec.structs.replace(output, invalid_block_ids=invalid)
+        added = msgspec.structs.replace(output, invalid_block_ids=invalid)
+        self.invalid.clear()  # not before: a malformed report raises
+        return added

@@ -44,7 +44,8 @@ from kvferry.observe import Observer
 logger = logging.getLogger(__name__)
 
 IDLE_STEP_SECONDS = 0.001
-"""Pause after a step without tokens, so that waiting for the connector does not burn a core."""
+"""How long a step without tokens takes at least, so that waiting for the connector does not burn a
+core."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` lets the connector finish what it has begun."""
@@ -280,12 +281,13 @@ class LLM:
 
     def step(self) -> None:
         """One engine step: schedule, run, update. A step without tokens still runs the connector,
-        then pauses.
+        which may wait in it, and takes `IDLE_STEP_SECONDS` at least.
 
         If the forward raises, the requests of the step are aborted, since the content of their
         blocks is unknown. The scheduler gets the connector's report; then the error is raised.
         """
         self._check_open()
+        started = time.monotonic()
         step = self.scheduler.schedule()
         work = step.run_step()
         logits: dict[str, torch.Tensor] = {}
@@ -304,7 +306,7 @@ class LLM:
         finally:
             self.scheduler.update(step, self._runner.output, sample)
         if not step.scheduled:
-            time.sleep(IDLE_STEP_SECONDS)
+            time.sleep(max(0.0, started + IDLE_STEP_SECONDS - time.monotonic()))
 
     # ---- the end
 

@@ -99,7 +99,7 @@ def newest_change(model_dir: Path) -> float:
 
 def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:
     """Return the weight files by name, in the order of their names."""
-    if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES):
+    if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES[:-1]):  # no lone index
         return {model_dir.name: model_dir}
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a model directory: no such directory")

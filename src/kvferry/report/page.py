@@ -19,6 +19,7 @@ from kvferry.config import format_size, printable
 from kvferry.report.gather import (
     AGE_UNKNOWN,
     AGES,
+    MAX_BRANCHES,
     Branch,
     RecordedRequests,
     SpaceSums,
@@ -252,6 +253,8 @@ def _tree(report: Report, figures: dict[str, Figure]) -> list[str]:
         note += " Give a journal (--journal) to see prefixes: records alone do not tell them."
     elif report.branches:
         note += " Prefixes are those of the last requests of the journal."
+        if len(report.branches) == MAX_BRANCHES:
+            note += f" Only the {MAX_BRANCHES} largest parts are shown; others leave gaps."
     else:
         note += " No prompt of the journal's last requests is in this store."
     figures["tree"] = _draw_tree(report)
@@ -292,10 +295,11 @@ def _boxes(report: Report) -> dict[str, _Box]:
             sizes[top] += num_bytes
             boxes[f"{top}a{number}"] = _Box(top, used, num_bytes, used, note)
         model = report.titles[digest].model if digest in report.titles else "namespace"
+        sizes[top] = max(sizes[top], space.num_bytes)  # runs may be left out
         used = age(space.last_used, report.at)
         boxes[top] = _Box("all", f"{model} {_space_name(digest)}", sizes[top], used)
     used = age(max(space.last_used for space in report.spaces.values()), report.at)
-    boxes["all"] = _Box("", report.url, sum(sizes.values()), used)
+    boxes["all"] = _Box("", report.url, max(sum(sizes.values()), report.num_bytes), used)
     return boxes
 
 

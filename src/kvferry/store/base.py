@@ -251,7 +251,9 @@ class Store(ABC):
 
     def awaits(self, key: ChunkKey) -> bool:
         """Whether a key that `contains` did not find is "not yet" here rather than "absent": it was
-        expected, its time is not over, and the medium answers. Ask `contains` first."""
+        expected, its time is not over, and the medium answers. Ask `contains` first. A key that
+        came, and that `read` then does not find, is not awaited any more; of a peer, it is while
+        the peer may have it later."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once

@@ -92,10 +92,20 @@ class ExpectedKeys:
 
     def end(self, absent: Sequence[ChunkKey]) -> None:
         """Stop awaiting `absent` keys, which the medium lacks, if they were added as `final`."""
+        for key in self._final.intersection(absent):
+            self.gone(key)
+
+    def gone(self, key: ChunkKey) -> None:
+        """Stop awaiting a key that seemed to be there, and that a read did not find."""
         with self._lock:
-            for key in self._final.intersection(absent):
-                self._final.discard(key)
-                self._until.pop(key, None)
+            self._final.discard(key)
+            self._until.pop(key, None)
+
+    def again(self, key: ChunkKey) -> None:
+        """Look again for a key that seemed to be there, if it is awaited still."""
+        until = self._until.get(key)
+        if until is not None:
+            self.add((key,), until, final=key in self._final)
 
     def close(self) -> None:
         """Stop the thread. Idempotent; takes at most `CLOSE_SECONDS`."""

@@ -56,6 +56,7 @@ class IOPool:
         self.num_threads = num_threads
         self.name = name
         self._closed = False
+        self._lock = threading.Lock()  # for the threads and the end
 
     def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
         """Queue `run(job)`. Never blocks.
@@ -65,24 +66,25 @@ class IOPool:
         job is done and cancelled. If the process can start no thread, the pool's threads run the
         job; if the pool has none, the returned job is done and has an error."""
         job: Job[T] = Job()
-        if self._closed:
-            job.cancelled = True
-            job._done.set()
-            return job
-        if len(self._threads) < self.num_threads:
-            thread = threading.Thread(
-                target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process has as many as it may have
-                if not self._threads:
-                    job.error = error
-                    job._done.set()
-                    return job
-            else:
-                self._threads.append(thread)
-        self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
+        with self._lock:
+            if self._closed:
+                job.cancelled = True
+                job._done.set()
+                return job
+            if len(self._threads) < self.num_threads:
+                thread = threading.Thread(
+                    target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process has as many as it may have
+                    if not self._threads:
+                        job.error = error
+                        job._done.set()
+                        return job
+                else:
+                    self._threads.append(thread)
+            self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
         return job
 
     def spread(
@@ -137,10 +139,11 @@ class IOPool:
         A thread stuck in a system call stays behind as a daemon. Whoever submitted its job must
         cancel it, so that it touches no memory of the engine.
         """
-        if not self._closed:
-            self._closed = True
-            for _ in self._threads:
-                self._queue.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._queue.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

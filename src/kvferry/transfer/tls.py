@@ -67,8 +67,8 @@ class PeerFiles:
             shown = ca_file
             context.load_verify_locations(ca_file)
         except OSError as error:  # an SSLError is one
-            is_pem = not isinstance(error, ssl.SSLError)
-            reason = error.strerror if is_pem else "no usable PEM, or a key that does not fit"
+            was_read = not isinstance(error, ssl.SSLError)
+            reason = error.strerror if was_read else "no usable PEM, or a key that does not fit"
             raise ConfigError(f"{shown}: {reason}") from None
         return context
 

@@ -19,7 +19,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError, LayoutError
-from kvferry.types import BlockTable, RequestView, StepView
+from kvferry.types import NULL_BLOCK, BlockTable, RequestView, StepView
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
     AttentionMetadata,
@@ -222,11 +222,11 @@ class V1SchedulerRole(SchedulerRole):
         )
 
     def _blocks_of(self, table: BlockTable, start: int, stop: int) -> frozenset[int]:
-        """The blocks of tokens `[start, stop)`, in all groups."""
+        """The blocks of tokens `[start, stop)`, in all groups; never the null block."""
         size = self._block_size
         return frozenset(
             block for group in table for block in group[start // size : -(-stop // size)]
-        )
+        ) - {NULL_BLOCK}
 
     def build_plan(self, step: StepView) -> Plan:
         output = SchedulerOutput(
@@ -246,14 +246,10 @@ class V1SchedulerRole(SchedulerRole):
             output.num_scheduled_tokens[request.request_id] = scheduled.num_scheduled_tokens
             output.total_num_scheduled_tokens += scheduled.num_scheduled_tokens
             written |= self._blocks_of(scheduled.block_ids, start, stop)
+        metadata = self._metadata(output)
         blocks, recving = frozenset(self._sync_blocks).union(*self._recving.values()), self._recving
+        # Not before: a connector that raised may plan these loads in the next step.
         self._sync_blocks, self._recving = set(), {}
-        metadata = self._connector.build_connector_meta(output)
-        if metadata is None:
-            raise ContractError(
-                f"{type(self._connector).__name__}.build_connector_meta returned None: return a "
-                "KVConnectorMetadata in every step, an empty one if there is nothing to do"
-            )
         return V1Plan(
             metadata=metadata,
             has_tokens=output.total_num_scheduled_tokens > 0,
@@ -262,6 +258,24 @@ class V1SchedulerRole(SchedulerRole):
             preempted=frozenset(output.preempted_req_ids),
             written=frozenset(written),
         )
+
+    def _metadata(self, output: SchedulerOutput) -> Any:  # noqa: ANN401 - the connector's
+        try:
+            metadata = self._connector.build_connector_meta(output)
+            if metadata is None:
+                raise ContractError(
+                    f"{type(self._connector).__name__}.build_connector_meta returned None: return "
+                    "a KVConnectorMetadata in every step, an empty one if there is nothing to do"
+                )
+        except Exception:
+            # It may have taken in any part of the step. So the next one shows it these requests as
+            # new or resumed, with all their blocks in place of those that it knows.
+            for new in output.scheduled_new_reqs:
+                self._requests[new.req_id].num_shown = None
+            for request_id in output.scheduled_cached_reqs.req_ids:
+                self._requests[request_id].num_shown = ()
+            raise
+        return metadata
 
     def empty_plan(self) -> Plan:
         """The plan of an empty step, which the connector sees: call only before any request."""
@@ -351,7 +365,6 @@ class V1WorkerRole(WorkerRole):
                 "takes the plans of its scheduler half (V1SchedulerRole)"
             )
         self._plan = plan
-        self._recving.update(plan.recving or {})
         if not self._wants_preempted_ids:
             self._connector.handle_preemptions(plan.metadata)
         elif plan.preempted:
@@ -361,6 +374,8 @@ class V1WorkerRole(WorkerRole):
 
     def start_load(self) -> None:
         self._connector.start_load_kv(self._memory.context)
+        # Not before: loads whose start failed are over for the host, and must not be copied back.
+        self._recving.update(self._plan.recving or {})
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._connector.wait_for_layer_load(layer_name)

@@ -150,6 +150,7 @@ class HostRequests:
         try:
             return self._step(output)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._tables.clear()  # any of them may lack a block of this step
             return cast("StepView", UnreadableStep(error))
 
     def _step(self, output: Any) -> V1Step:  # noqa: ANN401 - a host's object
@@ -178,7 +179,9 @@ class HostRequests:
         for request_id, num_computed in num_computed_tokens.items():
             view, table = self._views.get(request_id), self._tables.get(request_id)
             if view is None or table is None:
-                logger.warning("%r is scheduled but never got blocks: not cached", request_id)
+                if view or table:  # so that it is said once
+                    logger.warning("%r is scheduled in unknown blocks: not cached", request_id)
+                    self.forget(request_id)
                 continue
             num_tokens = output.num_scheduled_tokens[request_id]
             scheduled.append(ScheduledView(view, tuple(table), num_computed, num_tokens))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from kvferry.adapters.sglang import pages
 from kvferry.adapters.sglang.pages import PageRecords
+from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
 from kvferry.store.memory import MemoryStore
@@ -64,6 +68,64 @@ def test_a_store_that_brought_nothing_is_not_asked_again_at_once(gate):
     assert host.records.exists(KEYS) == [False] * 3
     host.load()
     assert host.counts["loads_skipped"] == 1
+
+
+class Open(MemoryStore):
+    """Keeps its values when it is closed."""
+
+    def close(self) -> None:
+        pass
+
+
+def test_closing_ends_a_load_of_another_thread_and_no_late_byte_comes(gate):
+    inner = Open()
+    assert Host(inner, load_seconds=60.0).store() == [True] * 3
+    host = Host(StallingStore(inner, gate=gate, operations=("read",)), load_seconds=60.0)
+    found = []
+    loading = threading.Thread(target=lambda: found.append(host.load()))
+    loading.start()
+    assert gate.wait_for_arrival()
+    host.records.close(0.05)
+    loading.join(30.0)
+    assert found == [[False] * 3]
+    gate.release()
+    host.records.close(30.0)
+    assert host.rows == [bytearray(ROW_BYTES)] * 3
+
+
+class Unlistable(MemoryStore):
+    def __init__(self, error: Exception, gate: Gate) -> None:
+        super().__init__()
+        self._error, self._gate = error, gate
+
+    def scan(self):
+        self._gate.pass_through()
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [StoreError("no list"), OSError("no list")])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_fails_to_clear_is_logged(gate, error, is_late, monkeypatch, caplog):
+    if is_late:
+        monkeypatch.setattr(pages, "CLEAR_SECONDS", 0.01)
+    else:
+        gate.release()
+    host = Host(Unlistable(error, gate), load_seconds=60.0)
+    host.records.clear()
+    gate.release()
+    assert host.records._clearing.close(30.0)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("are not deleted: no list")
+
+
+def test_clearing_without_a_thread_raises(monkeypatch):
+    def start(_thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host = Host(MemoryStore(), load_seconds=60.0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        host.records.clear()
 
 
 class Unanswered(MemoryStore):

@@ -347,3 +347,30 @@ def test_a_fault_stays_here(attach: Attach) -> None:
     controller.backend.close()
     controller.backend.close()
     assert controller.prefetch(KEYS, [0, 1, 2]) == 0
+
+
+def test_administration_does_not_raise_either(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = attach(config={"enable_storage_metrics": True})
+    states = HostPool("layer_first")
+    controller.backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    called = []
+
+    def fails(call: str) -> None:
+        called.append(call)
+        raise OSError("no")
+
+    backend = controller.backend
+    monkeypatch.setattr(backend._counts, "publish", lambda: fails("counts"))
+    assert backend.get_stats() is None
+    for name, (_, records) in backend._pools.items():
+        monkeypatch.setattr(records, "clear", lambda name=name: fails(f"clear {name}"))
+    backend.clear()
+    closes = {name: records.close for name, (_, records) in backend._pools.items()}
+    for name, (_, records) in backend._pools.items():
+        monkeypatch.setattr(records, "close", lambda _, name=name: fails(f"close {name}"))
+    backend.close()
+    assert called == ["counts", "clear kv", "clear mamba", "close kv", "close mamba"]
+    for close in closes.values():
+        close(30.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.adapters.vllm import tier_rows
 from kvferry.adapters.vllm.tier_rows import TierRows
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
@@ -186,6 +189,43 @@ def test_a_drain_ends_every_job(host, filled):
     one.tier.drain(0.05)
     assert {done.job_id for done in one.tier.finished()} == jobs
     gate.release()
+
+
+def test_closing_does_not_call_a_job_late_that_ended(host):
+    one = host(MemoryStore())
+    job = one.store([1])
+    assert one.tier._jobs[job].batch.wait(SECONDS)
+    one.tier.close(SECONDS)
+    (done,) = one.tier.finished()
+    assert done.success
+    assert one.counts["stores_late"] == 0
+
+
+@pytest.mark.parametrize("end", ["poll", "drain", "close"])
+def test_a_late_job_is_counted_once_though_its_copy_goes_on(host, monkeypatch, end):
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(_target, _source) -> None:
+        copying.set()
+        go_on.wait(SECONDS)
+
+    monkeypatch.setattr(np, "copyto", copy)
+    monkeypatch.setattr(tier_rows, "STORE_SECONDS", 0.0)
+    monkeypatch.setattr(tier_rows, "DRAIN_SECONDS", 0.05)
+    one = host(MemoryStore())
+    job = one.store([1])
+    assert copying.wait(SECONDS)
+    try:
+        for _ in range(2):
+            if end == "poll":
+                assert one.tier.finished() == []
+            else:
+                one.tier.drain(0.0) if end == "drain" else one.tier.close(0.0)
+    finally:
+        go_on.set()
+    (done,) = one.ended()
+    assert (done.job_id, done.success) == (job, False)
+    assert one.counts["stores_late"] == 1
 
 
 def test_an_epoch_reads_nothing_of_the_one_before(host, filled):

@@ -101,6 +101,9 @@ def test_what_cannot_pin_says_so(opened, tmp_path):
         store.pin(KEYS, 2e9)
     with opened(read_only=True) as store, pytest.raises(StoreError, match="read-only"):
         store.pin(KEYS, 2e9)
+    others = FileSettings(index_file=tmp_path / "index")
+    with opened(settings=others) as store, pytest.raises(StoreError, match="index of their own"):
+        store.pin(KEYS, 2e9)
 
 
 def test_an_eviction_passes_over_no_pinned_record(opened, clock):

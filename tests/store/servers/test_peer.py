@@ -136,6 +136,8 @@ class TestPeer(ProbeTests, RemoteStoreTests):
     # What follows is of stores that are written to.
     test_an_empty_value_is_replaced = None
     test_one_of_racing_writers_replaces_an_empty_value = None
+    # A peer that lacks a value may be about to compute it.
+    test_what_came_and_went_is_not_awaited = None
 
 
 def test_a_peer_is_only_read(serving):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear
 from kvferry.store.record_client import Batch, RecordClient
 from kvferry.types import ChunkKey
+
+logger = logging.getLogger("sglang.kvferry")
 
 STORE_SECONDS = 30.0
 """After this, a page that is not stored yet is given up, and SGLang may use its memory again."""
@@ -177,6 +180,7 @@ class PageRecords:
         self._load_seconds = load_seconds
         self._client = RecordClient(store, schema, observer, io_threads, "kvferry-pages")
         self._clearing = IOPool(1, "kvferry-clear")
+        self._under_way: dict[Batch[Any], str] = {}  # and the result of what is given up
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether the store says within `ASK_SECONDS` that it is there."""
@@ -209,11 +213,9 @@ class PageRecords:
         records = self._records(keys)
         deadline = time.monotonic() + self._load_seconds
         batch = self._client.get(records, [0] * len(records), landed, deadline)
-        if not batch.wait(max(0.0, deadline - time.monotonic())):
-            brought = any(batch.has_ended(place) for place in range(len(records)))
-            _end(batch, MissReason.DEADLINE)
+        if not self._wait(batch, deadline, MissReason.DEADLINE):
             self._observer.count("loads_late")
-            if not brought:
+            if all(reason is MissReason.DEADLINE for reason in batch.results):
                 self._client.note_stall()
         right = [reason is None for reason in batch.results]
         if not all(right):
@@ -244,12 +246,22 @@ class PageRecords:
         batch = self._client.put(
             [records[place] for place in wanted], [0] * len(wanted), filled, deadline
         )
-        if not batch.wait(max(0.0, deadline - time.monotonic())):
-            _end(batch, PutResult.FAILED)
+        if not self._wait(batch, deadline, PutResult.FAILED):
             self._observer.count("stores_late")
         for place, result in zip(wanted, batch.results, strict=True):
             done[place] = result in (PutResult.STORED, PutResult.EXISTS)
         return done
+
+    def _wait(self, batch: Batch[R], deadline: float, late: R) -> bool:
+        """Wait for a batch, and give it up at its deadline; False if that was needed."""
+        self._under_way[batch] = late
+        try:
+            in_time = batch.wait(max(0.0, deadline - time.monotonic()))
+            if not in_time:
+                _end(batch, late)
+        finally:
+            del self._under_way[batch]
+        return in_time
 
     def _records(self, keys: Sequence[str]) -> list[ChunkKey]:
         namespace = self._schema.namespace
@@ -263,24 +275,32 @@ class PageRecords:
 
     def clear(self) -> None:
         """Delete all pages of this namespace; after `CLEAR_SECONDS`, the rest in the background.
-
-        Raises:
-            StoreError: the store cannot list its values, or failed.
-        """
+        What fails is logged. Raises RuntimeError if the process can start no thread for it."""
         namespace = self._schema.namespace
 
         def run(_job: Job[None]) -> None:
-            clear(self._store, (e for e in self._store.scan() if e.namespace == namespace))
+            try:
+                clear(self._store, (e for e in self._store.scan() if e.namespace == namespace))
+            except Exception as error:  # logged here, as the caller may not wait any more
+                logger.warning(
+                    "kvferry: pages of namespace %s are not deleted: %s",
+                    namespace.hex()[:16],
+                    error,
+                    exc_info=not isinstance(error, StoreError),
+                )
 
         job = self._clearing.submit(run)
-        if job.wait(CLEAR_SECONDS) and isinstance(job.error, StoreError):
+        if job.wait(CLEAR_SECONDS) and job.error is not None:
             raise job.error
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` for threads, and close the store."""
+        """Wait up to `seconds` for threads, give up what other threads still load or store, and
+        close the store."""
         self._clearing.close(0.0)
         try:
             self._client.close(seconds)
+            for batch, late in self._under_way.copy().items():
+                _end(batch, late)
         finally:
             self._store.close()
 

@@ -32,7 +32,6 @@ from kvferry.adapters.sglang.pages import (
 )
 from kvferry.config import build_config, format_size
 from kvferry.contract.rules import HookFaults
-from kvferry.errors import StoreError
 from kvferry.observe import Counters
 
 logger = logging.getLogger("sglang.kvferry")
@@ -60,8 +59,8 @@ _RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not installed for mypy
     """A `HiCacheStorage` on a store of kvferry. SGLang constructs one in each rank's scheduler,
-    registers its host pools, and calls it from several threads at a time. Once it is attached, no
-    call raises, and each takes a bounded time.
+    registers its host pools, and calls it from several threads at a time. After that, no call
+    raises, and each takes a bounded time.
 
     Attributes:
         counters: counts of what happened; `get_stats` empties them if SGLang's metrics are on.
@@ -322,15 +321,17 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def clear(self) -> None:
         """Delete all records in the namespaces of this rank's pools; others stay."""
-        for name, (_, records) in self._pools.items():
-            try:
-                records.clear()
-            except StoreError as error:
-                logger.warning("kvferry: pages of pool %s are not deleted: %s", name, error)
+        for _, records in list(self._pools.values()):
+            self._faults.call(records.clear, otherwise=None, then="its pages are not deleted")
 
     def get_stats(self) -> StorageMetrics | None:
         """Publish counts, and return the sizes and rates of the calls since the last time, for
         SGLang's histograms; None where its metrics are off, or without a KV pool."""
+        return self._faults.call(
+            self._published, otherwise=None, then="its counts are not shown this time"
+        )
+
+    def _published(self) -> StorageMetrics | None:
         if self._counts is None or KV not in self._pools:
             return None
         self._counts.publish()
@@ -344,7 +345,9 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         """Wait a few seconds for threads, and close the stores."""
         pools, self._pools = self._pools, {}
         for _, records in pools.values():
-            records.close(CLOSE_SECONDS)
+            self._faults.call(
+                records.close, CLOSE_SECONDS, otherwise=None, then="its store may stay open"
+            )
 
 
 def _text(name: Any) -> str:

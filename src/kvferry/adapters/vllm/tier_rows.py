@@ -56,6 +56,8 @@ class _Job:
     """With results of `MissReason` for a load, of `PutResult` for a store."""
     deadline: float
     submitted: float
+    is_late: bool = False
+    """Whether it was given up. It may still wait for a copy under way."""
 
 
 @dataclass(slots=True)
@@ -211,6 +213,9 @@ class TierRows:
         return ended
 
     def _give_up(self, job: _Job) -> None:
+        if job.is_late:
+            return
+        job.is_late = True
         if job.request is None:
             job.batch.give_up(PutResult.FAILED)
             self._observer.count("stores_late")
@@ -279,8 +284,6 @@ class TierRows:
 
     def close(self, seconds: float) -> None:
         """Give up all jobs, wait up to `seconds` for threads, and close the store."""
-        for job in self._jobs.values():
-            self._give_up(job)
         self.drain(0.0)
         self._rows = None
         try:

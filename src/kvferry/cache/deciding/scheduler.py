@@ -363,6 +363,8 @@ class SharedStorageScheduler(SchedulerRole):
             if is_missed:
                 self.saves.learn_missed(slot, filled)
         elif is_missed and filled.missed != MissReason.CANCELLED:
+            if filled.missed == MissReason.ABSENT and self.context.store.awaits(slot.key):
+                return  # a peer has it soon, and the search waits once more
             seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
             self.requests.unreadable.add((slot.key,), seconds)
 

@@ -370,8 +370,8 @@ class FileStore(Store):
         return GcReport(*removed, used_bytes=end.num_bytes)
 
     def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
-        if not self._writes() or not is_of_one_machine(self.directory.root):
-            why = "machines that mount it evict by themselves" if self._writes() else self.refusal
+        if not self._writes() or not self.upkeep.may_pin:
+            why = "others evict by an index of their own" if self._writes() else self.refusal
             raise StoreError(f"{self.url} cannot pin: {why}")
         if self._max_bytes == NO_QUOTA:
             raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
@@ -483,6 +483,7 @@ class FileStore(Store):
         """Forget a key without a file. The upkeep looks again: the file may just have come."""
         if self._known.contains(key):
             self._known.discard(key)
+            self._expected.gone(key)
             self.probe([key])
 
 

@@ -69,6 +69,8 @@ class LaneEnd:
         try:
             self.socket.settimeout(max(0.001, deadline - now))
             self.socket.sendall(json.dumps(command).encode() + b"\n")
+        except TimeoutError as error:  # after a part of a command, the child can take no other
+            raise _Gone("it did not take a command in time") from error
         except OSError as error:
             raise _Gone(_ENDED) from error
         answer = self.answer(deadline)

@@ -85,6 +85,9 @@ class PeerStore(ServerStore):
                 raise StoreError(str(error)) from None
             if state is not KeyState.HELD:
                 self._keys.forget(key)
+                if state is KeyState.ABSENT:
+                    self._expected.end([key])
+                self._expected.again(key)
                 return None
             learn(key, size)
         self._served[key] = None
@@ -92,6 +95,14 @@ class PeerStore(ServerStore):
             with suppress(KeyError):  # another thread was first
                 self._served.popitem(last=False)
         return size
+
+    def expect(
+        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
+    ) -> None:
+        super().expect(keys, until, held_by)
+        if held_by is not None and self.reads_from(held_by):
+            for key in keys:  # without a question, so that the first look-up can fetch them
+                self._keys.learn(key)
 
     def reads_from(self, peer: Address) -> bool:
         return peer == (self._client.host, self._client.port)

@@ -121,6 +121,17 @@ class ProbeTests(StoreHooks):
                 writer.put(key, [b"value"])
                 wait_until(partial(_is_known, reader, key), "it comes", self.patience_seconds)
 
+    def test_what_came_and_went_is_not_awaited(self, tmp_path: Path) -> None:
+        with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
+            assert reader.wait_indexed(self.patience_seconds)
+            reader.expect([make_key()], time.monotonic() + 10 * self.patience_seconds)
+            writer.put(make_key(), [b"value"])
+            wait_until(partial(_is_known, reader, make_key()), "it comes", self.patience_seconds)
+            assert reader.awaits(make_key())
+            assert writer.delete(make_key())
+            assert read_value(reader, make_key()) is None
+            assert not reader.awaits(make_key())
+
     def test_nothing_is_awaited_beyond_its_time(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as reader:
             reader.expect([make_key()], time.monotonic() - 1)
