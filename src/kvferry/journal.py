@@ -48,7 +48,7 @@ class JournalAnswer(NamedTuple):
     local: int
     """Tokens that the engine had itself."""
     hits: Mapping[str, int]
-    """Hit tokens by tier."""
+    """Hit tokens by `Store.tier_of`: by tier, and if the tier is several peers, by peer."""
     misses: Mapping[str, int]
     """Computed tokens by miss reason."""
     why: str

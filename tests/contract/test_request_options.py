@@ -20,6 +20,12 @@ EXPLANATION = write_explanation(
 )
 
 
+def test_clients_do_not_see_the_addresses_of_peers():
+    hits = {"file": 8, "peer 10.0.0.1:7100": 16, "peer 10.0.0.2:7100": 32}
+    told = write_explanation(num_local=0, hits=hits, misses={}, why="")
+    assert told["by_tier"] == {"file": 8, "peer": 48}
+
+
 def test_each_option_is_read_from_either_place_and_nothing_is_changed():
     params, arguments = {"kvferry": {"store": False, "pin": 1}}, {"kvferry": {"pin": 2.5}}
     before = copy.deepcopy((params, arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from sglang.srt.runtime_context import get_context
 from examples.cpu import sglang_tiers
 from examples.cpu.sglang_tiers import PAGE, Engine
 from kvferry.errors import ConfigError
+from tests.servers.places import FAULTS, valkey_place
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_rank")]
 
@@ -27,6 +29,7 @@ LAYOUTS = [
     ),
     *((layout, True) for layout in ("layer_first", "page_first", "page_first_direct")),
 ]
+BACK_SECONDS = 120.0
 TOKENS = list(range(100, 100 + 3 * PAGE))
 
 
@@ -38,9 +41,9 @@ def serving(model: Path, **arguments: object) -> Iterator[None]:
 
 
 @contextmanager
-def engine(store: Path, layout: str = "page_first", *, latent: bool = False, **extra: object):
+def engine(store: Path | str, layout: str = "page_first", *, latent: bool = False, **extra: object):
     made = Engine(layout, latent=latent)
-    made.attach(store.as_uri(), **extra)
+    made.attach(store.as_uri() if isinstance(store, Path) else store, **extra)
     try:
         yield made
     finally:
@@ -116,6 +119,85 @@ def test_the_fault_injector_of_sglang_costs_hits_alone(
             one.host.clear()
     assert hits
     assert misses
+
+
+class Prompts:
+    """Prompts of one engine, all checked. The slots of each are free after it.
+
+    Attributes:
+        missed: prompts that did not come back whole.
+    """
+
+    def __init__(self, one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.missed = 0
+        self._one = one
+        self._taken: list[torch.Tensor] = []
+        self._pools = (one.host, one.allocator)
+        self._free = [pool.available_size() for pool in self._pools]
+        alloc = one.host.alloc
+
+        def noted(size: int) -> torch.Tensor:
+            self._taken.append(alloc(size))
+            return self._taken[-1]
+
+        monkeypatch.setattr(one.host, "alloc", noted)
+
+    def ask(self, number: int) -> bool:
+        """Restore a prompt, and write it if it does not come back whole."""
+        one = self._one
+        tokens = [1000 * number + each for each in TOKENS]
+        indices = one.compute(tokens)
+        computed = one.kv(indices)
+        self._taken.clear()
+        restored = one.restore(tokens)
+        for slots in self._taken:
+            one.host.free(slots)
+        for was, now in zip(computed, one.kv(restored), strict=True):
+            assert torch.equal(was[: len(now)], now)
+        if len(restored) < len(tokens):
+            self.missed += 1
+            one.write(tokens, indices)
+        for slots in (indices, restored):
+            if len(slots):
+                one.allocator.free(slots)
+        assert [pool.available_size() for pool in self._pools] == self._free
+        return len(restored) == len(tokens)
+
+    def rounds(self, until: Callable[[bool], bool]) -> None:
+        """Ask for the same prompts until this is so of whether all of them came back."""
+        end = time.monotonic() + BACK_SECONDS
+        while not until([self.ask(number) for number in range(3)] == [True] * 3):
+            assert time.monotonic() < end, "what is waited for does not come"
+
+
+@pytest.mark.parametrize("fault", ["stopped", "wrong"])
+def test_a_server_that_fails_costs_hits_alone_and_no_slot(
+    fault: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, end = FAULTS[fault]
+    with (
+        valkey_place() as place,
+        serving(models["plain"]),
+        engine(place.url, load_timeout_seconds=1.0) as one,
+    ):
+        prompts = Prompts(one, monkeypatch)
+        prompts.rounds(until=bool)
+        missed = prompts.missed
+        begin(place)
+        prompts.rounds(until=lambda _: prompts.missed > missed)
+        end(place)
+        prompts.rounds(until=bool)
+        assert one.controller.storage_backend.counters["hook_failed"] == 0
+
+
+def test_page_unified_is_refused_in_one_line(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_tiers, "DIM", 8)  # the layout takes pieces of 16 bytes alone
+    with serving(models["plain"]), pytest.raises(ConfigError, match="page_unified") as raised:
+        Engine("page_unified", latent=False).attach(tmp_path.as_uri())
+    assert "set --hicache-mem-layout page_first" in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_refused_back_end_leaves_the_controller_as_it_was(

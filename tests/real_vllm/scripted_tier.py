@@ -3,6 +3,7 @@ without an engine."""
 
 from __future__ import annotations
 
+import importlib.util
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ NUM_ROWS = 4
 
 # vLLM 0.29 has other names.
 PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
+HAS_BACKPRESSURE = importlib.util.find_spec("vllm.v1.kv_offload.tiering.backpressure") is not None
 _GROUP = {"group_id": 0} if "group_id" in OffloadingGroupConfig.__dataclass_fields__ else {}
 
 
@@ -209,7 +211,7 @@ def content(number: int, size: int, epoch: int = 0) -> bytes:
 
 @contextmanager
 def scripted(
-    vllm_config: Any, store: str, options: dict[str, Any] | None = None, **changes: Any
+    vllm_config: Any, store: str | list[str], options: dict[str, Any] | None = None, **changes: Any
 ) -> Iterator[Scripted]:
     patient = {"load_timeout_seconds": SECONDS}  # a machine may stall
     tiers = [{**TIER, "store": store, **patient, **(options or {})}]

@@ -110,15 +110,77 @@ def test_rows_of_another_meaning_are_never_found(
         assert one.lookup(1)[0] is LookupResult.HIT
 
 
-def test_rows_of_another_release_are_never_found(vllm_config: Any) -> None:
-    def namespace(release: str) -> bytes:
-        config, options = offloading_config({}), RowsOptions(store="memory://x")
-        return rows_namespace(
-            vllm_config, config, load_host(), release, options, row_bytes=ROW
-        ).digest
+def _digest(vllm_config: Any, release: str = "0.32.0", **changes: Any) -> bytes:
+    config, options = offloading_config({}, **changes), RowsOptions(store="memory://x")
+    return rows_namespace(vllm_config, config, load_host(), release, options, row_bytes=ROW).digest
 
-    assert namespace("0.32.0") == namespace("0.32.1")
-    assert namespace("0.32.0") != namespace("0.33.0")
+
+def test_rows_of_another_release_are_never_found(vllm_config: Any) -> None:
+    assert _digest(vllm_config) == _digest(vllm_config, "0.32.1")
+    assert _digest(vllm_config) != _digest(vllm_config, "0.33.0")
+
+
+def _groups(**changes: Any) -> dict[str, Any]:
+    (group,) = offloading_config({}).groups
+    return {"groups": (replace(group, **changes),)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        _groups(layer_names=("b",)),
+        _groups(layer_names=("a", "b")),
+        _groups(tokens_per_block=32),
+        {"groups": offloading_config({}).groups * 2},
+        {"cache": OffloadingCacheConfig(tokens_per_hash=8, blocks_per_chunk=1)},
+        {"cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)},
+    ],
+    ids=str,
+)
+def test_each_field_of_chunks_is_of_the_namespace(
+    changes: dict[str, Any], vllm_config: Any
+) -> None:
+    assert _digest(vllm_config) == _digest(vllm_config)
+    assert _digest(vllm_config) != _digest(vllm_config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("prefix_caching_hash_algo", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]),
+        ("num_hash_lookahead_tokens", [None, 1, 2]),
+    ],
+)
+def test_what_vllms_block_hash_depends_on_is_of_the_namespace(
+    field: str, values: list[Any], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    found = set()
+    for value in values:
+        changed = copy.deepcopy(vllm_config)
+        object.__setattr__(changed.cache_config, field, value)
+        found.add(_digest(changed))
+    assert len(found) == len(values)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_the_seed_of_block_hashes_is_of_the_namespace(
+    algorithm: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copy.deepcopy(vllm_config)
+    object.__setattr__(config.cache_config, "prefix_caching_hash_algo", algorithm)
+
+    def digest(seed: str | None) -> bytes:
+        if seed is None:
+            monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        return _digest(config)
+
+    assert len({digest(seed) for seed in ("0", "1", None)}) == 3
+    assert digest("0") == digest("0")
+    # Without a seed, a hash by xxhash has a random one in each process.
+    assert (digest(None) == digest(None)) == (algorithm == "sha256")
 
 
 def test_tiers_of_other_chunks_and_other_rows_share_a_directory(
@@ -163,6 +225,8 @@ def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
         ({"io_thread": 4}, "did you mean 'io_threads'"),
         ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is smaller"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
+        ({"store": "peer://127.0.0.1:5"}, "hold no rows of this host"),
+        ({"store": ["file:///x", "PEER://127.0.0.1:5"]}, "hold no rows of this host"),
     ],
 )
 def test_a_wrong_option_is_one_line_at_start(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.real_vllm.test_tier_faults import FAULTS, LATE
+from tests.real_vllm.test_tier_faults import LATE
 from tests.real_vllm.test_tier_schedules import Schedule
-from tests.servers.places import Place, valkey_place
+from tests.servers.places import FAULTS, Place, valkey_place
 from tests.servers.process import let_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -36,7 +36,8 @@ def valkey() -> Iterator[Place]:
 
 
 class Soak:
-    """Rounds of traffic, each without a fault, with one, and after it.
+    """Rounds of traffic, each without a fault, with one, and after it. While there is a fault, the
+    engine resets its cache and restarts, too.
 
     Attributes:
         done: how often what was done.
@@ -52,7 +53,10 @@ class Soak:
         begin, end = FAULTS[fault]
         self._traffic(num_steps)
         begin(self._place)
-        self._traffic(num_steps)
+        for what in self._source.sample(("reset", "restart"), 2):
+            self._traffic(num_steps // 2)
+            self._do(what)
+        self._traffic(num_steps // 2)
         if self._source.random() < 0.5:
             self._schedule.settle()
         end(self._place)
@@ -66,6 +70,7 @@ class Soak:
         self._schedule.stop()
         self.done["looks"] = self._schedule.num_looks
         self.done["hits"] = self._schedule.num_hits
+        self.done["loaded"] = self._schedule.num_loaded
 
     def _traffic(self, num_steps: int) -> None:
         self._do("begin")
@@ -96,7 +101,7 @@ def soak(
 
 def test_traffic_over_a_server_that_fails_in_every_way(valkey: Place, vllm_config: Any) -> None:
     done = soak(vllm_config, valkey, lambda rounds: rounds == len(FAULTS), 60, seed=1)
-    assert done["hits"] > 0
+    assert done["loaded"] > 0
 
 
 @pytest.mark.sweep
@@ -108,4 +113,4 @@ def test_ten_minutes_of_faults(valkey: Place, vllm_config: Any) -> None:
     done = soak(vllm_config, valkey, lambda _: time.monotonic() > until, 400, seed)
     print(dict(done))
     assert all(done[fault] for fault in FAULTS)
-    assert done["hits"] > 0
+    assert done["loaded"] > 0

@@ -3,7 +3,9 @@
 Each case runs one model, then another, in two processes of real vLLM on a CPU over one store. It
 does so for vLLM's `fs` tier, kvferry's tier and kvferry's connector. It compares the second model's
 answer with its answer without a store. If `--sglang` leads to SGLang, SGLang's own file back end is
-asked, too, by its own hashes (`sglang_pages.py`). The models are tiny, with random weights.
+asked, too, by its own hashes (`sglang_pages.py`). Where `make test-sglang` has installed SGLang,
+so is kvferry's back end in it (`real_sglang/other_models.py`). The models are tiny, with random
+weights.
 
 A miss is right. A hit is right if the answer is the model's own, within rounding.
 """
@@ -32,6 +34,7 @@ from tests.real_vllm.test_identity import make_adapter
 HIT = 256 + 768
 """Tokens of the prompts that are whole chunks of 128."""
 NUM_CHUNKS = HIT // 128
+SGLANG_PYTHON = Path(".venv-sglang/bin/python")
 WAIT_SECONDS = 60.0
 # kvferry serves no adapter until its files are hashed, which happens beside the first requests.
 NUM_TRIES = 10
@@ -229,6 +232,44 @@ def sglang_verdicts(paths: list[str], root: Path) -> list[str]:
     return verdicts
 
 
+def storage_verdicts(root: Path) -> list[str]:
+    """Return for each case what kvferry's back end in SGLang gives the second model."""
+    if not SGLANG_PYTHON.exists():
+        return ["not run"] * len(CASES)
+    models = {
+        name: make_tiny_model(root / f"{name}-in-sglang", seed=seed, **SHAPE)
+        for seed, name in enumerate(("first", "second"), 1)
+    }
+    places = [root / "in-sglang" / str(number) for number in range(len(CASES))]
+
+    def asked(process: str) -> list[str]:
+        cases = []
+        for case, place in zip(CASES, places, strict=True):
+            source = models["first" if process == "first" else case.model]
+            model = source
+            if case.is_at_one_path:
+                shutil.rmtree(place / "served", ignore_errors=True)
+                model = shutil.copytree(source, place / "served")
+            cases.append(
+                {
+                    "model": str(model),
+                    "store": (place / "store").as_uri(),
+                    "overrides": case.engine.get("hf_overrides", {}),
+                    "is_other": case.model != "first" or bool(case.engine) or _other_adapter(case),
+                    "has_adapter": case.adapters is not None,
+                    "is_updated": case.is_updated,
+                }
+            )
+        command = [SGLANG_PYTHON, "-m", "tests.real_sglang.other_models", process]
+        done = subprocess.run(
+            [*command, json.dumps(cases)], capture_output=True, text=True, timeout=300, check=True
+        )
+        verdicts: list[str] = json.loads(done.stdout.splitlines()[-1])
+        return verdicts
+
+    return [first or second for first, second in zip(asked("first"), asked("second"), strict=True)]
+
+
 def _other_adapter(case: Case) -> bool:
     return case.adapters is not None and case.adapters[0] != case.adapters[1]
 
@@ -252,15 +293,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvferry-proof-") as name:
         root = Path(name)
         theirs = sglang_verdicts(given.sglang, root)
-        print("| second model |", *(f"{store} |" for store in ("SGLang file back end", *STORES)))
-        print("|---|" + "---|" * (1 + len(STORES)))
-        is_right = True
+        ours = storage_verdicts(root)
+        columns = ("SGLang file back end", "kvferry in SGLang", *STORES)
+        print("| second model |", *(f"{store} |" for store in columns))
+        print("|---|" + "---|" * len(columns))
+        is_right = not any("wrong" in each for each in ours)
         with processes(root) as (writer, reader):
             proof = Proof(root, writer, reader)
-            for case, sglang in zip(CASES, theirs, strict=True):
+            for case, *in_sglang in zip(CASES, theirs, ours, strict=True):
                 own = proof.own(case)
                 found = {store: proof.verdict(case, store, own) for store in STORES}
-                print("|", *(f"{each} |" for each in (case.name, sglang, *found.values())))
+                print("|", *(f"{each} |" for each in (case.name, *in_sglang, *found.values())))
                 sys.stdout.flush()
                 is_right &= all("wrong" not in found[each] for each in found if "kvferry" in each)
     return 0 if is_right else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +126,45 @@ def valkey_place() -> Iterator[Place]:
     """Start a server of its own behind a proxy."""
     with running_valkey() as server, running_proxy(server.port) as proxy:
         yield Place(server, valkey_url(proxy.port), proxy)
+
+
+def _stored_keys(place: Place) -> list[bytes]:
+    return [key for key in place.server.ask("KEYS", "*") if place.server.ask("STRLEN", key) > 4096]
+
+
+def _flip_all(place: Place) -> None:
+    """Another last byte in every record."""
+    for stored in _stored_keys(place):
+        last = place.server.ask("STRLEN", stored) - 1
+        byte = place.server.ask("GETRANGE", stored, last, last)
+        place.server.ask("SETRANGE", stored, last, bytes([byte[0] ^ 1]))
+
+
+def _nothing(_: Place) -> None:
+    pass
+
+
+def _fill(place: Place) -> None:
+    place.server.ask("CONFIG", "SET", "maxmemory", 1)
+
+
+def _make_room(place: Place) -> None:
+    place.server.ask("CONFIG", "SET", "maxmemory", 0)
+
+
+FAULTS: dict[str, tuple[Callable[[Place], Any], Callable[[Place], Any]]] = {
+    "killed": (Place.kill, Place.start),
+    "emptied": (lambda place: place.server.ask("FLUSHALL"), _nothing),
+    "stopped": (
+        lambda place: place.server.process.pause(),
+        lambda place: place.server.process.resume(),
+    ),
+    "cut": (lambda place: place.proxy.cut_after(3000), lambda place: place.proxy.pass_all()),
+    "full": (_fill, _make_room),
+    "wrong": (_flip_all, _nothing),
+    "slow": (lambda place: place.proxy.limit(4000), lambda place: place.proxy.pass_all()),
+}
+"""How a fault of a `valkey_place` begins, and how it ends."""
 
 
 @contextmanager

@@ -43,6 +43,15 @@ class RowsOptions(StoreOptions):
     start_timeout_seconds: float = 10.0
     identity: Literal["content", "name"] = "content"
 
+    def __post_init__(self) -> None:
+        StoreOptions.__post_init__(self)
+        urls = (self.store,) if isinstance(self.store, str) else self.store
+        if any(url.lower().startswith("peer://") for url in urls):
+            raise ConfigError(
+                "store: peer:// reads from engines with kvferry's own connector, and those hold no "
+                "rows of this host, so nothing would ever be found; name a directory or a server"
+            )
+
 
 class RowsModel:
     """The model whose rows are kept, identified once.

@@ -14,6 +14,7 @@ arrives, and written into its answer when it ends.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,16 +91,19 @@ def write_explanation(
 
     Args:
         num_local: tokens that the engine's own prefix cache had.
-        hits: loaded tokens by tier.
+        hits: loaded tokens by `Store.tier_of`. Clients do not see the addresses of peers.
         misses: computed tokens by reason; the reason of the first such token comes first.
         why: details of that reason; empty for most.
     """
     num_hit = sum(hits.values())
+    by_tier: Counter[str] = Counter()
+    for source, tokens in hits.items():
+        by_tier[source.partition(" ")[0]] += tokens
     explained = {
         "prompt_tokens": num_local + num_hit + sum(misses.values()),
         "local_tokens": num_local,
         "hit_tokens": num_hit,
-        "by_tier": dict(hits),
+        "by_tier": dict(by_tier),
         "miss_reason": str(next(iter(misses), "")) or None,
         "miss_tokens": {str(reason): tokens for reason, tokens in misses.items()},
     }

@@ -32,7 +32,7 @@ _LentFor = Literal["load", "save"]
 """What the connector still does with lent blocks. The report of its end gives them back."""
 
 
-class _Loan(NamedTuple):
+class _LentBlocks(NamedTuple):
     """Blocks that no request owns any more but the connector may still read or write.
 
     An overdue loan does not end, since the connector might still write, but no request waits for it
@@ -84,7 +84,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}  # in the order of admission
         self._loading: dict[str, float] = {}  # deadlines of async loads
         self._asking: dict[str, float] = {}  # deadlines of look-ups answered by "ask again"
-        self._lent: dict[tuple[str, _LentFor], _Loan] = {}
+        self._lent: dict[tuple[str, _LentFor], _LentBlocks] = {}
         self._finished_ids: set[str] = set()  # since the last schedule
 
     def add(self, request: Request) -> None:
@@ -368,7 +368,7 @@ class Scheduler:
             del self._loading[request_id]
             request.num_failed_loads = MAX_FAILED_LOADS
             request.hit = None
-            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), now)
+            self._lent[request_id, "load"] = _LentBlocks(self._kv.detach(request), now)
             self._queue_first(request)
 
     def _take_back(self, request_id: str, reason: _LentFor) -> None:
@@ -405,9 +405,9 @@ class Scheduler:
         request.outcome = Outcome(reason, result.params if has_answer else None)
         if deadline is not None:
             # Lent even without `delay_free`: the report of the load gives the blocks back.
-            self._lent[request_id, "load"] = _Loan(self._kv.detach(request), deadline)
+            self._lent[request_id, "load"] = _LentBlocks(self._kv.detach(request), deadline)
         elif result.delay_free:
-            self._lent[request_id, "save"] = _Loan(self._kv.detach(request), self._deadline())
+            self._lent[request_id, "save"] = _LentBlocks(self._kv.detach(request), self._deadline())
         else:
             self._kv.release(request)
 

@@ -251,9 +251,8 @@ class Store(ABC):
 
     def awaits(self, key: ChunkKey) -> bool:
         """Whether a key that `contains` did not find is "not yet" here rather than "absent": it was
-        expected, its time is not over, and the medium answers. Ask `contains` first. A key that
-        came, and that `read` then does not find, is not awaited any more; of a peer, it is while
-        the peer may have it later."""
+        expected, its time is not over, and the medium answers. Ask `contains` first. A key
+        that `read` does not find is not awaited any more, except of a peer that may get it."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
@@ -280,7 +279,8 @@ class Store(ABC):
         if the medium answered, else with the error."""
 
     def tier_of(self, key: ChunkKey) -> str:
-        """Name of the tier that `key` would be read from; the scheme of a single store. A hint."""
+        """Name of the tier that `key` would be read from; the scheme of a single store. If the tier
+        is several peers, a space and the peer's address follow. A hint."""
         return self.url.partition(":")[0]
 
     # -- what is there: for commands; may be slow -----------------------------------------------

@@ -30,7 +30,7 @@ forgotten."""
 CLOSE_SECONDS = 2.0
 
 
-class _Prompt(NamedTuple):
+class _ExpectedPrompt(NamedTuple):
     keys: tuple[ChunkKey, ...]
     until: float
 
@@ -59,7 +59,7 @@ class ExpectedKeys:
         self._clock = clock
         self._until: dict[ChunkKey, float] = {}
         self._final: set[ChunkKey] = set()
-        self._prompts: list[_Prompt] = []
+        self._prompts: list[_ExpectedPrompt] = []
         self._is_looking = False
         self._lock = threading.Lock()  # for the four above; never held across I/O
         self._ends = threading.Event()
@@ -67,7 +67,7 @@ class ExpectedKeys:
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
         """See `Store.expect`. `final`: a key that the medium lacks never comes later; see `end`."""
-        missing = self._missing(_Prompt(tuple(keys), until))
+        missing = self._missing(_ExpectedPrompt(tuple(keys), until))
         if missing is None or self._ends.is_set():
             return
         with self._lock:
@@ -96,7 +96,7 @@ class ExpectedKeys:
             self.gone(key)
 
     def gone(self, key: ChunkKey) -> None:
-        """Stop awaiting a key that seemed to be there, and that a read did not find."""
+        """Stop awaiting a key that a read did not find."""
         with self._lock:
             self._final.discard(key)
             self._until.pop(key, None)
@@ -113,7 +113,7 @@ class ExpectedKeys:
         if self._thread is not None:
             self._thread.close(CLOSE_SECONDS)
 
-    def _missing(self, prompt: _Prompt) -> _Prompt | None:
+    def _missing(self, prompt: _ExpectedPrompt) -> _ExpectedPrompt | None:
         """The rest of a prompt from its first missing key on; None if all came or time is over."""
         for index, key in enumerate(prompt.keys):
             if not self._has(key):

@@ -82,8 +82,8 @@ class PeerClient:
         self._key = key
         self._tls = tls
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
+        self._idle: list[_PeerConnection] = []
+        self._busy: set[_PeerConnection] = set()
         self._closed = False
 
     def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
@@ -92,7 +92,7 @@ class PeerClient:
         for start in range(0, max(1, len(keys)), MAX_KEYS):
             some = tuple(keys[start : start + MAX_KEYS])
 
-            def ask(connection: _Connection, some: tuple[ChunkKey, ...] = some) -> bytes:
+            def ask(connection: _PeerConnection, some: tuple[ChunkKey, ...] = some) -> bytes:
                 question = AskKeys(connection.next_number(), some)
                 return connection.ask(question, KeyStates).states
 
@@ -115,7 +115,7 @@ class PeerClient:
         if len(ranges) > MAX_RANGES:
             raise TransferError(f"peer {self}: a read of more than {MAX_RANGES} ranges")
 
-        def ask(connection: _Connection) -> Lent:
+        def ask(connection: _PeerConnection) -> Lent:
             return connection.read(key, ranges)
 
         answer = self._call(ask, deadline)
@@ -135,7 +135,7 @@ class PeerClient:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _call(self, ask: Callable[[_Connection], R], deadline: float) -> R:
+    def _call(self, ask: Callable[[_PeerConnection], R], deadline: float) -> R:
         deadline = min(deadline, time.monotonic() + CALL_SECONDS)
         connection = None
         try:
@@ -156,7 +156,7 @@ class PeerClient:
         self._give_back(connection)
         return answer
 
-    def _take(self) -> _Connection | None:
+    def _take(self) -> _PeerConnection | None:
         """Take an idle connection; None if there is none. The child of a fork discards those of its
         parent, which still uses them."""
         while True:
@@ -171,7 +171,7 @@ class PeerClient:
                 return connection
             self._end(connection)
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _give_back(self, connection: _PeerConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
             if not self._closed:
@@ -179,12 +179,12 @@ class PeerClient:
                 return
         connection.stream.close()
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: _PeerConnection) -> None:
         with self._lock:
             self._busy.discard(connection)
         connection.stream.close()
 
-    def _connect(self, deadline: float) -> _Connection:
+    def _connect(self, deadline: float) -> _PeerConnection:
         limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
         fault: Exception = OSError("it has no address")
         for address in addresses_of(self.host, seconds_left(limit)):
@@ -193,7 +193,7 @@ class PeerClient:
             except OSError as error:
                 fault = error
                 continue
-            connection = _Connection(self._wrap(stream), limit)
+            connection = _PeerConnection(self._wrap(stream), limit)
             with self._lock:
                 self._busy.add(connection)
                 is_closed = self._closed
@@ -222,7 +222,7 @@ class PeerClient:
         return f"<PeerClient {self}>"
 
 
-class _Connection:
+class _PeerConnection:
     """A connection to the peer: a stream, and the number of its last question. One thread at a
     time."""
 

@@ -132,7 +132,8 @@ class PeerServer:
             refused, also after a change while it is connected.
         listen: where the server listens.
         bounds: the server's limits.
-        observer: counts `peer_served_records`, `peer_served_bytes` and `peer_refused`.
+        observer: counts `peer_served_records`, `peer_served_bytes`, `peer_refused`, and
+            `peer_overdue_loans`, which ran out before their reader had all: it gets a miss.
 
     Attributes:
         incarnation: 16 random bytes, new for each server.
@@ -159,12 +160,13 @@ class PeerServer:
                 f"peers are to be served at {listen.host!r}, which other machines may reach, and "
                 "no key is given; name a key_file, or listen on 127.0.0.1"
             )
-        self._desk = _Desk(lender, namespace, listen.open_key(), self.incarnation, bounds)
+        self._observer = observer if observer is not None else Observer()
+        key = listen.open_key()
+        self._desk = _Desk(lender, namespace, key, self.incarnation, bounds, self._observer)
         try:
             self._tls = listen.open_tls("server")
         except ConfigError as error:
             raise ConfigError(f"serve: {error}") from None
-        self._observer = observer if observer is not None else Observer()
         self._lock = threading.Lock()
         self._connections: dict[_Client, threading.Thread] = {}  # oldest first
         self._said: set[str] = set()
@@ -323,12 +325,14 @@ class _Desk:
         key: SharedKey,
         incarnation: bytes,
         bounds: Bounds,
+        observer: Observer,
     ) -> None:
         self._lender = lender
         self._namespace = namespace
         self._key = key
         self._incarnation = incarnation
         self.bounds = bounds
+        self._observer = observer
         self._room = _Room(bounds.max_bytes)
 
     def greet(self, client: _Client) -> None:
@@ -386,6 +390,8 @@ class _Desk:
             try:
                 return self._send_record(stream, asked, loan, deadline)
             finally:
+                if time.monotonic() >= deadline:
+                    self._observer.count("peer_overdue_loans")
                 self._lender.release(loan)
         finally:
             self._room.leave(taken)

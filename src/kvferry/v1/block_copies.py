@@ -79,7 +79,7 @@ def copy_kv_blocks(
         _copy(pair, runs, sources, targets)
 
 
-class _Pair(NamedTuple):
+class _LayerPair(NamedTuple):
     """One layer on both sides, as tensors of integers of the element's size."""
 
     name: str
@@ -95,7 +95,7 @@ def _pair(
     dst_kv_caches: Mapping[str, torch.Tensor],
     direction: str,
     layout: str | None,
-) -> _Pair:
+) -> _LayerPair:
     if name not in dst_kv_caches:
         raise LayoutError(f"layer {name!r} is not in the destination")
     dst = dst_kv_caches[name]
@@ -114,7 +114,7 @@ def _pair(
             f"layer {name!r}: blocks of {tuple(src.shape)} do not fit {tuple(dst.shape)}"
         )
     bits = INT_OF[src.element_size()]
-    return _Pair(name, src.view(bits), dst.view(bits), axis)
+    return _LayerPair(name, src.view(bits), dst.view(bits), axis)
 
 
 def _block_axis(name: str, tensor: torch.Tensor, layout: str | None) -> int:
@@ -156,7 +156,7 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _copy(
-    pair: _Pair,
+    pair: _LayerPair,
     runs: Sequence[tuple[int, int, int]],
     sources: Sequence[int],
     targets: Sequence[int],

@@ -11,12 +11,14 @@ import pytest
 
 from tests.adapters.sglang import host
 from tests.adapters.vllm import fakes
-from tests.servers.valkey import valkey_server
+from tests.servers.mooncake import mooncake
+from tests.servers.seaweed import seaweed
+from tests.servers.valkey import valkey_cluster, valkey_server
 
 with host.installed():
     from kvferry.adapters.sglang import KVFerryStorage
 
-__all__ = ["valkey_server"]
+__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
 Attach = Callable[..., host.Controller]
 SECONDS = 60.0
@@ -40,7 +42,7 @@ def attach(models: dict[str, Path], tmp_path: Path) -> Any:
     def make(
         pool: Any = None,
         *,
-        store: str | None = None,
+        store: str | list[str] | None = None,
         model: str | Path = "plain",
         arguments: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,

@@ -93,6 +93,30 @@ def test_closing_ends_a_load_of_another_thread_and_no_late_byte_comes(gate):
     assert host.rows == [bytearray(ROW_BYTES)] * 3
 
 
+def test_closing_ends_a_load_that_begins_meanwhile(gate, monkeypatch):
+    inner = Open()
+    assert Host(inner, load_seconds=60.0).store() == [True] * 3
+    host = Host(StallingStore(inner, gate=gate, operations=("read",)), load_seconds=60.0)
+    closing = threading.Thread(target=host.records.close, args=(0.05,))
+    get = host.records._client.get
+
+    def get_as_it_closes(*arguments):
+        batch = get(*arguments)
+        assert gate.wait_for_arrival()
+        closing.start()
+        closing.join(0.5)
+        if not closing.is_alive():  # it must not end before it knows of this batch
+            gate.release()
+        return batch
+
+    monkeypatch.setattr(host.records._client, "get", get_as_it_closes)
+    assert host.load() == [False] * 3
+    closing.join(30.0)
+    gate.release()
+    host.records.close(30.0)
+    assert host.rows == [bytearray(ROW_BYTES)] * 3
+
+
 class Unlistable(MemoryStore):
     def __init__(self, error: Exception, gate: Gate) -> None:
         super().__init__()

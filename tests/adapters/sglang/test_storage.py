@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 from tests.adapters.sglang import host
 from tests.adapters.sglang.conftest import Attach
 from tests.adapters.sglang.host import HostPool, PoolHitPolicy, PoolName, PoolTransfer, chain
+from tests.servers.places import AllServers, name_of
 
 KEYS = chain(3)
 PAGES = [4, 0, 2]
@@ -54,10 +55,23 @@ def test_pages_come_back_byte_for_byte_after_a_restart(
     assert_comes_back(second, written)
 
 
-def test_pages_come_back_from_a_server(attach: Attach, valkey_server) -> None:
-    store = f"valkey://127.0.0.1:{valkey_server.port}/kv"
-    written = fill(attach(store=store))
-    assert_comes_back(attach(store=store), written)
+@pytest.mark.parametrize("kind", ["valkey", "cluster", "s3", "mooncake", "tiers"])
+def test_every_store_gives_back_what_left_the_hosts_memory(
+    kind: str, attach: Attach, valkey_server, valkey_cluster, seaweed, mooncake,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    for name, value in seaweed.environment.items():
+        monkeypatch.setenv(name, value)
+    servers = AllServers(valkey_server, valkey_cluster, seaweed, mooncake, tmp_path)
+    store = servers.urls(name_of(request.node.name))[kind]
+    first = attach(store=store)
+    written = fill(first)
+    first.pool.kv_buffer.zero_()
+    assert_comes_back(first, written)
+    first.backend.close()
+    second = attach(store=store)
+    assert_comes_back(second, written)
+    assert second.backend.counters["hook_failed"] == 0
 
 
 def test_pages_of_which_a_pool_shows_pieces_alone(attach: Attach) -> None:
@@ -197,6 +211,20 @@ def test_a_quota_is_kept(attach: Attach, tmp_path: Path) -> None:
 def test_bad_input_is_one_line_at_start(attach: Attach, options: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         attach(**options)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_layout_without_pages_for_storage_is_refused_in_one_line(attach: Attach) -> None:
+    pool = HostPool()
+    pool.layout = "page_unified"
+
+    def unsupported(*_arguments: object, **_options: object) -> None:
+        raise ValueError(f"Unsupported layout: {pool.layout}")  # as SGLang's pools do
+
+    pool.get_data_page = pool.get_page_buffer_meta = unsupported
+    says = "in layout 'page_unified' has no pages .* set --hicache-mem-layout page_first"
+    with pytest.raises(ConfigError, match=says) as raised:
+        attach(pool)
     assert "\n" not in str(raised.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm import tier_rows
 from kvferry.adapters.vllm.tier_rows import TierRows
-from kvferry.errors import StoreError
+from kvferry.config import build_config
+from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
@@ -30,8 +33,8 @@ def key(number: int) -> bytes:
     return bytes([number]) * 36
 
 
-def content(number: int) -> np.ndarray:
-    return np.full(ROW_BYTES, number + 1, np.uint8)
+def content(number: int, epoch: int = 0) -> np.ndarray:
+    return np.full(ROW_BYTES, 1 + number + NUM_ROWS * epoch, np.uint8)
 
 
 class Host:
@@ -295,6 +298,14 @@ def test_removed_rows_are_told_once(host, filled):
     assert one.tier.take_removed() == []
 
 
+@pytest.mark.parametrize("store", ["peer://127.0.0.1:5", ["file:///x", "Peer://127.0.0.1:5"]])
+def test_peers_are_no_store_of_rows(store):
+    """They hold no rows, so that a host would never find any."""
+    with pytest.raises(ConfigError, match=r"^a tier: store: peer://.* no rows of") as raised:
+        build_config(RowsOptions, {"store": store}, where="a tier")
+    assert "\n" not in str(raised.value)
+
+
 class Chaos(WrapperStore):
     """Every call may fail, answer wrongly or take its time, as drawn."""
 
@@ -320,70 +331,119 @@ WHAT = st.sampled_from(["right", "right", "right", "fail", "damage"])
 DOES = st.sampled_from(["store", "load", "load", "poll", "drain", "epoch", "forget", "touch"])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    steps=st.lists(
-        st.tuples(DOES, st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)),
-        max_size=20,
-    ),
-    faults=st.lists(WHAT, min_size=1, max_size=20),
-)
-def test_any_schedule_reports_each_job_once_and_right(steps, faults):
-    def drawn():
-        number = 0
-        while True:
-            yield faults[number % len(faults)]
-            number += 1
+class Draw:
+    """Faults in turn. Threads draw them, in an order of their own."""
 
-    class Draw:
-        def __init__(self) -> None:
-            self.source = drawn()
+    def __init__(self, faults) -> None:
+        self._faults = faults
+        self._number = itertools.count()
 
-        def __next__(self):
-            try:
-                return next(self.source)
-            except ValueError:  # another thread draws
-                return "fail"
+    def __next__(self):
+        return self._faults[next(self._number) % len(self._faults)]
 
-    one = Host(Chaos(MemoryStore(), Draw()))
-    open_jobs, free, epoch = {}, set(range(NUM_ROWS)), 0
 
-    def collect():
-        for done in one.tier.finished():
-            places, numbers = open_jobs.pop(done.job_id)  # KeyError: reported twice
-            by_key = dict(zip(map(key, numbers), zip(places, numbers, strict=True), strict=True))
-            for each in done.moved if places else ():
-                place, number = by_key[each]
-                assert (one.rows[place] == content(number)).all()
-            free.update(places)
+class Schedule:
+    """Jobs of a host, of which any may be under way.
 
-    for does, numbers in steps:
-        if does in ("store", "load") and len(free) >= len(numbers):
-            places = [free.pop() for _ in numbers]
-            one.job += 1
-            open_jobs[one.job] = places, numbers
-            keys = [key(each) for each in numbers]
-            if does == "store":
-                for place, number in zip(places, numbers, strict=True):
-                    one.rows[place] = content(number)
-                one.tier.store(one.job, keys, places)
-            else:
-                one.rows[places] = 0
-                for each in keys:
-                    one.tier.lookup(each, "r")
-                one.tier.load(one.job, keys, places, "r")
+    Attributes:
+        moved: rows that loads filled, each with the right content.
+    """
+
+    def __init__(self, faults) -> None:
+        self.one = Host(Chaos(MemoryStore(), Draw(faults)))
+        self.jobs: dict[int, tuple[str, list[int], list[int]]] = {}
+        self.free = set(range(NUM_ROWS))
+        self.epoch = self.moved = 0
+
+    def do(self, does, numbers) -> None:
+        if does in ("store", "load"):
+            if len(self.free) >= len(numbers):
+                self.submit(does, numbers)
         elif does in ("drain", "epoch"):
-            one.tier.drain()
-            collect()
-            assert not open_jobs
-            epoch += 1
-            one.tier.begin_epoch(bytes([epoch]) * 32)
+            self.one.tier.drain()
+            self.collect()
+            assert not self.jobs
+            if does == "epoch":
+                self.epoch += 1
+                self.one.tier.begin_epoch(bytes([self.epoch]) * 32)
         elif does == "forget":
-            one.tier.forget("r")
+            self.one.tier.forget("r")
         elif does == "touch":
-            one.tier.touch(map(key, numbers))
-        collect()
-    one.tier.close(SECONDS)
-    collect()
-    assert not open_jobs
-    assert free == set(range(NUM_ROWS))
+            self.one.tier.touch(map(key, numbers))
+        self.collect()
+
+    def submit(self, does, numbers) -> None:
+        one, keys = self.one, [key(each) for each in numbers]
+        places = [self.free.pop() for _ in numbers]
+        one.job += 1
+        self.jobs[one.job] = does, places, numbers
+        if does == "store":
+            for place, number in zip(places, numbers, strict=True):
+                one.rows[place] = content(number, self.epoch)
+            one.tier.store(one.job, keys, places)
+        else:
+            one.rows[places] = 0
+            for each in keys:
+                one.tier.lookup(each, "r")
+            one.tier.load(one.job, keys, places, "r")
+
+    def collect(self) -> None:
+        for done in self.one.tier.finished():
+            does, places, numbers = self.jobs.pop(done.job_id)  # KeyError: reported twice
+            self.free.update(places)
+            if does == "load":
+                self.check(places, numbers, done.moved)
+
+    def check(self, places, numbers, moved) -> None:
+        for place, number in zip(places, numbers, strict=True):
+            if key(number) in moved:
+                assert (self.one.rows[place] == content(number, self.epoch)).all()
+        self.moved += len(moved)
+
+    def wait(self) -> None:
+        def all_ended() -> bool:
+            self.collect()
+            return not self.jobs
+
+        wait_until(all_ended, "all jobs end", SECONDS)
+
+    def end(self) -> None:
+        self.one.tier.close(SECONDS)
+        self.collect()
+        assert not self.jobs
+        assert self.free == set(range(NUM_ROWS))
+
+
+NUMBERS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+
+
+def run_any(**options) -> int:
+    """Run schedules that hypothesis draws; return how many rows were loaded."""
+    moved = []
+
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), **options)
+    @given(
+        steps=st.lists(st.tuples(DOES, NUMBERS, st.booleans()), min_size=5, max_size=20),
+        faults=st.lists(WHAT, min_size=1, max_size=20),
+    )
+    def run(steps, faults):
+        schedule = Schedule(faults)
+        schedule.do("store", [0, 1, 2, 3])
+        for does, numbers, waits in steps:
+            schedule.do(does, numbers)
+            if waits:
+                schedule.wait()
+        schedule.end()
+        moved.append(schedule.moved)
+
+    run()
+    return sum(moved)
+
+
+def test_any_schedule_reports_each_job_once_and_right():
+    assert run_any(max_examples=200) > 100
+
+
+@pytest.mark.sweep
+def test_any_schedule_of_a_new_seed():
+    assert run_any(max_examples=2000, derandomize=False, print_blob=True) > 1000

@@ -206,6 +206,21 @@ def test_of_several_peers_each_is_asked_for_what_it_has(serving):
     wait_until(lambda: peers.contains(make_key(1)), "it is known")
 
 
+def test_of_several_peers_the_one_that_has_a_value_is_named(serving):
+    memories = [MemoryStore(), MemoryStore()]
+    for number, memory in enumerate(memories):
+        memory.put(make_key(number), [b"value"])
+    ports = [serving.start(memory).address[1] for memory in memories]
+    with open_store(["memory://", serving.url(*ports)], namespace=SPACE) as store:
+        store.probe([make_key(0), make_key(1)])
+        wait_until(lambda: all(store.contains(make_key(n)) for n in range(2)), "both are known")
+        for number, port in enumerate(ports):
+            assert store.tier_of(make_key(number)) == f"peer 127.0.0.1:{port}"
+    with open_store(serving.url(ports[0]), namespace=SPACE) as store:
+        assert read_value(store, make_key(0)) == b"value"
+        assert store.tier_of(make_key(0)) == "peer"
+
+
 def test_of_peers_that_hold_a_value_the_faster_is_read_first(serving):
     passed, read = [0.0], []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -181,6 +182,7 @@ class PageRecords:
         self._client = RecordClient(store, schema, observer, io_threads, "kvferry-pages")
         self._clearing = IOPool(1, "kvferry-clear")
         self._under_way: dict[Batch[Any], str] = {}  # and the result of what is given up
+        self._beginning = threading.Lock()  # so that `close` sees all that began before
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether the store says within `ASK_SECONDS` that it is there."""
@@ -212,8 +214,10 @@ class PageRecords:
 
         records = self._records(keys)
         deadline = time.monotonic() + self._load_seconds
-        batch = self._client.get(records, [0] * len(records), landed, deadline)
-        if not self._wait(batch, deadline, MissReason.DEADLINE):
+        with self._beginning:
+            batch = self._client.get(records, [0] * len(records), landed, deadline)
+            self._under_way[batch] = MissReason.DEADLINE
+        if not self._wait(batch, deadline):
             self._observer.count("loads_late")
             if all(reason is MissReason.DEADLINE for reason in batch.results):
                 self._client.note_stall()
@@ -243,22 +247,23 @@ class PageRecords:
             fill(wanted[number], image[head:])
 
         deadline = time.monotonic() + STORE_SECONDS
-        batch = self._client.put(
-            [records[place] for place in wanted], [0] * len(wanted), filled, deadline
-        )
-        if not self._wait(batch, deadline, PutResult.FAILED):
+        with self._beginning:
+            batch = self._client.put(
+                [records[place] for place in wanted], [0] * len(wanted), filled, deadline
+            )
+            self._under_way[batch] = PutResult.FAILED
+        if not self._wait(batch, deadline):
             self._observer.count("stores_late")
         for place, result in zip(wanted, batch.results, strict=True):
             done[place] = result in (PutResult.STORED, PutResult.EXISTS)
         return done
 
-    def _wait(self, batch: Batch[R], deadline: float, late: R) -> bool:
-        """Wait for a batch, and give it up at its deadline; False if that was needed."""
-        self._under_way[batch] = late
+    def _wait(self, batch: Batch[Any], deadline: float) -> bool:
+        """Wait for a batch under way, and give it up at its deadline; False if that was needed."""
         try:
             in_time = batch.wait(max(0.0, deadline - time.monotonic()))
             if not in_time:
-                _end(batch, late)
+                _end(batch, self._under_way[batch])
         finally:
             del self._under_way[batch]
         return in_time
@@ -299,7 +304,9 @@ class PageRecords:
         self._clearing.close(0.0)
         try:
             self._client.close(seconds)
-            for batch, late in self._under_way.copy().items():
+            with self._beginning:
+                under_way = self._under_way.copy()
+            for batch, late in under_way.items():
                 _end(batch, late)
         finally:
             self._store.close()

@@ -46,7 +46,7 @@ class Finished(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job:
+class _Transfer:
     """A load or a store that is not reported yet."""
 
     keys: Sequence[bytes]
@@ -61,7 +61,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Request:
+class _RequestState:
     """What is remembered of a request until it ends.
 
     Attributes:
@@ -102,9 +102,9 @@ class TierRows:
         self._observer = observer
         self._client = RecordClient(store, schema, observer, io_threads, "kvferry-tier")
         self._load_seconds = load_seconds
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _Transfer] = {}
         self._finished: list[Finished] = []
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._learner = _Learner(store)
         self._watch = _Watch(store)
         self._stored: list[bytes] = []
@@ -114,7 +114,7 @@ class TierRows:
     def lookup(self, key: bytes, request: str) -> bool | None:
         """Whether a row is there. None: the store is still being asked, look up again in the next
         step. A row that is not found `ASK_SECONDS` after the first None is a miss."""
-        known = self._requests.setdefault(request, _Request())
+        known = self._requests.setdefault(request, _RequestState())
         if key in known.missed or self._client.is_stalled:
             return False
         record = known.keys.get(key)
@@ -174,7 +174,7 @@ class TierRows:
         else:
             self._observer.count("stores_dropped", len(wanted))
             batch.give_up(PutResult.FAILED)
-        self._jobs[job_id] = _Job([key for key, _ in wanted], None, batch, deadline, now)
+        self._jobs[job_id] = _Transfer([key for key, _ in wanted], None, batch, deadline, now)
 
     def load(
         self, job_id: int, keys: Collection[bytes], places: Sequence[int], request: str
@@ -192,7 +192,7 @@ class TierRows:
         deadline = now + self._load_seconds
         records = [self._key(key) for key in keys]
         batch = self._client.get(records, [0] * len(records), land, deadline)
-        self._jobs[job_id] = _Job(list(keys), request, batch, deadline, now)
+        self._jobs[job_id] = _Transfer(list(keys), request, batch, deadline, now)
 
     @property
     def num_jobs(self) -> int:
@@ -212,7 +212,7 @@ class TierRows:
         ended, self._finished = self._finished, []
         return ended
 
-    def _give_up(self, job: _Job) -> None:
+    def _give_up(self, job: _Transfer) -> None:
         if job.is_late:
             return
         job.is_late = True
@@ -226,7 +226,7 @@ class TierRows:
         if not brought:
             self._client.note_stall()
 
-    def _result(self, job_id: int, job: _Job, now: float) -> Finished:
+    def _result(self, job_id: int, job: _Transfer, now: float) -> Finished:
         sound = (None,) if job.request is not None else (PutResult.STORED, PutResult.EXISTS)
         pairs = list(zip(job.keys, job.batch.results, strict=True))
         moved = [key for key, result in pairs if result in sound]

@@ -148,7 +148,8 @@ class Accounts:
             self._observer.count("hits")
         else:
             self._observer.count("requests_missed")
-        for tier, tokens in hits.items():
+        for source, tokens in hits.items():
+            tier = source.partition(" ")[0]  # without a peer's address: few labels are kept apart
             self._observer.count(f"hit_tokens/{tier}", tokens)
         for reason, tokens in misses.items():
             self._observer.count(f"miss_tokens/{reason}", tokens)

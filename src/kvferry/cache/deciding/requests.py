@@ -118,8 +118,8 @@ class Search:
         pinned: slots of the hit, filled or still filling, which the search keeps from eviction.
         awaited: slots of `pinned` that were filling when the search last fetched. A look-up removes
             filled ones from the end only, so others may be filled, too.
-        fetched: chunks whose fetch the search waited for, and their tiers. Another request may have
-            begun the fetch.
+        fetched: chunks whose fetch the search waited for, and where from (`Store.tier_of`). Another
+            request may have begun the fetch.
         began_at: time of its first look-up.
         fetching_since: time when its fetches began; None if there were none, and while another
             engine is still to bring more.
@@ -127,7 +127,7 @@ class Search:
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
             and to compute all; None while all chunks are worth it.
         gave_up: why no more is fetched for it; None: more may be fetched.
-        loads: tokens and seconds of what was fetched and promised, by tier.
+        loads: tokens and seconds of what was fetched and promised, by where from.
         promised: tokens `[start, stop)` of the last positive answer.
         miss: why the last answer was not longer; NOT_LOADING if there was none.
     """

@@ -481,9 +481,9 @@ class FileStore(Store):
 
     def _miss(self, key: ChunkKey) -> None:
         """Forget a key without a file. The upkeep looks again: the file may just have come."""
+        self._expected.gone(key)
         if self._known.contains(key):
             self._known.discard(key)
-            self._expected.gone(key)
             self.probe([key])
 
 

@@ -166,6 +166,9 @@ class PeerStores(TieredStore):
             self._tiers, key=lambda tier: (not tier.has(key), tier.calls.read_limit.average)
         )
 
+    def tier_of(self, key: ChunkKey) -> str:
+        return self._read_order(key)[0].url.replace("://", " ")
+
     def discard(self, key: ChunkKey, reason: str) -> None:
         for tier in self._tiers:
             tier.discard(key, reason)

@@ -108,9 +108,8 @@ class RemoteStore(ServerStore):
         with self._keys.call() as learn:
             size = self._client.read(self.name_of(key), ranges, self._until(deadline))
             if size is None:
-                if self._keys.contains(key):
-                    self._expected.gone(key)
                 self._keys.forget(key)
+                self._expected.gone(key)
             else:
                 learn(key, size)
         return size

@@ -211,10 +211,12 @@ class TieredStore(Store):
                 tier.store.touch(keys)
 
     def tier_of(self, key: ChunkKey) -> str:
-        """Name (`TierStatus.name`) of the nearest tier known to have `key`, else of the last."""
+        """See `Store.tier_of`: `TierStatus.name` of the nearest tier known to have `key`, else of
+        the last."""
         for tier in self._tiers:
-            if tier.has(key):
-                return tier.name
+            if (store := tier.up) is not None and store.contains(key):
+                _, *address = store.tier_of(key).split(" ", 1)
+                return " ".join([tier.name, *address])
         return self._tiers[-1].name
 
     # -- what is there --------------------------------------------------------------------------
