@@ -22,8 +22,10 @@ from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, is_tail
 from tests.cache.hosts import make_groups
 from tests.cache.pools import held_keys
+from tests.servers.places import num_said
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
+from tests.transfer.test_tls import make_authority, make_files
 
 from .keeping import NUM_CHUNKS, PROMPT, HangsLater, assert_settles
 from .keeping import open_store as open_directory
@@ -36,19 +38,19 @@ NUM_FAULTS = 60
 
 @pytest.fixture
 def peers(make_host, tmp_path):
-    """Factory of hosts that serve and read, all with one key."""
+    """Factory of hosts that serve and read, all with one key. `tls` is the end of a URL."""
     key_file = tmp_path / "peers.key"
     key_file.touch(0o600)
     key_file.write_bytes(b"k" * 32)
     made = []
 
-    def make(port=0, reads=(), tiers=False, **options):
+    def make(port=0, reads=(), tiers=False, tls="", **options):
         options.setdefault("bounds", PATIENT)
         if port is not None:
-            options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}"
+            options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}{tls}"
         if reads:
             hosts = ",".join(f"{LOCALHOST}:{each}" for each in reads)
-            url = f"peer://{hosts}?key_file={key_file}"
+            url = f"peer://{hosts}?key_file={key_file}{tls}"
             options["store"] = url if tiers else None
             namespace = made[0].scheduler.requests.namespace if made else b""
             if not tiers:
@@ -655,6 +657,55 @@ def test_a_peer_of_another_tenant_or_model_gets_nothing_and_is_logged_once(peers
     refused = [line for line in caplog.messages if "a peer is refused" in line]
     assert len(refused) == 1
     assert len([line for line in caplog.messages if "not used" in line]) <= 1
+
+
+@pytest.mark.parametrize(("reader", "num_refused"), [("in clear", 0), ("of another authority", 1)])
+def test_inside_tls_only_a_reader_with_a_certificate_gets_anything(
+    peers, tmp_path, caplog, reader, num_refused
+):
+    """One that speaks no TLS gets no answer at all."""
+
+    def files_of(authority):
+        files = make_files(make_authority(tmp_path / authority), "peer")
+        return "".join(f"&{option}={path}" for option, path in files._asdict().items())
+
+    ours = files_of("ours")
+    theirs = files_of("theirs") if num_refused else ""
+    prefiller = peers(tls=ours)
+    port = prefill(prefiller)["remote_port"]
+    waiting, options = {"do_remote_prefill": True}, {"tiers": True, "load_timeout_seconds": 30.0}
+    assert decode(peers(None, [port], tls=ours, **options), waiting) == HIT
+    num_served = prefiller.observer["peer_served_records"]
+    assert num_served > 0
+    caplog.clear()
+    stranger = peers(None, [port], tls=theirs, **options)
+    for number in range(4):
+        assert decode(stranger, waiting, name=f"decode {number}") == 0
+        assert_settles(stranger)
+        stranger.forget_memory()
+    assert prefiller.observer["peer_served_records"] == num_served
+    assert (prefiller.observer["peer_refused"] > 0) is (num_refused > 0)
+    said = num_said(caplog.messages, "not used until", "a peer is refused")
+    assert said == [1, num_refused]
+
+
+def test_a_peer_whose_address_does_not_resolve_costs_its_own_hits_only(peers, caplog):
+    prefiller = peers()
+    answer = prefill(prefiller)
+    nowhere, here = "no.such.host.invalid:7100", f"{LOCALHOST}:{answer['remote_port']}"
+    key_file = prefiller.parts[0].config.serve.partition("?")[2]
+    reader = peers(None, store=f"peer://{nowhere}?{key_file}", load_timeout_seconds=30.0)
+    caplog.clear()
+    for number in range(4):
+        assert decode(reader, {"do_remote_prefill": True}, name=f"decode {number}") == 0
+        assert_settles(reader)
+        reader.forget_memory()
+    (line,) = caplog.messages
+    assert nowhere in line
+    assert reader.observer["store_probe_failed"] > 0
+    reader = peers(None, store=f"peer://{nowhere},{here}?{key_file}", load_timeout_seconds=30.0)
+    assert decode(reader, answer) == HIT
+    assert_settles(reader)
 
 
 def test_a_port_in_use_is_one_error_at_the_start(peers):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - engines import t
 
 from kvferry.engine import SamplingParams
 from kvferry.observe import Counters
+from kvferry.store import url
+from kvferry.store.tiers.health import Patience
 from tests.engine.rank_threads import ThreadedLLM
 
 ANSWER_SECONDS = 120.0
@@ -27,6 +30,10 @@ ANSWER_SECONDS = 120.0
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 """The transfer parameters that a proxy sends to the engine that prefills."""
+
+PAUSE_SECONDS = 0.5
+"""The longest pause before a store that was away is tried again. A store that fails as often as
+tests have it fail would be left alone for longer."""
 
 
 class Answer(NamedTuple):
@@ -99,6 +106,12 @@ class EngineProcess:
         """Have prompts answered in one batch; `params` is a list for each, or one for all."""
         return self.call("ask", prompts, params, max_tokens)
 
+    def resume(self, *, is_wanted: bool = True) -> Any:
+        """Have an engine go on that `pause_at` has paused, and return the answer. If it is no
+        longer wanted, raise GoneError."""
+        self._ours.send(is_wanted)
+        return self.receive()
+
     def signal(self, kind: signal.Signals) -> None:
         os.kill(self.process.pid, kind)
 
@@ -132,7 +145,8 @@ def join_namespaces(pid: int) -> None:
 class _Engine:
     """The engine and what the tests call on it. Runs in: the process of an engine."""
 
-    def __init__(self, model_dir: Path, config: dict[str, Any], log: Log) -> None:
+    def __init__(self, model_dir: Path, config: dict[str, Any], log: Log, asked: Any) -> None:
+        self._asked = asked
         self.counters = Counters()
         self.llm = ThreadedLLM(model_dir, observer=self.counters, **config)
         self._log = log
@@ -171,7 +185,7 @@ class _Engine:
         def counted() -> None:
             nonlocal left
             if not left:
-                raise _GoneError
+                raise GoneError
             left -= 1
             step()
 
@@ -179,12 +193,27 @@ class _Engine:
         try:
             for _ in events:
                 pass
-        except _GoneError:
+        except GoneError:
             return True
         finally:
             del self.llm.step
             events.close()
         return False
+
+    def pause_at(self, num_tokens: int) -> None:
+        """Before the first step at which requests have so many computed tokens, send "paused" and
+        wait until the tests say whether the answer is still wanted. Peers are served meanwhile."""
+        step = self.llm.step
+
+        def paused() -> None:
+            if sum(each.num_computed_tokens for each in self.llm.scheduler.requests) >= num_tokens:
+                del self.llm.step
+                self._asked.send("paused")
+                if not self._asked.recv():
+                    raise GoneError
+            step()
+
+        self.llm.step = paused
 
     def counts(self) -> dict[str, float]:
         return self.counters.snapshot()
@@ -205,8 +234,13 @@ class _Engine:
     def log(self) -> list[str]:
         return self._log.messages
 
+    def close(self) -> list[str]:
+        """End the engine; return the names of threads that stay."""
+        self.llm.close()
+        return [each.name for each in threading.enumerate() if each is not threading.main_thread()]
 
-class _GoneError(Exception):
+
+class GoneError(Exception):
     """A client went away."""
 
 
@@ -214,6 +248,7 @@ def _run(model_dir: Path, namespace: int | None, config: dict[str, Any], asked: 
     """Answer until the other end closes. Between questions the engine goes on stepping while it has
     work, since the last chunks of a prefill are sealed after its answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process
+    url.Patience = partial(Patience, longest_pause_seconds=PAUSE_SECONDS)
     log = Log()
     logging.getLogger("kvferry").addHandler(log)
     logging.getLogger("kvferry").setLevel(logging.INFO)
@@ -221,7 +256,7 @@ def _run(model_dir: Path, namespace: int | None, config: dict[str, Any], asked: 
         try:
             if namespace is not None:
                 join_namespaces(namespace)
-            engine = _Engine(model_dir, config, log)
+            engine = _Engine(model_dir, config, log, asked)
         except Exception as error:  # the tests raise it
             asked.send(error)
             return

@@ -13,6 +13,7 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
+from tests.servers.places import s3_url, valkey_url
 from tests.servers.process import LOCALHOST
 
 NUM_TOKENS, CHUNK_TOKENS = 230, 32
@@ -30,6 +31,28 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def store_url(request, tmp_path, monkeypatch):
+    """Factory: the URL of an empty store of a kind."""
+
+    def url_of(kind):
+        prefix = secrets.token_hex(8)
+        match kind:
+            case "file":
+                return f"file://{tmp_path / prefix}"
+            case "valkey":
+                return valkey_url(request.getfixturevalue("valkey_server").port, prefix=prefix)
+            case "s3":
+                server = request.getfixturevalue("seaweed")
+                for name, value in server.environment.items():
+                    monkeypatch.setenv(name, value)
+                return s3_url(server.endpoint, prefix)
+            case "mooncake":
+                return f"mooncake://{request.getfixturevalue('mooncake').master}/{prefix}"
+
+    return url_of
 
 
 def params(given, max_tokens=1):
@@ -58,23 +81,23 @@ def hand_over(prefiller, decoder, prompts, num_tokens):
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
     ("place", "prefills", "decodes"),
-    [("file", (2, 16), (1, 32)), ("valkey", (1, 32), (2, 16))],
+    [
+        ("file", (2, 16), (1, 32)),
+        ("valkey", (1, 32), (2, 16)),
+        ("s3", (2, 16), (1, 32)),
+        ("mooncake", (1, 32), (2, 16)),
+    ],
 )
 def test_a_prompt_prefilled_elsewhere_is_decoded_as_by_one_engine(
-    model_dir, tmp_path, valkey_server, arch, place, prefills, decodes
+    model_dir, store_url, arch, place, prefills, decodes
 ):
     path = model_dir(arch)
     prompts = [prompt(NUM_TOKENS, seed=seed) for seed in (1, 2)]
     expected = own(path, prompts, 6)
-    url = (
-        f"file://{tmp_path / 'store'}"
-        if place == "file"
-        else f"valkey://{LOCALHOST}:{valkey_server.port}/{secrets.token_hex(8)}"
-    )
     shape = dict(zip(("tensor_parallel_size", "block_size"), prefills, strict=True))
     other = dict(zip(("tensor_parallel_size", "block_size"), decodes, strict=True))
     counters = Counters()
-    common = {"store": url, "connector_options": OPTIONS}
+    common = {"store": store_url(place), "connector_options": OPTIONS}
     with (
         ThreadedLLM(path, **common, **shape) as prefiller,
         ThreadedLLM(path, **common, **other, observer=counters) as decoder,
@@ -86,6 +109,7 @@ def test_a_prompt_prefilled_elsewhere_is_decoded_as_by_one_engine(
         assert decoded.token_ids == one.token_ids
         assert np.abs(decoded.first_logits - one.first_logits).max() <= 1e-3
         assert decoded.params is None
+    assert counters[f"hit_tokens/{place}"] == 2 * HIT[other["block_size"]]
     assert counters["remote_prefills"] == 2
     assert counters["remote_prefills_computed"] == 0
 

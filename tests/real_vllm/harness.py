@@ -345,15 +345,22 @@ class Oracle:
         self._engine: Engine | None = None
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 4, logprobs: int = 20
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 4,
+        logprobs: int = 20,
+        **sampling: Any,
     ) -> Answers:
-        """Run prompts twice. Return the second answers, which hit all whole blocks of a prompt."""
+        """Run prompts twice, the second time with more parameters of `sampling`. Return the second
+        answers, which hit all whole blocks of a prompt."""
         if self._engine is None:
             self._process.start(self._model, max_model_len=4096, **self._options)
             self._engine = Engine(self._process)
         self._engine.generate(prompts, max_tokens=1)
-        answers = self._engine.generate(prompts, max_tokens=max_tokens, logprobs=logprobs)
-        whole = sum((len(prompt) - 1) // 128 * 128 for prompt in prompts)
+        asked = [{"token_ids": list(prompt), "sampling": sampling} for prompt in prompts]
+        answers = self._engine.generate(asked, max_tokens=max_tokens, logprobs=logprobs)
+        whole = sum((len(prompt) - 1) // 128 * 128 for prompt in prompts) * sampling.get("n", 1)
         assert answers.local == whole, "the engine's own prefix cache was too small"
         return answers
 

@@ -189,6 +189,11 @@ class Engine:
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return len(managers[0].req_to_blocks.get(request.request_id, ()))
 
+    @property
+    def held(self) -> float:
+        """Chunks in our memory, also those that are being fetched."""
+        return float(self.scheduler.connector._observer.gauges()["pool_slots/held"])
+
     def end(self, *ending: Any) -> None:
         """The rest of the requests' life, and nothing is left of them."""
         self.step(*ending)
@@ -343,3 +348,24 @@ def test_a_decode_that_is_aborted_while_it_waits_leaves_nothing(make: Make) -> N
     decoder.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert not any(decoder.scheduler._kv_fetch_counts.values())
     decoder.end()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40], ids=["stub", "whole prompt"])
+def test_a_decode_that_is_refused_at_once_fetches_nothing(make: Make, num_tokens: int) -> None:
+    """In the place of a request that it refuses, vLLM's server sends a stub of one token with the
+    same parameters through the scheduler."""
+    from vllm.v1.request import RequestStatus
+
+    prefiller, decoder = make("kv_producer"), make()
+    decoder.until(lambda: not decoder.scheduler.has_requests(), "it has looked for recent records")
+    params = prefilled(prefiller, 40)
+    prefiller.until(lambda: not prefiller.scheduler.has_requests(), "stored")
+    refused = decoder.add(1, num_tokens, params)
+    decoder.scheduler.finish_requests(refused.request_id, RequestStatus.FINISHED_ABORTED)
+    decoder.end()
+    assert decoder.held == 0
+    request = decoder.add(1, 40, params)
+    decoder.until(lambda: bool(decoder.scheduler.running), "the prompt is there")
+    assert decoder.held == 2
+    assert decoder.loaded == 32
+    decoder.end(request)

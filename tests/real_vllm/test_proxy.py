@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -193,6 +194,10 @@ def num_running(servers: list[Server]) -> float:
     return sum(counted(server, "vllm:num_requests_running{") for server in servers)
 
 
+def all_requests(servers: list[Server]) -> float:
+    return sum(counted(server, "vllm:num_requests_") for server in servers)
+
+
 class Pair(NamedTuple):
     """Two servers of one model, each of which lists the other.
 
@@ -297,8 +302,8 @@ PROXIES = {
 
 
 @contextmanager
-def started(name: str, pair: Pair, log: Path) -> Iterator[int]:
-    """The port of a proxy."""
+def started(name: str, pair: Pair, log: Path) -> Iterator[tuple[int, ServerProcess]]:
+    """A proxy, and its port."""
     proxy = PROXIES[name]
     assert (FETCHED / proxy.file).is_file(), "scripts/vllm-connectors fetches it"
     (front,) = free_ports(1)
@@ -307,7 +312,7 @@ def started(name: str, pair: Pair, log: Path) -> Iterator[int]:
     process = ServerProcess(command, log, {"PYTHONUNBUFFERED": "1"})
     try:
         process.wait_ready(lambda: accepts(front) and proxy.ready in log.read_text())
-        yield front
+        yield front, process
     finally:
         process.kill()
 
@@ -342,7 +347,7 @@ def test_a_proxy_of_vllm_before_a_prefiller_and_a_decoder(
             complete(pair.prefiller.port, prompt, 1)
         settle(pair.prefiller)
     moved, asked = counted(decoder, *MOVED), counted(decoder, *ASKED)
-    with started(name, pair, tmp_path / "proxy.log") as front:
+    with started(name, pair, tmp_path / "proxy.log") as (front, _):
         if name == "encode":
             answers = [chat(front, text) for text in texts]
         else:
@@ -362,7 +367,7 @@ def test_a_turn_behind_the_proxy_for_turns_is_read_from_the_decoder(
     looks for them."""
     prompt = make_prompt(350)
     moved = counted(pair.prefiller, *MOVED)
-    with started("turns", pair, tmp_path / "proxy.log") as front:
+    with started("turns", pair, tmp_path / "proxy.log") as (front, _):
         answers = [complete(front, prompt, 100, conversation_id="one")]
         history = prompt + answers[0].tokens
         settle(pair.decoder)
@@ -374,3 +379,56 @@ def test_a_turn_behind_the_proxy_for_turns_is_read_from_the_decoder(
     assert_same(own, answers)
     # The prompt of the first turn it has itself.
     assert counted(pair.prefiller, *MOVED) > moved
+
+
+@pytest.mark.sweep
+def test_a_decoder_that_refuses_a_request_begins_nothing_for_it(
+    pair: Pair, make_prompt: MakePrompt, first: Process
+) -> None:
+    """vLLM's server then sends a stub with the same parameters through its engine."""
+    prompt, decoder = make_prompt(300), pair.decoder
+    with first.engine(pair.model) as engine:
+        own = engine.generate([prompt], logprobs=5).answers
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+    asked = body | {"kv_transfer_params": {"do_remote_decode": True}}
+    given = json.loads(ask(pair.prefiller.port, "/v1/completions", asked))["kv_transfer_params"]
+    before = [counted(decoder, *each) for each in (MOVED, ASKED)]
+    with pytest.raises(AssertionError, match="400"):
+        complete(decoder.port, prompt + make_prompt(1200), kv_transfer_params=given)
+    settle(decoder)
+    wait_until(lambda: all_requests([decoder]) == 0, "it has nothing to do", SETTLE_SECONDS)
+    assert [counted(decoder, *each) for each in (MOVED, ASKED)] == before
+    assert_same(own, [complete(decoder.port, prompt, kv_transfer_params=given)])
+    hit = expected_hit(len(prompt), chunk=CHUNK_TOKENS)
+    after = [counted(decoder, *each) for each in (MOVED, ASKED)]
+    assert after == [before[0] + hit, before[1] + 1]
+
+
+@pytest.mark.sweep
+def test_a_proxy_that_stops_in_mid_answer_and_a_client_that_goes_leave_nothing(
+    tmp_path: Path, pair: Pair, make_prompt: MakePrompt, first: Process
+) -> None:
+    """The next request goes through a new proxy, while the old one still has its connections."""
+    prompts, servers = [make_prompt(350) for _ in range(2)], [pair.prefiller, pair.decoder]
+    with first.engine(pair.model) as engine:
+        own = engine.generate(prompts, logprobs=5).answers
+    with started("toy", pair, tmp_path / "stopped.log") as (front, stopped):
+        body = {"model": "tiny", "prompt": prompts[0], "max_tokens": 600, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://{LOCALHOST}:{front}/v1/completions",
+            json.dumps(body | {"stream": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SETTLE_SECONDS) as answer:
+            assert answer.readline().startswith(b"data: {")
+            stopped.pause()
+        wait_until(lambda: all_requests(servers) == 0, "both engines drain", SETTLE_SECONDS)
+        for server in servers:
+            settle(server)
+        with started("toy", pair, tmp_path / "proxy.log") as (new, _):
+            moved = counted(pair.decoder, *MOVED)
+            answers = [complete(new, prompt) for prompt in prompts]
+        assert_same(own, answers)
+        # The decoder has the first prompt itself.
+        hit = expected_hit(len(prompts[1]), chunk=CHUNK_TOKENS)
+        assert counted(pair.decoder, *MOVED) - moved == hit

@@ -17,7 +17,7 @@ CHUNKS_EACH = 36
 """In the memory of a replica; all documents have 120."""
 
 DOCUMENTS, REQUESTS, DOCUMENT_TOKENS = 40, 240, 390
-LEAST_SHARE = 0.9
+LEAST_SHARE = 0.95
 ROOM = 1 << 16
 """Beyond the rows of a slot."""
 

@@ -92,6 +92,9 @@ def two_places() -> Iterator[tuple[Place, Place]]:
                 _run([*_inside(pid), *f"ip address add {address}/24 dev {name}".split()])
                 _run([*_inside(pid), *f"ip link set {name} up".split()])
         except NoNamespacesError as error:
+            # Set it where namespaces are sure to work, so that no test goes without them unseen.
+            if os.environ.get("KVFERRY_NEEDS_NETNS"):
+                raise
             reason = f"no network namespaces here, so both sides are on loopback: {error}"
             warnings.warn(reason, stacklevel=3)
             yield Place("127.0.0.1", None), Place("127.0.0.2", None)

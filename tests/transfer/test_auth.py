@@ -1,4 +1,4 @@
-"""Keys, proofs, tokens and addresses: each with what must not pass."""
+"""Keys and proofs: each with what must not pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvferry.errors import ConfigError
 from kvferry.transfer.auth import SharedKey, read_key, user_key
 
 KEY, OTHER = SharedKey(b"k" * 32), SharedKey(b"o" * 32)
-NOW = 1_800_000_000.0
 
 
 @pytest.fixture
