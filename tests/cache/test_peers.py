@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -111,6 +112,7 @@ def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
     prefiller = peers()
     answer = start_prefill(prefiller)  # its last step has not ended
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    decoder.scheduler.policy.saw_compute(10**6, 1.0)  # a fetch may take no longer than computing
     request = decoder.add("decode", PROMPT, handover=read_handover(answer))
 
     def was_read() -> bool:
@@ -119,6 +121,8 @@ def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
         return decoder.observer["miss_absent"] == NUM_CHUNKS
 
     wait_until(was_read, "the peer says that it is about to have them")
+    search = decoder.scheduler.requests.by_id["decode"].search
+    wait_until(lambda: time.monotonic() > search.deadline, "the time of that fetch is over")
     for _ in range(20):
         assert decoder.scheduler.lookup(request, 0).num_tokens is None
         decoder.step([])

@@ -174,7 +174,7 @@ class Lookup:
             hit = self._candidate(state, search.num_local, stop)
             if hit.num_slots <= self._pool.num_slots:
                 self._fetch(state, search, hit, known)
-                search.fetching_since = None  # later chunks get as much time again
+        search.fetching_since = None  # later chunks get as much time again
 
     def _settle(self, state: RequestState, search: Search, known: int, num_tokens: int) -> bool:
         """Promise the longest hit of `known` chunks that is held, or none. False if the host must
