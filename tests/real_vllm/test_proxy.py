@@ -55,7 +55,8 @@ def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
             os.killpg(demo.pid, signal.SIGKILL)
         demo.wait(timeout=20)
     logs = {path.name: path.read_text(errors="replace") for path in tmp_path.glob("*.log")}
-    assert demo.returncode == 0, (said, errors, logs)
+    if demo.returncode:  # not by an assertion, which pytest cuts short
+        pytest.fail("\n".join([said, errors, *(log[-4000:] for log in logs.values())]))
     result = json.loads(said)
     assert result["faults"] == []
     assert result["moved_tokens"] == 768
