@@ -86,6 +86,19 @@ def decode(host, answer, prompt=PROMPT, name="decode"):
     return host.run(name, prompt, handover=read_handover(answer)).num_external_tokens
 
 
+def assert_waits(decoder, request):
+    for _ in range(20):
+        assert decoder.scheduler.lookup(request, 0).num_tokens is None
+        decoder.step([])
+
+
+def assert_ends(decoder, request, hit):
+    assert decoder.admit(request) == hit
+    decoder.prefill(request)
+    decoder.finish(request)
+    assert_settles(decoder)
+
+
 def test_what_a_peer_holds_is_read_from_it(peers):
     prefiller = peers()
     answer = prefill(prefiller)
@@ -102,10 +115,7 @@ def test_what_a_peer_stamped_is_fetched_with_the_first_step(peers):
     request = decoder.add("decode", LONGER, handover=read_handover(answer))
     assert decoder.scheduler.lookup(request, 0).num_tokens is None
     assert decoder.pool.num_taken == NUM_CHUNKS + 1
-    assert decoder.admit(request) == 44
-    decoder.prefill(request)
-    decoder.finish(request)
-    assert_settles(decoder)
+    assert_ends(decoder, request, 44)
 
 
 def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
@@ -123,14 +133,9 @@ def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
     wait_until(was_read, "the peer says that it is about to have them")
     search = decoder.scheduler.requests.by_id["decode"].search
     wait_until(lambda: time.monotonic() > search.deadline, "the time of that fetch is over")
-    for _ in range(20):
-        assert decoder.scheduler.lookup(request, 0).num_tokens is None
-        decoder.step([])
+    assert_waits(decoder, request)
     assert_settles(prefiller)
-    assert decoder.admit(request) == HIT
-    decoder.prefill(request)
-    decoder.finish(request)
-    assert_settles(decoder)
+    assert_ends(decoder, request, HIT)
 
 
 @pytest.mark.parametrize("warm", ["computed", "cached by the engine", "loaded"])
@@ -406,10 +411,7 @@ def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
     while decoder.scheduler.lookup(request, 0).num_tokens is None:
         decoder.step([])
     request.all_token_ids.append(9)  # 48: a sixth whole chunk
-    assert decoder.admit(request) == 44
-    decoder.prefill(request)
-    decoder.finish(request)
-    assert_settles(decoder)
+    assert_ends(decoder, request, 44)
 
 
 @pytest.mark.parametrize("case", ["turn", "decoder named"])
@@ -438,14 +440,9 @@ def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers, block_size, 
     decoder = peers(None, [prefiller.server.address[1]], groups=groups, load_timeout_seconds=30.0)
     request = decoder.add("decode", PROMPT, handover=read_handover({"do_remote_prefill": True}))
     wait_until(lambda: prefiller.server.num_connections == 1, "the peer is asked")
-    for _ in range(20):
-        assert decoder.scheduler.lookup(request, 0).num_tokens is None
-        decoder.step([])
+    assert_waits(decoder, request)
     prefill(prefiller)
-    assert decoder.admit(request) == hit
-    decoder.prefill(request)
-    decoder.finish(request)
-    assert_settles(decoder)
+    assert_ends(decoder, request, hit)
 
 
 def test_a_producer_takes_the_next_turn_from_the_consumer(peers):

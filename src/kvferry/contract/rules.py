@@ -84,7 +84,7 @@ class Promises:
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
         self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role, or overdue
         self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
-        self._suspect = False  # for good, once a plan could not be built: loads are checked
+        self._suspect = False  # from the first plan on that could not be built: loads are checked
 
     def has_failed(self, request_id: str) -> bool:
         """Whether a load of this request was lost before its plan, or an async load of it failed.
@@ -129,7 +129,7 @@ class Promises:
 
     def lose_plan(self) -> None:
         """Fail all loads of a plan that the role could not build. Check those of all later plans,
-        since nothing tells whether the role has dropped these loads or will still plan them."""
+        since it is not known whether the role has dropped these loads or will still plan them."""
         self._lost.update(self._planned)
         self._suspect = True
 

@@ -61,7 +61,7 @@ class _Transfer:
 
 
 @dataclass(slots=True)
-class _RequestState:
+class _RequestRows:
     """What is remembered of a request until it ends.
 
     Attributes:
@@ -104,7 +104,7 @@ class TierRows:
         self._load_seconds = load_seconds
         self._jobs: dict[int, _Transfer] = {}
         self._finished: list[Finished] = []
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, _RequestRows] = {}
         self._learner = _Learner(store)
         self._watch = _Watch(store)
         self._stored: list[bytes] = []
@@ -114,7 +114,7 @@ class TierRows:
     def lookup(self, key: bytes, request: str) -> bool | None:
         """Whether a row is there. None: the store is still being asked, look up again in the next
         step. A row that is not found `ASK_SECONDS` after the first None is a miss."""
-        known = self._requests.setdefault(request, _RequestState())
+        known = self._requests.setdefault(request, _RequestRows())
         if key in known.missed or self._client.is_stalled:
             return False
         record = known.keys.get(key)
