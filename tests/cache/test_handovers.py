@@ -282,6 +282,76 @@ def test_what_does_not_come_is_computed_after_the_deadline(make_engine, has_some
     assert "the rest did not come" in line
 
 
+class Awaited:
+    """A request whose chunks come one by one, and that has no other time than the test's."""
+
+    def __init__(self, make_engine) -> None:
+        self.client, self.clock = SlowClient(), FakeClock()
+        answer = prefill(make_engine(self.client))
+        self.host = make_engine(self.client, self.clock)
+        self.request = until_awaited(self.host, PROMPT, answer)
+
+    def one_comes(self) -> None:
+        before = fetches(self.host)
+        self.client.release(1)
+
+        def is_fetched() -> bool:
+            assert self.host.scheduler.lookup(self.request, 0).num_tokens is None
+            self.host.step([])
+            return fetches(self.host) == before + 1
+
+        wait_until(is_fetched, "one more chunk is fetched")
+        num_asked = len(self.client.asked)
+        wait_until(lambda: len(self.client.asked) > num_asked + 1, "the store looks for the next")
+
+
+def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
+    """The prefill takes longer than the limit, and makes progress."""
+    awaited = Awaited(make_engine)
+    for _ in range(4):
+        awaited.clock.advance(LIMIT - 0.5)
+        awaited.one_comes()
+    awaited.clock.advance(LIMIT - 0.5)
+    awaited.client.release()
+    assert awaited.host.admit(awaited.request) == 40
+    assert awaited.host.observer["remote_prefills_computed"] == 0
+
+
+def test_a_prefill_that_stops_in_the_middle_is_waited_for_once_more(make_engine):
+    awaited = Awaited(make_engine)
+    for _ in range(2):
+        awaited.clock.advance(LIMIT - 0.5)
+        awaited.one_comes()
+    awaited.clock.advance(LIMIT - 0.1)
+    assert awaited.host.scheduler.lookup(awaited.request, 0).num_tokens is None
+    awaited.clock.advance(0.2)
+    assert awaited.host.admit(awaited.request) == 16
+    assert awaited.host.observer["miss_tokens/not_produced"] == 24
+
+
+def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):
+    """And the guard, which ends what no role ends, leaves that much time."""
+    monkeypatch.setattr("kvferry.cache.deciding.handovers.MOST_WAITS", 2)
+    awaited = Awaited(make_engine)
+    assert awaited.host.scheduler.ask_again_seconds > 2 * LIMIT
+    for _ in range(2):
+        awaited.clock.advance(LIMIT - 0.5)
+        awaited.one_comes()
+    awaited.clock.advance(1.1)
+    assert awaited.host.admit(awaited.request) == 16
+
+
+def test_a_request_does_not_wait_longer_because_others_wait(make_engine):
+    awaited = Awaited(make_engine)
+    params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1}
+    awaited.clock.advance(LIMIT - 0.5)
+    other = awaited.host.add("other", PROMPT, handover=read_handover(params))
+    assert awaited.host.scheduler.lookup(other, 0).num_tokens is None
+    awaited.clock.advance(0.6)
+    assert awaited.host.scheduler.lookup(other, 0).num_tokens is None
+    assert awaited.host.admit(awaited.request) == 0
+
+
 def test_other_requests_do_not_wait_for_what_one_waits_for(make_engine):
     client, clock = SlowClient(), FakeClock()
     answer = prefill(make_engine(client))

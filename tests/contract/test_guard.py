@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.contract import asynchronous
 from kvferry.contract.asynchronous import OVERDUE_SECONDS, AsyncOwedReports
-from kvferry.contract.guard_scheduler import ASK_AGAIN_SECONDS, GuardedScheduler
+from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import (
@@ -154,12 +154,25 @@ def test_a4_ask_again_ends_after_a_while():
     now = [100.0]
     guard, observer = guarded(lookup=(None, True), clock=lambda: now[0])
     assert guard.lookup(request_of(40), 0) == ASK_AGAIN
-    now[0] += ASK_AGAIN_SECONDS - 1
+    now[0] += 59
     assert guard.lookup(request_of(40), 0) == ASK_AGAIN
     now[0] += 1
     assert guard.lookup(request_of(40), 0) == MISS
     assert observer["contract_violation"] == 1
     assert guard.lookup(request_of(40, "other"), 0) == ASK_AGAIN
+
+
+def test_a_role_says_how_long_it_may_ask_again():
+    class Patient(Answers):
+        ask_again_seconds = 100.0
+
+    now = [0.0]
+    guard, _ = guard_of(Patient(lookup=(None, True)), clock=lambda: now[0])
+    assert guard.lookup(request_of(40), 0) == ASK_AGAIN
+    now[0] = 99.0
+    assert guard.lookup(request_of(40), 0) == ASK_AGAIN
+    now[0] = 100.0
+    assert guard.lookup(request_of(40), 0) == MISS
 
 
 def test_a11_a_hit_that_failed_is_not_offered_again():

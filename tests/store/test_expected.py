@@ -63,6 +63,22 @@ def test_the_time_of_a_key_is_over():
     expected.close()
 
 
+def test_a_key_that_comes_gives_the_others_as_much_time_again():
+    medium, clock = Medium(), FakeClock()
+    expected = medium.expected(clock)
+    expected.add(KEYS, clock() + 60)
+    clock.advance(50)
+    medium.there.add(KEYS[0])
+    wait_until(lambda: [tuple(KEYS[1:])] in medium.looks, "the first key was found")
+    clock.advance(50)
+    assert list(map(expected.awaits, KEYS)) == [False, True, True]
+    medium.there.add(KEYS[2])  # behind a key that is missing: of no use yet
+    wait_until(lambda: KEYS[2] in medium.known, "the last key was found")
+    clock.advance(20)
+    assert not any(map(expected.awaits, KEYS))
+    expected.close()
+
+
 def test_what_was_said_to_be_there_and_is_absent_is_not_awaited():
     """But what another request awaits, of a producer that has not begun, is."""
     expected = Medium().expected(clock := FakeClock())

@@ -37,17 +37,13 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, RequestView, StepView
 
-ASK_AGAIN_SECONDS = 60.0
-"""After this long, "ask again" becomes a miss: no host bounds the retries, and a role may have no
-deadline. Our own roles have much shorter ones."""
-
 
 class GuardedScheduler(SchedulerRole):
     """A scheduler role whose faults are misses and whose promises a host can keep.
 
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
-    - "ask again" ends after `ASK_AGAIN_SECONDS`;
+    - "ask again" ends after the role's `ask_again_seconds`;
     - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
       so are overdue async loads; overdue delayed frees are reported as done;
     - a request that lost a load before its plan, or had an async load fail, gets no further hit:
@@ -114,7 +110,7 @@ class GuardedScheduler(SchedulerRole):
     def _ask_again(self, request_id: str) -> LookupResult:
         now = self._clock()
         waited = now - self._asked.setdefault(request_id, now)
-        if waited < ASK_AGAIN_SECONDS:
+        if waited < self._role.ask_again_seconds:
             return ASK_AGAIN
         self._faults.violation(
             "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"

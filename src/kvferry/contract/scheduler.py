@@ -82,6 +82,12 @@ class SchedulerRole(ABC):
         return Plan()
 
     @property
+    def ask_again_seconds(self) -> float:
+        """How long the look-ups of a request may answer "ask again". After that the guard makes
+        them misses: no host bounds the retries."""
+        return 60.0
+
+    @property
     def is_idle(self) -> bool:
         """Whether a step that begins, resumes, preempts and ends no request and adds no block would
         get the empty plan. The driver may then skip this role in such steps until it calls another

@@ -33,6 +33,8 @@ CLOSE_SECONDS = 2.0
 class _ExpectedPrompt(NamedTuple):
     keys: tuple[ChunkKey, ...]
     until: float
+    seconds: float
+    """How long the others are awaited from the time at which one of the keys came."""
 
 
 class ExpectedKeys:
@@ -67,7 +69,8 @@ class ExpectedKeys:
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
         """See `Store.expect`. `final`: a key that the medium lacks never comes later; see `end`."""
-        missing = self._missing(_ExpectedPrompt(tuple(keys), until))
+        seconds = until - self._clock()
+        missing = self._missing(_ExpectedPrompt(tuple(keys), until, seconds))
         if missing is None or self._ends.is_set():
             return
         with self._lock:
@@ -126,7 +129,7 @@ class ExpectedKeys:
         None if there are none, and the thread must end."""
         with self._lock:
             before = list(self._prompts)
-        left = [rest for prompt in before if (rest := self._missing(prompt)) is not None]
+        left = [rest for prompt in before if (rest := self._rest_of(prompt)) is not None]
         with self._lock:
             self._prompts[: len(before)] = left  # those that were added meanwhile stay
             self._is_looking = bool(self._prompts)
@@ -138,6 +141,18 @@ class ExpectedKeys:
                         self._until.pop(key, None)
                         self._final.discard(key)
         return prompts or None
+
+    def _rest_of(self, prompt: _ExpectedPrompt) -> _ExpectedPrompt | None:
+        """As `_missing`. If keys came since the last look, the others have as much time again."""
+        rest = self._missing(prompt)
+        if rest is None or len(rest.keys) == len(prompt.keys):
+            return rest
+        until = self._clock() + rest.seconds
+        with self._lock:
+            for key in rest.keys:
+                if key in self._until:  # and not gone
+                    self._until[key] = max(until, self._until[key])
+        return rest._replace(until=until)
 
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this object."""

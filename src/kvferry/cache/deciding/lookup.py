@@ -85,6 +85,7 @@ class Lookup:
         self._observer = context.observer
         self._tables = context.tables
         self._clock = context.clock
+        self._wait_seconds = context.config.load_timeout_seconds
         self._tail_seconds = context.bounds.tail_seconds
         self._pool = pool
         self._unreadable = unreadable
@@ -153,6 +154,9 @@ class Lookup:
         plan = state.handover
         if plan is None or known >= plan.num_chunks or search.phase == "settled":
             return False
+        if known > plan.num_known:
+            plan.num_known = known
+            plan.until = min(self._clock() + self._wait_seconds, plan.latest)
         until = plan.until
         if known == len(state.keys.keys):
             plan.tail_until = plan.tail_until or self._clock() + self._tail_seconds

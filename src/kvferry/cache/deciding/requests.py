@@ -87,7 +87,9 @@ class HandoverPlan:
         tail: the end of the prompt behind its whole chunks. `SavePlan` sets it if this engine lends
             the tail, `Handovers` if it may read the tail from a peer.
         tail_until: when the wait for the tail ends; 0 until nothing else is waited for.
-        until: when the wait for chunks ends.
+        num_known: number of leading chunks that had come when the time of the wait began anew.
+        until: when the wait for chunks ends, if no more of them come before.
+        latest: when it ends although chunks still come.
         miss: the reason given for a chunk that the store lacks.
         why: details of `miss` in words, or empty.
     """
@@ -98,7 +100,9 @@ class HandoverPlan:
     num_chunks: int = 0
     tail: Tail | None = None
     tail_until: float = 0.0
+    num_known: int = 0
     until: float = 0.0
+    latest: float = 0.0
     miss: LookupMiss = LookupMiss.ABSENT
     why: str = ""
 
