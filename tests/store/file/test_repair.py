@@ -81,6 +81,32 @@ def test_an_older_copy_moved_into_place_does_not_void_the_quota(bench):
     assert disk_bytes(bench.root) <= QUOTA
 
 
+def test_a_listing_leaves_the_index_to_others(bench):
+    """A thread that never waits keeps the GIL for 5 ms at each row, and a listing of rows one by
+    one would keep this process from storing for all that time."""
+    store = bench.open()
+    for number in range(2000):
+        store.put(make_key(number), [b"value"])
+    entries = sorted(store.scan())
+    stop, took = threading.Event(), []
+
+    def compute():
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(3):
+            started = time.monotonic()
+            assert sorted(store.recent(5000)) == entries
+            took.append(time.monotonic() - started)
+    finally:
+        stop.set()
+        thread.join()
+    assert min(took) <= FileBounds().lock_seconds  # a fault makes all slow, a busy machine one
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -12,6 +12,7 @@ machine has an index of its own, in the user's cache directory.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import sqlite3
@@ -32,6 +33,7 @@ from kvferry.store.file.database import (
     checked,
     execute,
     read_keys,
+    read_rows,
 )
 from kvferry.store.file.directory import Directory
 from kvferry.store.file.pins import Pins
@@ -52,8 +54,16 @@ first, since a chunk without its prefix is worth nothing."""
 _MAX_QUARANTINE_FILES = 64
 _MAX_HIDDEN = 4096
 _ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
-_LAST = f"SELECT {_ENTRY} FROM records WHERE pinned_until {{}} 0 ORDER BY last_used DESC LIMIT :n"
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
+_AFTER = f"SELECT {_ENTRY} FROM records WHERE id > :id ORDER BY id LIMIT {_BATCH}"
+_BY_USE = f"ORDER BY last_used DESC, id DESC LIMIT {_BATCH}"
+_BEFORE = f"""
+    SELECT * FROM (SELECT {_ENTRY} FROM records
+                   WHERE pinned_until = 0 AND (last_used, id) < (:used, :id) {_BY_USE})
+    UNION ALL
+    SELECT * FROM (SELECT {_ENTRY} FROM records
+                   WHERE pinned_until > 0 AND (last_used, id) < (:used, :id) {_BY_USE})
+    {_BY_USE}"""
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
     "UPDATE records SET last_used = column2 FROM ({}) WHERE key = column1 AND last_used < column2"
@@ -386,21 +396,22 @@ class Index:
 
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
         """Yield all records by id, or the `limit` most recently used ones."""
-        last = 0
-        recent = (
-            f"SELECT * FROM ({_LAST.format('=')}) UNION ALL SELECT * FROM ({_LAST.format('>')})"
-        )
-        while True:  # in slices, because a long read keeps other processes from writing
+        if limit is None:
+            return self._in_slices(_AFTER)
+        return islice(self._in_slices(_BEFORE), limit)
+
+    def _in_slices(self, query: str) -> Iterator[Entry]:
+        """Yield the records of a query that begins behind the last record of the slice before: a
+        long read keeps other threads and processes from writing."""
+        last, used = 0, math.inf
+        while True:
             with self._transaction(writes=False) as db:
-                if limit is None:
-                    rows = db.execute(f"SELECT {_ENTRY} FROM records {_NEXT}", (last,))
-                else:
-                    rows = db.execute(f"{recent} ORDER BY last_used DESC LIMIT :n", {"n": limit})
+                rows = read_rows(db, _ENTRY, query, {"id": last, "used": used})
                 found = [checked(row, "nkntbt") for row in rows]
             yield from (Entry(*row[1:]) for row in found)
-            if limit is not None or len(found) < _BATCH:
+            if len(found) < _BATCH:
                 return
-            last = found[-1][0]
+            last, used = found[-1][0], found[-1][3]
 
     def removals(self, count: int) -> Iterator[Removal]:
         query = "SELECT key, num_bytes, at, reason, detail, by FROM removals"
