@@ -285,10 +285,11 @@ def test_what_does_not_come_is_computed_after_the_deadline(make_engine, has_some
 class Awaited:
     """A request whose chunks come one by one, and that has no other time than the test's."""
 
-    def __init__(self, make_engine) -> None:
+    def __init__(self, make_engine, num_local_tokens=0, **options) -> None:
+        self.num_local_tokens = num_local_tokens
         self.client, self.clock = SlowClient(), FakeClock()
         answer = prefill(make_engine(self.client))
-        self.host = make_engine(self.client, self.clock)
+        self.host = make_engine(self.client, self.clock, **options)
         self.request = until_awaited(self.host, PROMPT, answer)
 
     def one_comes(self) -> None:
@@ -296,13 +297,12 @@ class Awaited:
         self.client.release(1)
 
         def is_fetched() -> bool:
-            assert self.host.scheduler.lookup(self.request, 0).num_tokens is None
+            answer = self.host.scheduler.lookup(self.request, self.num_local_tokens)
+            assert answer.num_tokens is None
             self.host.step([])
             return fetches(self.host) == before + 1
 
         wait_until(is_fetched, "one more chunk is fetched")
-        num_asked = len(self.client.asked)
-        wait_until(lambda: len(self.client.asked) > num_asked + 1, "the store looks for the next")
 
 
 def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
@@ -329,16 +329,59 @@ def test_a_prefill_that_stops_in_the_middle_is_waited_for_once_more(make_engine)
     assert awaited.host.observer["miss_tokens/not_produced"] == 24
 
 
+def test_a_request_that_was_preempted_does_not_wait_once_more(make_engine):
+    """What it computed itself is no progress of its prefill."""
+    awaited = Awaited(make_engine)
+    host, request = awaited.host, awaited.request
+    awaited.clock.advance(LIMIT + 0.1)
+    assert host.admit(request) == 0
+    host.step([request], tokens=16)
+    host.settle()
+    host.preempt(request)
+    assert host.scheduler.lookup(request, 0).num_tokens == 16
+
+
+def test_progress_counts_behind_what_only_this_engine_has(make_engine):
+    """The first chunk was evicted from the store; the others come one by one."""
+    awaited = Awaited(make_engine, num_local_tokens=CHUNK)
+    awaited.client.held_back.pop(next(iter(awaited.client.held_back)))
+    for _ in range(3):
+        awaited.clock.advance(LIMIT - 0.5)
+        awaited.one_comes()
+    awaited.client.release()
+    assert awaited.host.admit(awaited.request, num_local_tokens=CHUNK) == 32
+
+
+def test_requests_that_wait_leave_half_of_the_slots(make_engine):
+    awaited = Awaited(make_engine, num_slots=6)
+    client, host = awaited.client, awaited.host
+    for _ in range(3):
+        awaited.one_comes()
+    client.release(1)
+    store, keys = host.parts[0].store, host.scheduler.requests.by_id["waiting"].keys.keys
+    wait_until(lambda: store.contains(keys[3]), "the fourth chunk is found")
+    for _ in range(5):
+        assert host.scheduler.lookup(awaited.request, 0).num_tokens is None
+        host.step([])
+    assert (fetches(host), host.pool.num_taken) == (3, 3)
+    client.release()
+    assert host.admit(awaited.request) == 40
+
+
 def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):
-    """And the guard, which ends what no role ends, leaves that much time."""
     monkeypatch.setattr("kvferry.cache.deciding.handovers.MOST_WAITS", 2)
     awaited = Awaited(make_engine)
-    assert awaited.host.scheduler.ask_again_seconds > 2 * LIMIT
     for _ in range(2):
         awaited.clock.advance(LIMIT - 0.5)
         awaited.one_comes()
     awaited.clock.advance(1.1)
     assert awaited.host.admit(awaited.request) == 16
+
+
+def test_the_guard_leaves_a_request_all_its_time(make_engine, server):
+    """It ends what a role does not end."""
+    waits = [make_engine(server, load_timeout_seconds=seconds) for seconds in (1, 30)]
+    assert [host.scheduler.ask_again_seconds for host in waits] == [60, 12 * 30]
 
 
 def test_a_request_does_not_wait_longer_because_others_wait(make_engine):

@@ -236,8 +236,8 @@ class Store(ABC):
         self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
     ) -> None:
         """Look in the background for `keys` (a prefix chain, in order) that a producer was heard to
-        be making, until they have come or it is `until` (`time.monotonic()` seconds). Each key that
-        comes gives the others as much time again. Keys that come later are found as all others are.
+        be making, until they have come or it is `until` (`time.monotonic()` seconds). Keys that
+        come later are found as all others are. The rest of a chain may be expected once more.
 
         Args:
             held_by: a peer that says that it has the keys in memory, or soon will. A store that

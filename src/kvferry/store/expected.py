@@ -33,8 +33,6 @@ CLOSE_SECONDS = 2.0
 class _ExpectedPrompt(NamedTuple):
     keys: tuple[ChunkKey, ...]
     until: float
-    seconds: float
-    """How long the others are awaited from the time at which one of the keys came."""
 
 
 class ExpectedKeys:
@@ -61,7 +59,7 @@ class ExpectedKeys:
         self._clock = clock
         self._until: dict[ChunkKey, float] = {}
         self._final: set[ChunkKey] = set()
-        self._prompts: list[_ExpectedPrompt] = []
+        self._prompts: dict[ChunkKey, _ExpectedPrompt] = {}  # by last key
         self._is_looking = False
         self._lock = threading.Lock()  # for the four above; never held across I/O
         self._ends = threading.Event()
@@ -69,19 +67,20 @@ class ExpectedKeys:
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
         """See `Store.expect`. `final`: a key that the medium lacks never comes later; see `end`."""
-        seconds = until - self._clock()
-        missing = self._missing(_ExpectedPrompt(tuple(keys), until, seconds))
+        missing = self._missing(_ExpectedPrompt(tuple(keys), until))
         if missing is None or self._ends.is_set():
             return
+        last = keys[-1]
         with self._lock:
-            if len(self._prompts) < MAX_PROMPTS and len(self._until) < MAX_KEYS:
+            is_known = last in self._prompts
+            if (is_known or len(self._prompts) < MAX_PROMPTS) and len(self._until) < MAX_KEYS:
                 if final:
                     self._final.update(key for key in keys if not self.awaits(key))
                 else:
                     self._final.difference_update(keys)
                 for key in keys:
                     self._until[key] = max(until, self._until.get(key, until))
-                self._prompts.append(missing)
+                self._prompts[last] = missing._replace(until=self._until[last])
             if not self._is_looking:
                 self._thread = self._thread or IOPool(1, "kvferry-expect")
                 # No thread may be left to the process now: the next `add` tries again.
@@ -107,7 +106,7 @@ class ExpectedKeys:
     def again(self, key: ChunkKey) -> None:
         """Look again for a key that seemed to be there, if it is awaited still."""
         until = self._until.get(key)
-        if until is not None:
+        if until is not None and key not in self._prompts:
             self.add((key,), until, final=key in self._final)
 
     def close(self) -> None:
@@ -128,12 +127,18 @@ class ExpectedKeys:
         """Drop what came or is over. Return the keys of each prompt from the first missing one on;
         None if there are none, and the thread must end."""
         with self._lock:
-            before = list(self._prompts)
-        left = [rest for prompt in before if (rest := self._rest_of(prompt)) is not None]
+            before = dict(self._prompts)
+        rests = {last: self._missing(prompt) for last, prompt in before.items()}
         with self._lock:
-            self._prompts[: len(before)] = left  # those that were added meanwhile stay
+            for last, rest in rests.items():
+                if self._prompts[last] is not before[last]:  # it was added anew meanwhile
+                    continue
+                if rest is None:
+                    del self._prompts[last]
+                else:
+                    self._prompts[last] = rest
             self._is_looking = bool(self._prompts)
-            prompts = [prompt.keys for prompt in self._prompts]
+            prompts = [prompt.keys for prompt in self._prompts.values()]
         if len(self._until) >= MAX_KEYS:
             for key, _until in tuple(self._until.items()):
                 with self._lock:
@@ -141,18 +146,6 @@ class ExpectedKeys:
                         self._until.pop(key, None)
                         self._final.discard(key)
         return prompts or None
-
-    def _rest_of(self, prompt: _ExpectedPrompt) -> _ExpectedPrompt | None:
-        """As `_missing`. If keys came since the last look, the others have as much time again."""
-        rest = self._missing(prompt)
-        if rest is None or len(rest.keys) == len(prompt.keys):
-            return rest
-        until = self._clock() + rest.seconds
-        with self._lock:
-            for key in rest.keys:
-                if key in self._until:  # and not gone
-                    self._until[key] = max(until, self._until[key])
-        return rest._replace(until=until)
 
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this object."""

@@ -107,6 +107,26 @@ def test_a_listing_leaves_the_index_to_others(bench):
     assert min(took) <= FileBounds().lock_seconds  # a fault makes all slow, a busy machine one
 
 
+def test_a_listing_of_many_slices_is_in_order_and_whole(bench):
+    """Whatever times records share, and wherever a slice ends."""
+    store = bench.open()
+    rows = "WITH RECURSIVE rows (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM rows LIMIT 6000) "
+    insert = "INSERT INTO records (key, num_bytes, last_used, namespace, pinned_until) "
+    used = "iif(i < 2500, 700000000.1, 700000000.1 + i * 7919 % 250)"
+    with closing(sqlite3.connect(bench.root / "index.sqlite3")) as db, db:
+        db.execute(
+            f"{insert} {rows} SELECT randomblob(32), i, {used}, x'', iif(i % 2, 1e9 + i % 7, 0.0) "
+            "FROM rows"
+        )
+    entries = list(store.scan())
+    assert len(entries) == len({entry.key for entry in entries}) == 6000
+    recent = list(store.recent(10_000))
+    assert set(recent) == set(entries)
+    times = [entry.last_used for entry in recent]
+    assert times == sorted(times, reverse=True)
+    assert list(store.recent(7)) == recent[:7]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

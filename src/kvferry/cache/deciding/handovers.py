@@ -4,9 +4,10 @@ The producer of a request's KV stores the chunks, and its answer to the client c
 namespace, the number of leading chunks that are stored or lent, or soon will be, and the key of the
 last one. The client passes the stamp to the consumer, which computes the keys of the prompt on its
 own. If the stamp does not match them, the consumer does not wait. Else it expects the chunks from
-the store that both share or from the producer's memory: each for `load_timeout_seconds` after the
-last one came, all for `MOST_WAITS` times as long. The tail, the whole blocks behind the last whole
-chunk, comes from memory only.
+the store that both share or from the producer's memory for `load_timeout_seconds`. Unless the
+producer says that it has them in memory, each chunk that comes begins this time anew, until
+`MOST_WAITS` times as much is over. The tail, the whole blocks behind the last whole chunk, comes
+from memory only.
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
 
 MOST_WAITS = 10
 """A request waits for a producer that makes progress for so many `load_timeout_seconds` at most."""
-
-LOOK_SECONDS = 1.0
-"""How much longer the store looks than the request waits. So no request ends its wait because the
-store has not noticed yet that a chunk came."""
 
 
 class Handovers:
@@ -71,7 +68,7 @@ class Handovers:
         self._expect(plan, source, request, state, limit)
         keys = state.chain[: plan.num_chunks]
         if keys:
-            self._context.store.expect(keys, plan.until + LOOK_SECONDS, _holder(source))
+            self._context.store.expect(keys, plan.until, _holder(source))
 
     def _expect(
         self,
@@ -94,7 +91,10 @@ class Handovers:
             if plan.tail is not None:
                 plan.num_chunks = stamp.num_chunks + 1
         now, seconds = self._context.clock(), self._context.config.load_timeout_seconds
-        plan.until, plan.latest = now + seconds, now + MOST_WAITS * seconds
+        holder = _holder(source)
+        is_held = holder is not None and self._context.store.reads_from(holder)
+        plan.until = now + seconds
+        plan.latest = plan.until if is_held else now + MOST_WAITS * seconds
         plan.miss, plan.why = LookupMiss.NOT_PRODUCED, "the rest did not come"
 
     def _tail(

@@ -31,7 +31,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.policy import LoadPolicy
-from kvferry.cache.deciding.requests import RequestState, Search, UnreadableKeys
+from kvferry.cache.deciding.requests import HandoverPlan, RequestState, Search, UnreadableKeys
 from kvferry.cache.messages import SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.store.base import ASK_SECONDS
@@ -154,9 +154,7 @@ class Lookup:
         plan = state.handover
         if plan is None or known >= plan.num_chunks or search.phase == "settled":
             return False
-        if known > plan.num_known:
-            plan.num_known = known
-            plan.until = min(self._clock() + self._wait_seconds, plan.latest)
+        self._note_progress(state, plan, known)
         until = plan.until
         if known == len(state.keys.keys):
             plan.tail_until = plan.tail_until or self._clock() + self._tail_seconds
@@ -168,13 +166,24 @@ class Lookup:
             and self._choose(state, search, known) == known
         )
 
+    def _note_progress(self, state: RequestState, plan: HandoverPlan, known: int) -> None:
+        """If chunks came since the last look-up, the others have as much time again."""
+        before = plan.num_known
+        plan.num_known = max(known, before or 0)
+        until = min(self._clock() + self._wait_seconds, plan.latest)
+        if before is not None and known > before and until > plan.until:
+            plan.until = until
+            self._store.expect(state.chain[known : plan.num_chunks], until)
+
     def _fetch_known(
         self, state: RequestState, search: Search, known: int, num_tokens: int
     ) -> None:
-        """Fetch the known chunks of a hit whose other chunks are still to come."""
+        """Fetch the known chunks of a hit whose other chunks are still to come. Half of the slots
+        are left for requests that do not wait."""
         plan = state.handover
         stop = self._usable(state, 0 if plan is None else plan.num_chunks, num_tokens)
-        if known * self._chunk > search.num_local < stop:
+        has_room = 2 * self._pool.num_taken < self._pool.num_slots
+        if has_room and known * self._chunk > search.num_local < stop:
             hit = self._candidate(state, search.num_local, stop)
             if hit.num_slots <= self._pool.num_slots:
                 self._fetch(state, search, hit, known)

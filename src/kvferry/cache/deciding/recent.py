@@ -84,8 +84,9 @@ class RecentRecords:
         """List the records to hand out. Runs in: I/O thread."""
         found: list[RecentRecord] = []
         with suppress(StoreError):
-            # Four times as many: some may be of other models that share the store.
-            for entry in self._store.recent(4 * self._count):
+            # Four times as many: some may be of other models that share the store. All at once:
+            # what is used while others are read may not be listed any more.
+            for entry in list(self._store.recent(4 * self._count)):
                 if len(found) == self._count or self.is_done:
                     break
                 has_size = entry.num_bytes == self._schema.record_bytes

@@ -87,7 +87,7 @@ class HandoverPlan:
         tail: the end of the prompt behind its whole chunks. `SavePlan` sets it if this engine lends
             the tail, `Handovers` if it may read the tail from a peer.
         tail_until: when the wait for the tail ends; 0 until nothing else is waited for.
-        num_known: number of leading chunks that had come when the time of the wait began anew.
+        num_known: number of leading chunks that had come at the last look-up; None before it.
         until: when the wait for chunks ends, if no more of them come before.
         latest: when it ends although chunks still come.
         miss: the reason given for a chunk that the store lacks.
@@ -100,11 +100,15 @@ class HandoverPlan:
     num_chunks: int = 0
     tail: Tail | None = None
     tail_until: float = 0.0
-    num_known: int = 0
+    num_known: int | None = None
     until: float = 0.0
     latest: float = 0.0
     miss: LookupMiss = LookupMiss.ABSENT
     why: str = ""
+
+    def end_wait(self) -> None:
+        """Wait for nothing more: what has not come by the admission is computed here."""
+        self.until = self.latest = 0.0
 
     def drop_tail(self) -> None:
         """Wait for no tail: the engine computes the end of the prompt."""

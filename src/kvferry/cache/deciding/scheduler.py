@@ -201,6 +201,8 @@ class SharedStorageScheduler(SchedulerRole):
             return
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
+        if state.handover is not None:
+            state.handover.end_wait()
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
         search = state.search or Search()

@@ -12,6 +12,7 @@ machine has an index of its own, in the user's cache directory.
 from __future__ import annotations
 
 import errno
+import heapq
 import math
 import os
 import socket
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvferry.observe import Observer
@@ -56,14 +58,14 @@ _MAX_HIDDEN = 4096
 _ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
 _AFTER = f"SELECT {_ENTRY} FROM records WHERE id > :id ORDER BY id LIMIT {_BATCH}"
-_BY_USE = f"ORDER BY last_used DESC, id DESC LIMIT {_BATCH}"
-_BEFORE = f"""
-    SELECT * FROM (SELECT {_ENTRY} FROM records
-                   WHERE pinned_until = 0 AND (last_used, id) < (:used, :id) {_BY_USE})
-    UNION ALL
-    SELECT * FROM (SELECT {_ENTRY} FROM records
-                   WHERE pinned_until > 0 AND (last_used, id) < (:used, :id) {_BY_USE})
-    {_BY_USE}"""
+_UNPINNED = (
+    f"SELECT {_ENTRY} FROM records WHERE pinned_until = 0 AND (last_used, id) < (:used, :id) "
+    f"ORDER BY last_used DESC, id DESC LIMIT {_BATCH}"
+)
+_PINNED = (
+    f"SELECT {_ENTRY} FROM records WHERE (pinned_until, last_used, id) > (:pinned, :used, :id) "
+    f"ORDER BY pinned_until, last_used, id LIMIT {_BATCH}"
+)
 _INSERT = "INSERT OR IGNORE INTO records (key, num_bytes, last_used, namespace) {}"
 _SET_USED = (
     "UPDATE records SET last_used = column2 FROM ({}) WHERE key = column1 AND last_used < column2"
@@ -395,23 +397,32 @@ class Index:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
-        """Yield all records by id, or the `limit` most recently used ones."""
+        """Yield all records by id, or the `limit` most recently used ones. Those that are used
+        meanwhile may be missing."""
         if limit is None:
-            return self._in_slices(_AFTER)
-        return islice(self._in_slices(_BEFORE), limit)
+            yield from self._in_slices(_AFTER)
+            return
+        by_use = attrgetter("last_used")
+        pinned = sorted(self._in_slices(_PINNED), key=by_use, reverse=True)
+        unpinned = self._in_slices(_UNPINNED)
+        yield from islice(heapq.merge(pinned, unpinned, key=by_use, reverse=True), limit)
 
     def _in_slices(self, query: str) -> Iterator[Entry]:
         """Yield the records of a query that begins behind the last record of the slice before: a
         long read keeps other threads and processes from writing."""
-        last, used = 0, math.inf
+        last: dict[str, float] = {"id": 0, "used": math.inf, "pinned": 0.0}
         while True:
             with self._transaction(writes=False) as db:
-                rows = read_rows(db, _ENTRY, query, {"id": last, "used": used})
+                rows = read_rows(db, _ENTRY, query, last)
                 found = [checked(row, "nkntbt") for row in rows]
+                for row in found[-1:]:
+                    # Read once more, because old versions of SQLite quote some times inexactly.
+                    times = "SELECT last_used, pinned_until FROM records WHERE id = ?"
+                    used, pinned = checked(db.execute(times, row[:1]).fetchone(), "tt")
+                    last = {"id": row[0], "used": used, "pinned": pinned}
             yield from (Entry(*row[1:]) for row in found)
             if len(found) < _BATCH:
                 return
-            last, used = found[-1][0], found[-1][3]
 
     def removals(self, count: int) -> Iterator[Removal]:
         query = "SELECT key, num_bytes, at, reason, detail, by FROM removals"
