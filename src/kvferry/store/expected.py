@@ -105,8 +105,8 @@ class ExpectedKeys:
 
     def again(self, key: ChunkKey) -> None:
         """Look again for a key that seemed to be there, if it is awaited still."""
-        until = self._until.get(key)
-        if until is not None and key not in self._prompts:
+        until, prompt = self._until.get(key), self._prompts.get(key)
+        if until is not None and (prompt is None or prompt.until < until):
             self.add((key,), until, final=key in self._final)
 
     def close(self) -> None:
