@@ -487,7 +487,7 @@ def test_the_first_prompt_after_opening_finds_all_that_a_store_holds(model_dir, 
         "block_size": 1,
     }
     with LLM(model_dir(), **options) as llm:
-        llm.generate([prompt(900, seed=seed) for seed in range(3)], SamplingParams(max_tokens=1))
+        llm.generate([prompt(400, seed=seed) for seed in range(3)], SamplingParams(max_tokens=1))
     with LLM(model_dir(), **options) as llm:
-        (first,) = llm.generate([prompt(900, seed=2)], SamplingParams(max_tokens=1))
-    assert first.num_external_tokens == 899
+        (first,) = llm.generate([prompt(400, seed=2)], SamplingParams(max_tokens=1))
+    assert first.num_external_tokens == 399
