@@ -304,13 +304,17 @@ class Awaited:
 
         wait_until(is_fetched, "one more chunk is fetched")
 
+    def come_late(self, count: int) -> None:
+        """Let chunks come one by one, each just before the limit."""
+        for _ in range(count):
+            self.clock.advance(LIMIT - 0.5)
+            self.one_comes()
+
 
 def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
     """The prefill takes longer than the limit, and makes progress."""
     awaited = Awaited(make_engine)
-    for _ in range(4):
-        awaited.clock.advance(LIMIT - 0.5)
-        awaited.one_comes()
+    awaited.come_late(4)
     awaited.clock.advance(LIMIT - 0.5)
     awaited.client.release()
     assert awaited.host.admit(awaited.request) == 40
@@ -319,9 +323,7 @@ def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
 
 def test_a_prefill_that_stops_in_the_middle_is_waited_for_once_more(make_engine):
     awaited = Awaited(make_engine)
-    for _ in range(2):
-        awaited.clock.advance(LIMIT - 0.5)
-        awaited.one_comes()
+    awaited.come_late(2)
     awaited.clock.advance(LIMIT - 0.1)
     assert awaited.host.scheduler.lookup(awaited.request, 0).num_tokens is None
     awaited.clock.advance(0.2)
@@ -345,9 +347,7 @@ def test_progress_counts_behind_what_only_this_engine_has(make_engine):
     """The first chunk was evicted from the store; the others come one by one."""
     awaited = Awaited(make_engine, num_local_tokens=CHUNK)
     awaited.client.held_back.pop(next(iter(awaited.client.held_back)))
-    for _ in range(3):
-        awaited.clock.advance(LIMIT - 0.5)
-        awaited.one_comes()
+    awaited.come_late(3)
     awaited.client.release()
     assert awaited.host.admit(awaited.request, num_local_tokens=CHUNK) == 32
 
@@ -371,9 +371,7 @@ def test_requests_that_wait_leave_half_of_the_slots(make_engine):
 def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):
     monkeypatch.setattr("kvferry.cache.deciding.handovers.MOST_WAITS", 2)
     awaited = Awaited(make_engine)
-    for _ in range(2):
-        awaited.clock.advance(LIMIT - 0.5)
-        awaited.one_comes()
+    awaited.come_late(2)
     awaited.clock.advance(1.1)
     assert awaited.host.admit(awaited.request) == 16
 

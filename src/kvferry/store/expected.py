@@ -131,7 +131,7 @@ class ExpectedKeys:
         rests = {last: self._missing(prompt) for last, prompt in before.items()}
         with self._lock:
             for last, rest in rests.items():
-                if self._prompts[last] is not before[last]:  # it was added anew meanwhile
+                if self._prompts[last] is not before[last]:  # it was added again meanwhile
                     continue
                 if rest is None:
                     del self._prompts[last]

@@ -5,7 +5,7 @@ namespace, the number of leading chunks that are stored or lent, or soon will be
 last one. The client passes the stamp to the consumer, which computes the keys of the prompt on its
 own. If the stamp does not match them, the consumer does not wait. Else it expects the chunks from
 the store that both share or from the producer's memory for `load_timeout_seconds`. Unless the
-producer says that it has them in memory, each chunk that comes begins this time anew, until
+producer says that it has them in memory, each chunk that comes restarts this time, until
 `MOST_WAITS` times as much is over. The tail, the whole blocks behind the last whole chunk, comes
 from memory only.
 """
