@@ -58,7 +58,6 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": "2",
         }
         with log.open("wb") as out:
             self._process = subprocess.Popen(
