@@ -70,6 +70,7 @@ ROWS = {
     "step": ([32], {"layers", "us_per_step"}),
 }  # fmt: skip
 """The first value of each row, and all names. A machine may add rows, of its tmpfs and its GPU."""
+SLOW = {"handover"}
 
 
 def test_every_benchmark_is_run_here_but_those_of_vllm():
@@ -77,7 +78,9 @@ def test_every_benchmark_is_run_here_but_those_of_vllm():
     assert ROWS.keys() == BENCHMARKS.keys() - {"proxied", "tier", "vllm"}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if name in SLOW else ()) for name in ROWS]
+)
 def test_a_benchmark_prints_its_rows(name, tmp_path, capsys):
     out, scratch = tmp_path / "rows.json", tmp_path / "scratch"
     scratch.mkdir()

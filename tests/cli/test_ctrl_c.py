@@ -19,7 +19,7 @@ from kvferry.testing.stores.hooks import wait_until
 from tests.cli.test_every_command import OF_FILES, servers, url_of
 from tests.tokenizers import save_tiny_tokenizer
 
-SECONDS = 120
+SECONDS = 250
 INTERRUPTED = (130, -signal.SIGINT)
 """Python itself ends by the signal where that came in an `exec`, as in some imports; a shell says
 130 of both."""
@@ -135,8 +135,10 @@ MOMENTS = [
     ("generate", "streams", says),
     ("warm", "stores", has("store/records/*/*.safetensors")),
     ("demo", "a phase starts", runs("spawn_main")),
-    ("demo", "a phase stores", has("demo/kvferry-demo-run/store/records/*/*.safetensors")),
     ("demo-disaggregated", "engines start", runs("spawn_main", 2)),
+]
+LATE_MOMENTS = [
+    ("demo", "a phase stores", has("demo/kvferry-demo-run/store/records/*/*.safetensors")),
     ("demo-disaggregated", "a rank starts", runs("rank_process")),
 ]
 
@@ -148,7 +150,9 @@ def test_every_command_that_works_for_long_is_here():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("command", "moment", "is_there"), MOMENTS, ids=[f"{name}, {at}" for name, at, _ in MOMENTS]
+    ("command", "moment", "is_there"),
+    [*MOMENTS, *(pytest.param(*each, marks=pytest.mark.sweep) for each in LATE_MOMENTS)],
+    ids=[f"{name}, {at}" for name, at, _ in MOMENTS + LATE_MOMENTS],
 )
 def test_ctrl_c_is_one_line_and_leaves_nothing(place, model_dir, command, moment, is_there):
     given = [each.format(place=place, model=model_dir) for each in COMMANDS[command]]

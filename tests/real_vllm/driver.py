@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -38,6 +39,7 @@ class Driver:
         if not gc.isenabled():
             freeze()
             replace_kernels_once()
+            fork_ranks()
             gc.enable()
         began = time.monotonic()
         arguments = dict(engine)
@@ -220,6 +222,18 @@ def replace_kernels_once() -> None:
     platform, name = type(current_platform), "register_triton_kernel_overrides"
     if hasattr(platform, name):  # not in 0.14
         setattr(platform, name, staticmethod(functools.cache(getattr(platform, name))))
+
+
+def fork_ranks() -> None:
+    """Fork an engine's ranks from a process that has imported vLLM.
+
+    vLLM spawns them, and each imports it again, which takes longer than all else that a test does.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
+    multiproc_executor.get_mp_context = lambda: context
 
 
 def release_closed_engines() -> None:

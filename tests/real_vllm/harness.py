@@ -127,7 +127,7 @@ class Process:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),  # what it knows of model classes
+            "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),  # else it inspects each model
             "TOKENIZERS_PARALLELISM": "false",
             "TORCHDYNAMO_DISABLE": "1",  # one helper of the sampler, which takes 10 s to compile
         }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import vllm
 
 
+@pytest.mark.sweep
 def test_kvferry_stands_beside_vllm_alone(tmp_path):
     found = vllm.measure(["none", "kvferry"], vllm.QUICK, tmp_path, rounds=1, seed=0)
     rows = {(row["case"], row["phase"]): row for row in vllm.rows_of(found)}

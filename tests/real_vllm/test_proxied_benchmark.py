@@ -10,6 +10,7 @@ from benchmarks import Options, proxied
 from tests.real_vllm.host import RELEASE
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(RELEASE < (0, 32), reason="the proxy is that of 0.32")
 def test_kvferry_hands_over_behind_the_proxy_of_vllm(tmp_path: Path) -> None:
     row = proxied.run(Options(directory=tmp_path, quick=True))[0]

@@ -109,12 +109,13 @@ def _kill_a_rank(pool: Pool, model: Path, store: Path, prompts: list[list[int]])
 
 def _ranks(pid: int) -> list[int]:
     """Worker processes of an engine, in the order in which it started them."""
-    found: dict[int, str] = {}
+    found = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
             for child in listed.read_text().split():
-                found[int(child)] = Path(f"/proc/{child}/comm").read_text()
-    return sorted(child for child, name in found.items() if "Worker" in name)
+                is_rank = "Worker" in Path(f"/proc/{child}/comm").read_text()
+                found += [int(child)] if is_rank else _ranks(int(child))
+    return sorted(found)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_an_engine_says_the_same_with_rows_of_another_process(
     assert_counters_agree(warm, CHUNKS)
 
 
-@pytest.mark.parametrize("canonical", [False, True])
+@pytest.mark.parametrize("canonical", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_two_ranks_say_the_same_with_rows_of_before(
     *, canonical: bool, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     first: Process, pool: Pool,

@@ -82,6 +82,7 @@ def opened(browser, tmp_path):
     faults: list[str] = []
     expect.set_options(timeout=120_000)  # on a machine that stalls
     page = browser.new_page(viewport={"width": 1100, "height": 800})
+    page.set_default_timeout(120_000)
     page.on(
         "request", lambda asked: faults.append(asked.url) if "report.html" not in asked.url else 0
     )
