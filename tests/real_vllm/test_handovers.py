@@ -3,6 +3,7 @@ the parameters are those of vLLM's toy_proxy_server.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ SHAPES = {
 }
 
 MOVED = "of 777 tokens 768 from peer"
+
+NUM_TRIES = 4
+"""An engine that has computed before cuts a fetch short that takes longer, so a busy machine may
+need as many prompts."""
 
 
 def ask(prompt: list[int], params: Any, **more: Any) -> dict[str, Any]:
@@ -143,9 +148,9 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
     first: Process, second: Process,
 ) -> None:  # fmt: skip
     """No store but the other one's memory."""
-    prompts, back, late = [make_prompt(n) for n in (50, 300, 777)], make_prompt(400), make_prompt()
-    twice = make_prompt(400)
-    own, [own_back, own_late, own_twice] = oracle(prompts), oracle([back, late, twice])
+    prompts, late, twice = [make_prompt(n) for n in (50, 300, 777)], make_prompt(), make_prompt(400)
+    back = [make_prompt(400) for _ in range(NUM_TRIES)]
+    own, own_back, [own_late, own_twice] = oracle(prompts), oracle(back), oracle([late, twice])
     own_children = oracle([twice], **CHILDREN)
     here, there = free_ports(2)
     both = [
@@ -171,11 +176,14 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
         assert children.counted("fetch_seconds_count") == 3, "one fetch of each chunk serves both"
         assert children.counted("remote_prefills_total") == 2
         assert children.counted("remote_prefills_computed") == 0
-        assert decoder.generate([back]).external == 0
-        step_on(decoder)
-        said = prefiller.generate([back])
-        assert_same([own_back], said)
-        assert said.external == expected_hit(len(back))
+        for prompt, answer in zip(back, own_back, strict=True):
+            assert decoder.generate([prompt]).external == 0
+            step_on(decoder)
+            said = prefiller.generate([prompt])
+            assert_same([answer], said)
+            if said.external == expected_hit(400):
+                break
+        assert said.external == expected_hit(400)
         [lost] = prefill(prefiller, [late])
         first.kill()
         alone = decoder.generate([ask(late, lost), prompts[2]], deadline=60)
@@ -193,8 +201,8 @@ def test_across_two_networks(
     tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle
 ) -> None:
     """Each engine in a network of its own, with a cable between them, there and back."""
-    prompts, back = [make_prompt(n) for n in (350, 777)], make_prompt(400)
-    own, [own_back] = oracle(prompts), oracle([back])
+    prompts, back = ([make_prompt(n) for n in some] for some in ((350, 777), NUM_TRIES * (400,)))
+    own, own_back = oracle(prompts), oracle(back)
     (key_file := tmp_path / "peers.key").write_bytes(b"k" * 32)
     key_file.chmod(0o600)
     ports = free_ports(2)
@@ -242,9 +250,9 @@ def test_ranks_of_other_numbers(
 ) -> None:  # fmt: skip
     """From memory to memory, with other blocks."""
     model = make_tiny_model(tmp_path / "model", arch, seed=3, **SHAPES[arch])
-    prompts, back = [make_prompt(n) for n in (350, 777)], make_prompt(400)
+    prompts, back = ([make_prompt(n) for n in some] for some in ((350, 777), NUM_TRIES * (400,)))
     with pool.get("first").engine(model, **options, block_size=64) as engine:
-        own, own_back = own_answers(engine, prompts), own_answers(engine, [back])[0]
+        own, own_back = own_answers(engine, prompts), own_answers(engine, back)
     ports = free_ports(2)
     with ExitStack() as stack:
         engines = []
@@ -264,8 +272,8 @@ def test_ranks_of_other_numbers(
 
 
 def there_and_back(
-    engines: list[Engine], there: tuple[list[list[int]], list[Answer]],
-    back: tuple[list[int], Answer], hits: int,
+    engines: list[Engine], there: tuple[list[list[int]], Iterable[Answer]],
+    back: tuple[list[list[int]], Iterable[Answer]], hits: int,
 ) -> list[Any]:  # fmt: skip
     """Some prompts go over from the first engine, and one of 400 tokens comes back. The parameters
     of the first engine's answers."""
@@ -276,9 +284,12 @@ def there_and_back(
     assert_same(own, warm)
     assert warm.external == hits
     assert warm.counted("remote_prefills_computed") == 0
-    [returned] = prefill(decoder, [back[0]])
-    said = prefiller.generate([ask(back[0], returned)])
-    assert_same([back[1]], said)
+    for prompt, answer in zip(*back, strict=True):
+        [returned] = prefill(decoder, [prompt])
+        said = prefiller.generate([ask(prompt, returned)])
+        assert_same([answer], said)
+        if said.external == 384:
+            break
     assert said.external == 384
     assert said.counted("remote_prefills_computed") == 0
     return given
