@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -118,9 +118,11 @@ class FullAttentionSpec:
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
     page_size_padded: int | None = None
-    prefix_replay_tokens: int = 0
     kv_quant_mode: QuantMode = QuantMode.NONE
-    extra_bytes: int = 0
+
+    prefix_replay_tokens: ClassVar[int] = 0
+    extra_bytes: ClassVar[int] = 0
+    """Bytes of a page that are neither keys nor values."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -164,6 +166,11 @@ class Group:
 @dataclass
 class KVCacheConfig:
     kv_cache_groups: list[Group] = field(default_factory=list)
+
+
+def odd(spec: type, **values: Any) -> Any:
+    """Return a spec whose class, of the same name, has other values than its fields say."""
+    return type(spec.__name__, (spec,), values)()
 
 
 def names(*numbers: int) -> list[str]:

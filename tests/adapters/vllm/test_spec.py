@@ -22,6 +22,7 @@ from .fakes import (
     UniformTypeKVCacheSpecs,
     make_config,
     names,
+    odd,
     write_model,
 )
 
@@ -164,7 +165,7 @@ def test_an_engine_knows_its_place_in_a_data_parallel_group(model, names_of_rele
 REFUSED = {
     "recurrent state": (MambaSpec(), "MambaSpec"),
     "the end of a hit computed again": (
-        SlidingWindowSpec(prefix_replay_tokens=8),
+        odd(SlidingWindowSpec, prefix_replay_tokens=8),
         "prefix_replay_tokens=8",
     ),
     "a type of a platform's own": (
@@ -176,7 +177,7 @@ REFUSED = {
         "keeps its KV as INT8_PER_TOKEN_HEAD",
     ),
     "more than keys and values": (
-        FullAttentionSpec(extra_bytes=64),
+        odd(FullAttentionSpec, extra_bytes=64),
         "does not store the other bytes",
     ),
 }
