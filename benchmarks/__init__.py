@@ -21,6 +21,7 @@ BENCHMARKS: Mapping[str, str] = {
     "away": "an engine whose store is away, beside one without; look-ups beside a tier that hangs",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
     "handover": "first tokens at a decoder that another engine prefilled for, idle and loaded",
+    "launches": "a thread of tiny calls, as a GPU step makes, beside threads that verify records",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
     "lookup": "finding the stored prefix of a prompt among many chunks",
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",

@@ -43,6 +43,13 @@ ROWS = {
             "computed_takes_ms", "handed_over_takes_ms", "own_hit_takes_ms",
         },
     ),
+    "launches": (
+        [1, 2, 4],
+        {
+            "threads", "alone_ms", "verifying_ms", "hashing_without_lock_ms", "ratio",
+            "verified_gb_per_s",
+        },
+    ),
     "layout": (
         [case.name for case in layout.CASES],
         {"case", "stored_by", "read_by", *RATES},

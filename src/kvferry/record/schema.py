@@ -21,6 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvferry.errors import ConfigError, ContractError
+from kvferry.record.leaves import native_leaves
 from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
 
 FORMAT_NAME = "kvferry"
@@ -294,9 +295,8 @@ def leaf_digests(component: Component, payload: memoryview) -> bytes:
             f"{len(payload)} bytes are no whole number of rows of {row_bytes} bytes "
             f"of component {component.name!r}"
         )
-    if row_bytes % LEAF_BYTES and row_bytes > LEAF_BYTES:
-        spans = leaf_spans(component, num_rows)
-        return b"".join([digest(payload[start:stop]) for start, stop in spans])
-    # Leaves of one size, as of nearly every model: a bare loop, because it runs for every byte.
-    step, hash_leaf = min(row_bytes, LEAF_BYTES), xxhash.xxh3_128_digest
-    return b"".join([hash_leaf(payload[at : at + step]) for at in range(0, len(payload), step)])
+    native = native_leaves()
+    if native is not None and num_rows:
+        return native(payload, row_bytes, LEAF_BYTES)
+    spans = leaf_spans(component, num_rows)
+    return b"".join([digest(payload[start:stop]) for start, stop in spans])
