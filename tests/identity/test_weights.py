@@ -2,8 +2,11 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +17,7 @@ from safetensors.torch import save_file
 from kvferry import filesystem
 from kvferry.errors import ConfigError
 from kvferry.identity import weights, weights_digest, weights_state
-from kvferry.identity.weights import RACY_NS, _DigestCache
+from kvferry.identity.weights import RACY_NS, _DigestCache, _entry_of
 
 
 def later():
@@ -62,9 +65,13 @@ def cache_in(home):
     return home / "kvferry" / "weights"
 
 
+def entry_of(model_file):
+    with model_file.open("rb") as file:
+        return _entry_of(file.fileno(), os.fstat(file.fileno()), model_file.resolve())
+
+
 def is_cached(tmp_path, model_file):
-    info = model_file.stat()
-    return _DigestCache(cache_in(tmp_path)).get(info) is not None
+    return _DigestCache(cache_in(tmp_path)).get(entry_of(model_file)) is not None
 
 
 def test_two_models_of_equal_names_sizes_and_headers_differ(tmp_path, digest):
@@ -136,7 +143,7 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, digest):
     (file,) = model.glob("*.safetensors")
     real = digest(model)
     # Only whoever believes the entry for this very state of the file gives another answer.
-    _DigestCache(cache_in(tmp_path)).put(file.stat(), b"d" * 32)
+    _DigestCache(cache_in(tmp_path)).put(entry_of(file), b"d" * 32)
     believed = digest(model)
     assert believed != real
     assert digest(model, home=tmp_path / "other") == real
@@ -301,12 +308,99 @@ def test_an_index_that_is_none_is_a_file_like_others(tmp_path, digest, text):
     assert digest(model) != before
 
 
-def test_digests_are_kept_only_where_files_show_their_changes(tmp_path, digest, monkeypatch):
+def changes_of(file):
+    """Ways in which a file becomes another one of the same size."""
+    content = file.read_bytes()
+    middle = len(content) // 2
+    return {
+        "first byte": lambda: file.write_bytes(b"X" + content[1:]),
+        "last byte": lambda: file.write_bytes(content[:-1] + b"\x7f"),
+        "another fine-tune": lambda: file.write_bytes(content[:middle] + content[middle:][::-1]),
+        "replaced by a rename": lambda: os.replace(
+            make_model(file.parent.parent / "b", seed=1) / file.name, file
+        ),
+    }
+
+
+@pytest.mark.parametrize("change", changes_of(Path(__file__)))
+def test_where_times_do_not_show_changes_a_sample_of_the_content_does(
+    tmp_path, digest, monkeypatch, change
+):
     model = make_model(tmp_path / "a")
     (file,) = model.glob("*.safetensors")
     monkeypatch.setattr(weights, "shows_changes", lambda directory: False)
-    digest(model)
+    before, info = digest(model), file.stat()
+    assert is_cached(tmp_path, file)
+    changes_of(file)[change]()
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
     assert not is_cached(tmp_path, file)
+    assert digest(model) != before
+
+
+def test_a_sample_spreads_over_the_whole_of_a_large_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "shows_changes", lambda directory: False)
+    file = tmp_path / "large"
+    with file.open("wb") as large:
+        large.truncate(64 << 20)
+    times = (0, file.stat().st_mtime_ns)
+    before = entry_of(file)
+    for at in range(0, 64 << 20, 2 << 20):  # a change of two MiB anywhere
+        with file.open("r+b") as large:
+            large.seek(at)
+            large.write(b"\1" * (2 << 20))
+        os.utime(file, ns=times)
+        assert entry_of(file) != before
+        with file.open("r+b") as large:
+            large.seek(at)
+            large.write(bytes(2 << 20))
+        os.utime(file, ns=times)
+    assert entry_of(file) == before
+
+
+HASHES = """
+import pathlib, sys, time
+from kvferry.identity import weights
+whole = weights._hash
+weights._hash = lambda *args: [whole(*args), print("hashed", flush=True)][0]
+weights.shows_changes = lambda directory: True
+print("ready", flush=True)
+sys.stdin.readline()
+later = time.time_ns() + 10 * weights.RACY_NS
+print(weights.weights_digest(pathlib.Path(sys.argv[1]), clock_ns=lambda: later).hex())
+"""
+
+
+def test_processes_that_start_together_hash_a_file_once(tmp_path):
+    model = tmp_path / "a"
+    model.mkdir()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", HASHES, str(model)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    assert all(rank.stdout.readline() == "ready\n" for rank in ranks)
+    answers = [rank.communicate("go\n", timeout=120)[0].split() for rank in ranks]
+    assert len({answer[-1] for answer in answers}) == 1
+    assert sum(answer.count("hashed") for answer in answers) == 1
+
+
+def test_a_process_that_hangs_with_the_lock_holds_no_other(tmp_path, digest, monkeypatch):
+    monkeypatch.setattr(weights, "_LOCKED_BYTES", 0)
+    monkeypatch.setattr(weights, "_LOCK_SECONDS", 0.2)
+    model = make_model(tmp_path / "a")
+    (file,) = model.glob("*.safetensors")
+    expected = digest(model, home=tmp_path / "other")
+    with _DigestCache(cache_in(tmp_path)).hashing(entry_of(file), 1):
+        assert digest(model) == expected
 
 
 @pytest.mark.parametrize(

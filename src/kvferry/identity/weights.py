@@ -3,19 +3,23 @@
 Two fine-tunes of one shape have files of equal names, sizes and headers, so only a hash of every
 byte distinguishes them. Each file is hashed once: a cache keeps the digest with the file's device,
 inode, size and times, and the file is hashed again when one of these differs. On file systems whose
-times do not show every change, the digest is not kept.
+times do not show every change, a sample of its bytes must be equal, too. Of processes that start
+together one hashes a file, with a lock beside the cache.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -43,6 +47,17 @@ was hashed may change again with equal times."""
 _BUFFER_BYTES = 16 * 1024 * 1024
 _LONG_BYTES = 1 << 30
 """From this size on, hashing a file takes a while and is logged."""
+
+_SAMPLE_BYTES = 64 * 1024
+_NUM_SAMPLES = 64
+"""Evenly spread pieces, the first bytes and the last among them: some 4 MiB of a file."""
+
+_LOCKED_BYTES = 64 << 20
+"""Smaller files are hashed faster than processes agree on who hashes them."""
+
+_LOCK_SECONDS = 10.0
+_LOCK_POLL_SECONDS = 0.05
+_SLOW_BYTES_PER_SECOND = 50e6
 
 
 def weights_digest(
@@ -154,27 +169,33 @@ def _file_digest(path: Path, cache: _DigestCache, clock_ns: Callable[[], int]) -
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         started = clock_ns()
-        cached = cache.get(before)
-        if cached is not None:
-            return cached
-        if before.st_size >= _LONG_BYTES:
-            logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
-        hasher = blake3(max_threads=blake3.AUTO)
-        num_bytes = 0
-        for piece in _pieces(file.readinto):
-            hasher.update(piece)
-            num_bytes += len(piece)
-            if num_bytes > before.st_size:  # a file that grows as fast as it is read
-                break
-        after = os.fstat(file.fileno())
-    if _identity(before) != _identity(after) or num_bytes != before.st_size:
-        raise ConfigError(f"{path} changes while it is read: wait until it is complete")
-    digest = hasher.digest()
-    # As for git's "racily clean" files. Only ctime counts: a process cannot set it back, and every
-    # change of content or mtime changes it, too.
-    if before.st_ctime_ns + RACY_NS <= started and shows_changes(path.resolve().parent):
-        cache.put(before, digest)
+        entry = _entry_of(file.fileno(), before, path.resolve())
+        # The ranks of an engine start together: the first hashes, the others then find its digest.
+        with cache.hashing(entry, before.st_size):
+            cached = cache.get(entry)
+            if cached is not None:
+                return cached
+            digest = _hash(file, before, path)
+            # As for git's "racily clean" files.
+            if entry.changed_ns + RACY_NS <= started:
+                cache.put(entry, digest)
     return digest
+
+
+def _hash(file: io.FileIO, before: os.stat_result, path: Path) -> bytes:
+    """Hash the whole file. Raises ConfigError if it changes meanwhile."""
+    if before.st_size >= _LONG_BYTES:
+        logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
+    hasher = blake3(max_threads=blake3.AUTO)
+    num_bytes = 0
+    for piece in _pieces(file.readinto):
+        hasher.update(piece)
+        num_bytes += len(piece)
+        if num_bytes > before.st_size:  # a file that grows as fast as it is read
+            break
+    if _identity(before) != _identity(os.fstat(file.fileno())) or num_bytes != before.st_size:
+        raise ConfigError(f"{path} changes while it is read: wait until it is complete")
+    return hasher.digest()
 
 
 def _pieces(readinto: Callable[[memoryview], int | None]) -> Iterator[memoryview]:
@@ -195,46 +216,98 @@ def _default_cache_dir() -> Path | None:
     return None
 
 
+class _Entry(NamedTuple):
+    """The place of a file's digest in the cache, and what must be unchanged for it to hold."""
+
+    name: str
+    state: bytes
+    changed_ns: int
+    """When the file changed last: a change soon afterwards may not show."""
+
+
+def _entry_of(fd: int, info: os.stat_result, path: Path) -> _Entry:
+    """Where changes show in a file's times, its inode and times stand for its content. Only ctime
+    counts then: a process cannot set it back, and every change of content or mtime changes it, too.
+    Elsewhere its path, size and mtime do, together with a sample of its bytes."""
+    if shows_changes(path.parent):
+        state = " ".join(map(str, _identity(info)))
+        return _Entry(f"{info.st_dev:x}-{info.st_ino:x}", state.encode(), info.st_ctime_ns)
+    hasher = blake3(str(path).encode())
+    last = max(0, info.st_size - _SAMPLE_BYTES)
+    for index in range(_NUM_SAMPLES):
+        hasher.update(os.pread(fd, _SAMPLE_BYTES, last * index // (_NUM_SAMPLES - 1)))
+    state = f"{info.st_size} {info.st_mtime_ns} {hasher.hexdigest()}"
+    name = blake3(str(path).encode()).hexdigest()[:32]
+    return _Entry(name, state.encode(), info.st_mtime_ns)
+
+
 class _DigestCache:
-    """A cache with one small file per (device, inode), replaced whole. Every fault is a miss."""
+    """A cache with one small file per file of weights, replaced whole. Every fault is a miss."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory if directory is not None and _private(directory) else None
 
-    def get(self, info: os.stat_result) -> bytes | None:
+    @contextmanager
+    def hashing(self, entry: _Entry, num_bytes: int) -> Iterator[None]:
+        """Let one process at a time hash a file. A process that waits for longer than a slow disk
+        takes goes on without: another one may hang or be stopped."""
+        if self._directory is None or num_bytes < _LOCKED_BYTES:
+            yield
+            return
+        until = time.monotonic() + _LOCK_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND
+        try:
+            lock = os.open(self._directory / f"{entry.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            while not _locked(lock) and time.monotonic() < until:
+                time.sleep(_LOCK_POLL_SECONDS)
+            yield
+        finally:
+            os.close(lock)
+
+    def get(self, entry: _Entry) -> bytes | None:
         if self._directory is None:
             return None
         try:
-            text = self._path(self._directory, info).read_bytes()
+            text = (self._directory / entry.name).read_bytes()
         except OSError:
             return None
         digest = text[-64:]
         # A text that matches was encoded from a digest, so this is 64 hexadecimal digits.
-        return bytes.fromhex(digest.decode()) if text == self._encode(info, digest) else None
+        return bytes.fromhex(digest.decode()) if text == self._encode(entry, digest) else None
 
-    def put(self, info: os.stat_result, digest: bytes) -> None:
+    def put(self, entry: _Entry, digest: bytes) -> None:
         if self._directory is None:
             return
-        path = self._path(self._directory, info)
+        path = self._directory / entry.name
         # One temporary name per entry: a killed process leaves at most one small file behind, which
         # the next writer reuses. Two writers at once can at worst lose the entry, because `get`
         # checks what it reads.
         temporary = path.with_name(f".{path.name}.new")
         try:
-            temporary.write_bytes(self._encode(info, digest.hex().encode()))
+            temporary.write_bytes(self._encode(entry, digest.hex().encode()))
             os.replace(temporary, path)
         except OSError as error:
             logger.info("cannot keep a weights digest in %s: %s", self._directory, error)
 
     @staticmethod
-    def _path(directory: Path, info: os.stat_result) -> Path:
-        return directory / f"{info.st_dev:x}-{info.st_ino:x}"
-
-    @staticmethod
-    def _encode(info: os.stat_result, digest_hex: bytes) -> bytes:
+    def _encode(entry: _Entry, digest_hex: bytes) -> bytes:
         """Encode what must be unchanged, a checksum of that and the digest, and the digest."""
-        state = b"kvferry weights 2 " + " ".join(map(str, _identity(info))).encode()
+        state = b"kvferry weights 3 " + entry.state
         return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)
+
+
+def _locked(fd: int) -> bool:
+    """Whether this process has the lock now. True, too, where files cannot be locked."""
+    try:
+        flock(fd, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _private(directory: Path) -> bool:
