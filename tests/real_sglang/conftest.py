@@ -41,3 +41,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
     from examples.cpu.sglang_tiers import start_rank
 
     start_rank(tmp_path_factory.mktemp("rendezvous") / "file")
+
+
+@pytest.fixture(autouse=True)
+def as_started() -> None:
+    """Each test is a process whose weights did not change yet."""
+    from kvferry.adapters.sglang import identity
+
+    identity.WEIGHTS.have_changed = identity.WEIGHTS.left_old_kv = False

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from examples.cpu.sglang_tiers import PAGE, Engine, start_rank
+from kvferry.adapters.sglang import identity
+from tests.real_sglang.updates import Updates
 
 NUM_PAGES = 2
 TOKENS = list(range(1000, 1000 + NUM_PAGES * PAGE))
@@ -26,6 +28,7 @@ LORA = "/adapters/tuned"
 @contextmanager
 def attached(case: dict[str, Any], overrides: dict[str, Any]) -> Iterator[Engine]:
     """A process of SGLang that serves the model that is at the case's place now."""
+    identity.WEIGHTS.have_changed = identity.WEIGHTS.left_old_kv = False  # as they are loaded
     from sglang.srt.runtime_context import get_context
 
     arguments: dict[str, Any] = {"served_model_name": "served", "device": "cpu"}
@@ -82,21 +85,6 @@ def verdict(one: Engine, case: dict[str, Any]) -> str:
     return "right" if is_own else "**wrong page**"
 
 
-def update_weights() -> None:
-    """End an update in place, as SGLang does."""
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Updater,
-    )
-
-    class Scheduler:
-        def record_weight_version_change(self, new_version: str) -> None:
-            pass
-
-    updater = object.__new__(Updater)
-    updater.scheduler = Scheduler()
-    updater.record_weight_version_after_update("new")
-
-
 def run(case: dict[str, Any], *, is_first: bool) -> str:
     """Return what the second model gets; nothing where that is asked of another process."""
     if not is_first and case["is_updated"]:
@@ -107,7 +95,7 @@ def run(case: dict[str, Any], *, is_first: bool) -> str:
         write(one, case)
         if not case["is_updated"]:
             return ""
-        update_weights()
+        Updates(one).update(flush_cache=True)
         return verdict(one, case)
 
 

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_context
 from examples.cpu import sglang_tiers
 from examples.cpu.sglang_tiers import PAGE, Engine
 from kvferry.errors import ConfigError
+from tests.real_sglang.updates import Updates
 from tests.servers.places import FAULTS, valkey_place
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_rank")]
@@ -225,23 +226,54 @@ def test_a_model_that_cannot_be_identified_is_refused_in_one_line(
         assert "\n" not in str(raised.value)
 
 
-def test_weights_that_change_in_place_begin_an_epoch(
-    tmp_path: Path, models: dict[str, Path]
+def prompts(num: int) -> list[list[int]]:
+    return [[1000 * number + each for each in TOKENS] for number in range(num)]
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+@pytest.mark.parametrize("backs_up", ["before", "after"])
+def test_pages_of_the_weights_before_are_misses_after_a_flush(
+    flush_cache: bool, backs_up: str, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Updater,
-    )
+    with serving(models["plain"]), engine(tmp_path) as one:
+        backend, updates = one.controller.storage_backend, Updates(one)
+        held = [(tokens, one.compute(tokens)) for tokens in prompts(3)]
+        if backs_up == "before":
+            for tokens, indices in held:
+                assert one.write(tokens, indices) == len(tokens)
+        updates.update(flush_cache=flush_cache)
+        if backs_up == "after" and not flush_cache:
+            for tokens, indices in held:
+                assert one.write(tokens, indices) == 0
+            assert backend.counters["stores_dropped"] == 9
+        updates.flush()
+        for tokens, _ in held:
+            assert len(one.restore(tokens)) == 0
+        # Nothing stays closed: what is computed from now on is stored and found.
+        updates.flush()
+        indices = one.compute(TOKENS)
+        assert one.write(TOKENS, indices) == len(TOKENS)
+        assert len(one.restore(TOKENS)) == len(TOKENS)
+        assert backend.counters["hook_failed"] == 0
 
-    class Scheduler:
-        def record_weight_version_change(self, new_version):
-            pass
 
+def test_a_flush_alone_leaves_storage_as_it_is(tmp_path: Path, models: dict[str, Path]) -> None:
     with serving(models["plain"]), engine(tmp_path) as one:
         one.write(TOKENS, one.compute(TOKENS))
-        updater = object.__new__(Updater)
-        updater.scheduler = Scheduler()
-        updater.record_weight_version_after_update("new")
+        Updates(one).flush()
+        assert len(one.restore(TOKENS)) == len(TOKENS)
+
+
+def test_a_back_end_that_is_attached_after_an_update_finds_nothing_of_before(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    with serving(models["plain"]), engine(tmp_path) as one:
+        one.write(TOKENS, one.compute(TOKENS))
+        one.detach()
+        Updates(one).update(flush_cache=False)
+        one.attach(tmp_path.as_uri())
         assert len(one.restore(TOKENS)) == 0
+        assert one.write(TOKENS, one.compute(TOKENS)) == 0  # it may be of the weights before
 
 
 def test_statistics_pass_sglangs_own_collector(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -16,7 +16,7 @@ from tests.servers.seaweed import seaweed
 from tests.servers.valkey import valkey_cluster, valkey_server
 
 with host.installed():
-    from kvferry.adapters.sglang import KVFerryStorage
+    from kvferry.adapters.sglang import KVFerryStorage, identity
 
 __all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
@@ -32,6 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: fakes.write_model(root / name, fill=fill)
         for name, fill in (("plain", 1.0), ("other", 2.0))
     }
+
+
+@pytest.fixture(autouse=True)
+def as_started() -> None:
+    """Each test is a process whose weights did not change yet."""
+    identity.WEIGHTS.have_changed = identity.WEIGHTS.left_old_kv = False
 
 
 @pytest.fixture

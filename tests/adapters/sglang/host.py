@@ -96,14 +96,19 @@ class StorageMetrics:
     backup_bandwidth: list[float] = field(default_factory=list)
 
 
-class Updater:
-    """The methods of SGLang's weight updater that every update calls at its end."""
+class WeightUpdater:
+    """The methods of SGLang's model runners that every update of weights calls."""
 
-    def record_weight_version_after_update(self, weight_version):
-        pass
+    def _write(self, *_arguments):
+        return True, "said"
 
-    def flush_cache_after_weight_update(self, request, success, message):
-        return success, message
+    begin_weight_update = load_weights_from_distributed = _write
+    update_weights_from_disk = update_weights_from_ipc = update_weights_from_tensor = _write
+
+
+class HiCacheController:
+    def reset(self):
+        """The end of every flush: threads that store have ended, and nothing is queued."""
 
 
 @contextmanager
@@ -122,8 +127,9 @@ def installed() -> Iterator[None]:
             for each in (HiCacheStorage, PoolHitPolicy, PoolTransfer, PoolTransferResult)
         },
         "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
-        "sglang.srt.managers.scheduler_components.weight_updater": {
-            "SchedulerWeightUpdaterManager": Updater
+        "sglang.srt.managers.cache_controller": {"HiCacheController": HiCacheController},
+        "sglang.srt.model_executor.model_runner_components.weight_updater": {
+            "WeightUpdater": WeightUpdater
         },
     }
     for path, contents in names.items():

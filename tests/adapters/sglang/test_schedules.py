@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvferry.adapters.sglang import storage
+from kvferry.adapters.sglang import identity, storage
 from kvferry.errors import StoreError
 from kvferry.record.schema import RecordSchema
 from kvferry.store.memory import MemoryStore, copy_ranges
@@ -146,12 +146,13 @@ class WatchedPool(HostPool):
 
 
 class Weights:
-    """The weights of a running model. As SGLang's, they change when no page waits to be stored."""
+    """The weights of a running model. They change while pages of before wait to be stored. Later
+    SGLang flushes its cache, when none waits any more."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
         self._epochs = [0]
-        self._num_told = 1
+        self._num_flushed = 1
         self._permits = threading.Semaphore(NUM_THREADS)
 
     @contextmanager
@@ -159,22 +160,24 @@ class Weights:
         with self._permits:
             yield self._epochs[-1]
 
-    def change(self, told: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+    def change(self, meanwhile: Callable[[], None]) -> None:
+        host.WeightUpdater().update_weights_from_tensor()
+        meanwhile()
         for _ in range(NUM_THREADS):
             while not self._permits.acquire(timeout=0.01):
                 meanwhile()
         self._epochs.append(next(self._numbers))
-        told()
-        self._num_told = len(self._epochs)
+        host.HiCacheController().reset()
+        self._num_flushed = len(self._epochs)
         self._permits.release(NUM_THREADS)
 
     @property
-    def num_told(self) -> int:
-        return self._num_told
+    def num_flushed(self) -> int:
+        return self._num_flushed
 
-    def since(self, num_told: int) -> list[int]:
+    def since(self, num_flushed: int) -> list[int]:
         """The epochs of which a load that began then may bring pages."""
-        return self._epochs[num_told - 1 :]
+        return self._epochs[num_flushed - 1 :]
 
 
 class Life(NamedTuple):
@@ -200,16 +203,16 @@ class Life(NamedTuple):
     def _load(self, pages: list[int], numbers: list[int]) -> None:
         for page in pages:
             self.pool.put_page(page, torch.zeros_like(content(0, 0)))
-        num_told = self.weights.num_told
+        num_flushed = self.weights.num_flushed
         with self.pool.lent(pages):
             right = self.controller.backend.batch_get_v1(
                 [KEYS[each] for each in numbers], host.indices(pages)
             )
         for page, number, is_right in zip(pages, numbers, right, strict=True):
-            self._check(self.pool.page(page), number, num_told, is_right=is_right)
+            self._check(self.pool.page(page), number, num_flushed, is_right=is_right)
 
-    def _check(self, page: torch.Tensor, number: int, num_told: int, *, is_right: bool) -> None:
-        epochs = self.weights.since(num_told)
+    def _check(self, page: torch.Tensor, number: int, num_flushed: int, *, is_right: bool) -> None:
+        epochs = self.weights.since(num_flushed)
         if any(torch.equal(page, content(number, each)) for each in epochs):
             self.loaded.extend([number] * is_right)  # else it came as the call gave up
         elif is_right:
@@ -232,9 +235,9 @@ class Life(NamedTuple):
         with self.weights.held() as epoch:
             self.controller.backend.set(KEYS[numbers[0]], content(numbers[0], epoch).clone())
         given = torch.zeros_like(content(0, 0))
-        num_told = self.weights.num_told
+        num_flushed = self.weights.num_flushed
         found = self.controller.backend.get(KEYS[numbers[1]], given)
-        self._check(given, numbers[1], num_told, is_right=found is not None)
+        self._check(given, numbers[1], num_flushed, is_right=found is not None)
 
     def _exists(self, _pages: list[int], numbers: list[int]) -> None:
         if not 0 <= self.controller.backend.batch_exists([KEYS[each] for each in numbers]) <= 2:
@@ -248,7 +251,7 @@ class Life(NamedTuple):
             if what == "thaw":
                 self.store.thaw()
             elif what == "change":
-                self.weights.change(backend.begin_epoch, self.store.thaw)
+                self.weights.change(self.store.thaw)
             elif what == "clear":
                 backend.clear()
             time.sleep(draw.choice((0.0, 0.002, 0.01)))
@@ -300,6 +303,7 @@ def run_schedule(seed: int, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(storage, "open_rows", opened)
         pool = WatchedPool()
+        identity.WEIGHTS.have_changed = identity.WEIGHTS.left_old_kv = False  # another process
         controller = attach(pool, load_timeout_seconds=0.1)
         pool.is_attached = True
         Life(controller, store, pool, Weights(numbers), loaded).live(draw)

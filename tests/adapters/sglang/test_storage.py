@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvferry.adapters.sglang import identity
 from kvferry.adapters.sglang.identity import watch_weights
+from kvferry.adapters.sglang.pages import PageRecords
 from kvferry.errors import ConfigError
 from tests.adapters.sglang import host
-from tests.adapters.sglang.conftest import Attach
+from tests.adapters.sglang.conftest import SECONDS, Attach
 from tests.adapters.sglang.host import HostPool, PoolHitPolicy, PoolName, PoolTransfer, chain
 from tests.servers.places import AllServers, name_of
 
@@ -248,32 +250,81 @@ def test_a_name_stands_for_weights_by_option_alone(
     assert attach(identity="name").backend.batch_exists(KEYS, None) == 0
 
 
-def test_nothing_stored_before_weights_change_in_place_is_read_after(attach: Attach) -> None:
+WRITES = [name for name in vars(host.WeightUpdater) if "weight" in name]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_nothing_of_the_weights_before_is_read_after_they_change_in_place(
+    name: str, attach: Attach
+) -> None:
     first = attach()
     written = fill(first)
-    updater = host.Updater()
-    updater.record_weight_version_after_update(None)
-    assert first.backend.batch_exists(KEYS, None) == 0
+    assert getattr(host.WeightUpdater(), name)("of", "SGLang") == (True, "said")
+    assert first.prefetch(KEYS, [1, 3, 5]) == 0
+    # SGLang's cache still holds KV of the weights before, and hands it over.
+    assert not first.backup(KEYS, PAGES)
+    assert not first.backend.set(KEYS[0], first.pool.page(0).flatten())
+    assert first.backend.counters["stores_dropped"] == 4
+    host.HiCacheController().reset()
+    assert first.prefetch(KEYS, [1, 3, 5]) == 0
     fill(first)
     assert first.prefetch(KEYS, [1, 3, 5]) == 3
-    assert updater.flush_cache_after_weight_update(None, True, "said") == (True, "said")
-    assert first.backend.batch_exists(KEYS, None) == 0
+    host.HiCacheController().reset()  # without a change
+    assert first.prefetch(KEYS, [1, 3, 5]) == 3
+    assert attach().prefetch(KEYS, [1, 3, 5]) == 0  # attached again, to the changed weights
+    host.HiCacheController().reset()
+    identity.WEIGHTS.have_changed = identity.WEIGHTS.left_old_kv = False  # another process
     assert_comes_back(attach(), written)
+
+
+def test_a_store_under_way_as_weights_change_is_not_read_after_the_flush(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, begun, goes_on = attach(), threading.Event(), threading.Event()
+    store = PageRecords.store
+
+    def held(*arguments: Any) -> list[bool]:
+        begun.set()
+        assert goes_on.wait(SECONDS)
+        return store(*arguments)
+
+    monkeypatch.setattr(PageRecords, "store", held)
+    thread = threading.Thread(target=controller.backup, args=(KEYS, PAGES))
+    thread.start()
+    assert begun.wait(SECONDS)
+    host.WeightUpdater().update_weights_from_tensor()
+    goes_on.set()
+    thread.join(SECONDS)
+    assert controller.prefetch(KEYS, [1, 3, 5]) == 3  # as from SGLang's own cache
+    host.HiCacheController().reset()
+    assert controller.prefetch(KEYS, [1, 3, 5]) == 0
+
+
+def test_a_flush_that_fails_ends_nothing(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_self: object) -> None:
+        raise RuntimeError("a thread does not end")
+
+    monkeypatch.setattr(host.HiCacheController, "reset", fails)
+    controller = attach()
+    host.WeightUpdater().begin_weight_update()
+    with pytest.raises(RuntimeError, match="does not end"):
+        host.HiCacheController().reset()
+    assert not controller.backup(KEYS, PAGES)
 
 
 def test_weights_are_watched_without_keeping_anything_alive() -> None:
     class Watcher:
         seen = 0
 
-        def changed(self) -> None:
+        def begin_epoch(self) -> None:
             Watcher.seen += 1
 
     watcher = Watcher()
-    watch_weights(watcher.changed)
-    host.Updater().record_weight_version_after_update("v")
+    watch_weights(watcher.begin_epoch)
+    host.WeightUpdater().begin_weight_update()
     assert Watcher.seen == 1
     del watcher
-    host.Updater().record_weight_version_after_update("v")
+    host.HiCacheController().reset()
     assert Watcher.seen == 1
 
 

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt import runtime_context
-from sglang.srt.managers.scheduler_components.weight_updater import (
-    SchedulerWeightUpdaterManager as Updater,
-)
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang.version import __version__
 
@@ -69,6 +68,16 @@ _POOL = (
     "storage_format_tag",
 )
 """Attributes of a host pool that say which layers a page holds, and in what order of bytes."""
+
+
+_CHANGES = (
+    "begin_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_disk",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+"""Methods of SGLang's model runners that write weights, or let others write them."""
 
 
 class ServedModel:
@@ -161,32 +170,81 @@ def _read_config(model: Any, *, trust_remote_code: bool, revision: Any, **_other
     return get_config(model, trust_remote_code=trust_remote_code, revision=revision)
 
 
-def watch_weights(changed: Callable[[], None]) -> None:
-    """Call the bound method `changed` whenever the weights of this process changed in place.
+class Weights:
+    """What is known of changes of this process's weights in place.
 
-    SGLang does not tell its storage of that, and its page hashes stay the same. So this wraps, once
-    per process, the two methods that end an update. It does not keep the watching object alive.
+    SGLang does not tell its storage of them, and its page hashes stay the same. An update may leave
+    the cache as it is, for a later flush: until then SGLang hands over pages that the weights
+    before computed. So nothing is stored until the flush, and an epoch begins with both.
+
+    Attributes:
+        have_changed: whether the weights are not those that the process started with.
+        left_old_kv: whether they changed since SGLang last dropped all KV.
     """
-    for name in ("record_weight_version_after_update", "flush_cache_after_weight_update"):
-        found = getattr(Updater, name)
-        if not hasattr(found, "kvferry_watchers"):
-            found = _telling(found)
-            setattr(Updater, name, found)
-        alive = [watcher for watcher in found.kvferry_watchers if watcher() is not None]
-        found.kvferry_watchers[:] = [*alive, weakref.WeakMethod(changed)]
+
+    def __init__(self) -> None:
+        self.have_changed = self.left_old_kv = False
+        self.watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def change(self) -> None:
+        if not self.left_old_kv:
+            self.have_changed = self.left_old_kv = True
+            logger.info(
+                "kvferry: the weights change in place; what was stored before is not read any "
+                "more, and nothing is stored until SGLang flushes its cache"
+            )
+            self._tell()
+
+    def flushed(self) -> None:
+        """SGLang has dropped all KV, and has no page left to store."""
+        if self.left_old_kv:
+            self._tell()  # so that a store which was under way at the change is not read
+            self.left_old_kv = False
+
+    def _tell(self) -> None:
+        for watcher in tuple(self.watchers):
+            if (begin_epoch := watcher()) is not None:
+                begin_epoch()
 
 
-def _telling(method: Callable[..., Any]) -> Any:
-    watchers: list[weakref.WeakMethod[Callable[[], None]]] = []
+WEIGHTS = Weights()
+
+
+def watch_weights(begin_epoch: Callable[[], None]) -> Weights:
+    """Call this bound method when the weights change in place, and at the flush that follows.
+
+    This wraps, once per process, the methods with which SGLang writes weights, and the one with
+    which each flush ends. It does not keep the object of the bound method alive.
+    """
+    for name in _CHANGES:
+        _wrap(WeightUpdater, name, before=WEIGHTS.change)
+    _wrap(HiCacheController, "reset", after=WEIGHTS.flushed)
+    alive = [each for each in WEIGHTS.watchers if each() is not None]
+    WEIGHTS.watchers[:] = [*alive, weakref.WeakMethod(begin_epoch)]
+    return WEIGHTS
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wrap(
+    owner: type,
+    name: str,
+    before: Callable[[], None] = _nothing,
+    after: Callable[[], None] = _nothing,
+) -> None:
+    """Make a method call `before` and `after`; the latter not if the method raises."""
+    method = getattr(owner, name)
+    if hasattr(method, "of_kvferry"):
+        return
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
-        try:
-            return method(*args, **options)
-        finally:
-            for watcher in tuple(watchers):
-                if (changed := watcher()) is not None:
-                    changed()
+        before()
+        found = method(*args, **options)
+        after()
+        return found
 
-    call.kvferry_watchers = watchers  # type: ignore[attr-defined]  # of this wrapper alone
-    return call
+    call.of_kvferry = True  # type: ignore[attr-defined]  # of this wrapper alone
+    setattr(owner, name, call)

@@ -83,7 +83,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         if storage_config.enable_storage_metrics:
             ranks = {each: str(getattr(storage_config, each)) for each in _RANKS}
             self._counts = StorageCounts(self.counters, ranks)
-        watch_weights(self.begin_epoch)
+        self._weights = watch_weights(self.begin_epoch)
 
     # ---- attaching
 
@@ -110,6 +110,8 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             io_threads=self._options.io_threads,
             load_seconds=self._options.load_timeout_seconds,
         )
+        if self._weights.have_changed:
+            records.begin_epoch()
         before = self._pools.pop(name, None)
         if before is not None:  # attached again
             before[1].close(CLOSE_SECONDS)
@@ -124,8 +126,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         )
 
     def begin_epoch(self) -> None:
-        """Stop reading what was stored: the weights changed in place. See `watch_weights`."""
-        logger.info("kvferry: the weights changed; what was stored before is not read any more")
+        """Stop reading what was stored until now. See `Weights`."""
         for _, records in list(self._pools.values()):
             records.begin_epoch()
 
@@ -232,11 +233,19 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _save(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pages, records = self._pools[name]
         starts = _starts(keys, host_indices, pages)
+        if self._is_dropped(keys):
+            return [False] * len(keys)
 
         def fill(place: int, payload: memoryview) -> None:
             pages.read(starts[place], payload)
 
         return self._timed("stores", records.store, keys, fill)
+
+    def _is_dropped(self, keys: Sequence[str]) -> bool:
+        """Whether nothing is stored now; counts pages that are not."""
+        if is_dropped := self._weights.left_old_kv:
+            self.counters.count("stores_dropped", len(keys))
+        return is_dropped
 
     def _timed(
         self,
@@ -303,7 +312,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         )  # fmt: skip
 
     def _save_values(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
-        if not self._are_pages(values):
+        if not self._are_pages(values) or self._is_dropped(keys):
             return False
 
         def fill(place: int, payload: memoryview) -> None:
