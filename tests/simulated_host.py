@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.host import HostRequest, HostStep
@@ -19,7 +20,14 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, ExtraKeys, Handover, RequestOptions
+from kvferry.types import (
+    DEFAULT_OPTIONS,
+    NO_EXTRA_KEYS,
+    ExtraKeys,
+    Handover,
+    MultimodalItem,
+    RequestOptions,
+)
 from tests.host_tables import (
     HostBlockPool,
     HostRank,
@@ -137,6 +145,32 @@ class SimulatedHost:
         self.scheduler.update_after_alloc(request, request.block_ids, hit)
         return hit
 
+    def go_on(
+        self,
+        request: HostRequest,
+        piece: Sequence[int],
+        items: Sequence[MultimodalItem] = (),
+        *,
+        cacheable: bool = True,
+        preempted: bool = False,
+    ) -> int:
+        """Continue a session as vLLM does: take back tokens that were not computed, add a piece and
+        its items, which stand at offsets in the piece, and admit it in the blocks that it has, or
+        after a preemption anew. Return the hit."""
+        del request.all_token_ids[request.num_computed_tokens :]
+        offset = len(request.all_token_ids)
+        request.all_token_ids.extend(piece)
+        request.num_prompt_tokens = len(request.all_token_ids)
+        placed = tuple(replace(item, offset=item.offset + offset) for item in items)
+        before = request.extra_keys
+        request.extra_keys = replace(before, items=before.items + placed, cacheable=cacheable)
+        if preempted:
+            self.preempt(request)
+            return self.admit(request)
+        self.grow(request, len(request.all_token_ids) + 64)
+        self.scheduler.update_after_alloc(request, request.block_ids, 0)
+        return 0
+
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
         """Compute the KV of every known token, then check all KV that is still in blocks."""
         while request.num_computed_tokens < len(request.all_token_ids):
@@ -246,11 +280,16 @@ class SimulatedHost:
 
 
 def prefix_seeds(request: HostRequest) -> list[int]:
-    """Return a number per token that depends on all tokens up to it and on the extra keys."""
+    """Return a number per token that depends on all tokens and items up to it, and on the salt, the
+    adapter and the embeddings."""
     extra = request.extra_keys
-    seed = sum(repr((extra.cache_salt, extra.lora, extra.items, extra.embeds_digest)).encode())
+    seed = sum(repr((extra.cache_salt, extra.lora, extra.embeds_digest)).encode())
+    shown = [0] * len(request.all_token_ids)
+    for item in extra.items:
+        for place in range(item.length):
+            shown[item.offset + place] = sum(item.digest.encode()) + place
     seeds = []
-    for token in request.all_token_ids:
-        seed = (seed * 1_000_003 + token + 1) % 2_147_483_629
+    for token, at_token in zip(request.all_token_ids, shown, strict=True):
+        seed = (seed * 1_000_003 + token + 1_009 * at_token + 1) % 2_147_483_629
         seeds.append(seed)
     return seeds

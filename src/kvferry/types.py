@@ -157,7 +157,9 @@ class RequestView(Protocol):
     """The part of a host's request that the core reads. Members may be plain attributes.
 
     `all_token_ids` holds prompt and *confirmed* generated tokens; hosts with speculative decoding
-    must not show draft tokens here. It only grows.
+    must not show draft tokens here. It only grows, unless the prompt grows, too: a session takes
+    back the tokens that were not computed, and goes on with others. Then `num_prompt_tokens` is
+    another, and `extra_keys` may be.
     """
 
     @property

@@ -15,13 +15,14 @@ from kvferry.observe import Counters
 from kvferry.types import (
     DEFAULT_OPTIONS,
     NO_EXTRA_KEYS,
+    ExtraKeys,
     Handover,
     MultimodalItem,
     RequestOptions,
 )
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.host import HostRequests, extra_keys_of
+from kvferry.v1.host import UNCACHEABLE, HostRequests
 from kvferry.v1.types import (
     CachedRequestData,
     CarriedMeta,
@@ -180,7 +181,7 @@ def test_requests_of_a_step_that_cannot_be_read_are_not_cached_in_wrong_blocks(c
         )  # fmt: skip
 
     for name in ("first", "last", "other"):
-        requests.view(SimpleNamespace(request_id=name, num_prompt_tokens=22))
+        requests.view(host_request(name))
     assert len(step({}, new=["first", "last"]).scheduled) == 2
     with pytest.raises(ValueError, match="argument 2 is longer"):
         _ = step({"first": ([3], [4]), "last": ([5],)}).scheduled
@@ -472,20 +473,44 @@ def host_request(request_id="r", **attributes):
     )  # fmt: skip
 
 
-def image(digest, offset, length=4):
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(identifier=digest, mm_position=place)
+def place(offset, length=4):
+    return SimpleNamespace(offset=offset, length=length)
+
+
+def image(digest, offset):
+    return SimpleNamespace(identifier=digest, mm_position=place(offset))
+
+
+def item(digest, offset, length=4):
+    return MultimodalItem(digest=digest, offset=offset, length=length)
+
+
+class Adapter:
+    """As vLLM's, equal to any adapter of the same name."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __eq__(self, other):
+        return isinstance(other, Adapter)
+
+    def __hash__(self):
+        return 0
+
+
+def extra_keys_of(request, lora_identity=lambda _lora: None, item_identity=str):
+    return HostRequests(lora_identity, item_identity).view(request).extra_keys
 
 
 def test_a_request_without_extras_has_none():
-    assert extra_keys_of(host_request(), lambda lora: None, str) is NO_EXTRA_KEYS
+    assert extra_keys_of(host_request()) is NO_EXTRA_KEYS
 
 
 def test_salt_images_and_adapters_are_part_of_the_identity():
     request = host_request(
         cache_salt="tenant", lora_request="adapter", mm_features=[image("b", 9), image("a", 2)]
     )
-    keys = extra_keys_of(request, lambda lora: f"content of {lora}", str)
+    keys = extra_keys_of(request, lambda lora: f"content of {lora}")
     assert (keys.cache_salt, keys.lora, keys.cacheable) == ("tenant", "content of adapter", True)
     assert keys.items == (
         MultimodalItem(digest="a", offset=2, length=4),
@@ -495,7 +520,7 @@ def test_salt_images_and_adapters_are_part_of_the_identity():
 
 def test_images_in_the_older_spelling():
     request = host_request(mm_hashes=["a"], mm_positions=[SimpleNamespace(offset=2, length=4)])
-    assert extra_keys_of(request, lambda lora: None, str).items[0].digest == "a"
+    assert extra_keys_of(request).items[0].digest == "a"
 
 
 @pytest.mark.parametrize(
@@ -510,7 +535,7 @@ def test_images_in_the_older_spelling():
     ],
 )
 def test_what_cannot_be_identified_is_not_cached(attributes):
-    assert extra_keys_of(host_request(**attributes), lambda lora: None, str).cacheable is False
+    assert extra_keys_of(host_request(**attributes)).cacheable is False
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError("no number")])
@@ -518,14 +543,89 @@ def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
     def refuse(lora):
         raise error
 
-    assert extra_keys_of(host_request(lora_request="adapter"), refuse, str).cacheable is False
+    assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
 
 
 def test_items_are_what_the_host_makes_of_their_names():
     request = host_request(mm_features=[image("a", 2)])
-    keys = extra_keys_of(request, lambda lora: None, lambda name: f"read so:{name}")
+    keys = extra_keys_of(request, item_identity=lambda name: f"read so:{name}")
     assert keys.items[0].digest == "read so:a"
-    assert extra_keys_of(request, lambda lora: None, lambda name: None).cacheable is False
+    assert extra_keys_of(request, item_identity=lambda _: None).cacheable is False
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"mm_features": [image("a", 2)]}, ExtraKeys(items=(item("a", 2),))),
+        ({"mm_hashes": ["a"], "mm_positions": [place(2)]}, ExtraKeys(items=(item("a", 2),))),
+        ({"cache_salt": "later"}, ExtraKeys(cache_salt="later")),
+        ({"lora_request": Adapter("a")}, ExtraKeys(lora="content of a")),
+        ({"mm_features": [image("", 2)]}, UNCACHEABLE),
+        ({"mm_features": [object()]}, UNCACHEABLE),
+        ({"prompt_embeds": object()}, UNCACHEABLE),
+        ({"prompt_token_ids": None}, UNCACHEABLE),
+        ({"num_prompt_tokens": len(PROMPT) + 1}, UNCACHEABLE),
+        ({"lora_request": Adapter("")}, UNCACHEABLE),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_decides_the_kv_of_a_request_is_followed(changed, expected, in_place):
+    """vLLM changes a session's lists in place."""
+    requests = HostRequests(
+        lambda lora: f"content of {lora.content}" if lora.content else None, str
+    )
+    request = host_request(mm_features=[] if "mm_features" in changed else None)
+    view = requests.view(request)
+    assert view.extra_keys is NO_EXTRA_KEYS
+    if in_place and "mm_features" in changed:
+        request.mm_features.extend(changed["mm_features"])
+    else:
+        vars(request).update(changed)
+    assert requests.view(request) is view
+    assert view.extra_keys == expected
+    nothing = dict.fromkeys(["mm_features", "mm_hashes", "mm_positions", "lora_request"])
+    vars(request).update(vars(host_request(**nothing, cache_salt=None, prompt_embeds=None)))
+    assert requests.view(request) is view
+    # What was not cached once is not cached again.
+    assert view.extra_keys == (NO_EXTRA_KEYS if expected.cacheable else UNCACHEABLE)
+
+
+def test_an_adapter_of_the_same_name_is_another():
+    requests = HostRequests(lambda lora: f"content of {lora.content}", str)
+    request = host_request(lora_request=Adapter("a"))
+    assert requests.view(request).extra_keys.lora == "content of a"
+    request.lora_request = Adapter("b")
+    assert requests.view(request).extra_keys.lora == "content of b"
+
+
+def test_an_adapter_is_asked_for_once_while_a_request_stays_as_it_is():
+    asked = []
+    requests = HostRequests(lambda lora: asked.append(lora) or "content", str)
+    request = host_request(lora_request=Adapter("a"))
+    for _ in range(3):
+        requests.view(request)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_session_of_a_host_that_drafts_is_not_cached_once_it_grows(drafts):
+    requests = HostRequests(lambda _lora: None, str, drafts=drafts)
+    request = host_request()
+    assert requests.view(request).extra_keys.cacheable
+    request.all_token_ids.append(1)
+    assert requests.view(request).extra_keys.cacheable
+    request.num_prompt_tokens += 1
+    assert requests.view(request).extra_keys.cacheable is not drafts
+
+
+def test_the_prompt_of_a_request_is_as_long_as_the_host_says():
+    requests = HostRequests(lambda _lora: None, str)
+    request = host_request()
+    view = requests.view(request)
+    request.all_token_ids.extend([1, 2])
+    request.num_prompt_tokens += 2
+    assert view.num_prompt_tokens == len(view.all_token_ids) == len(PROMPT) + 2
 
 
 def test_a5_the_table_of_an_async_load_is_whole_on_hosts_that_show_only_what_is_new():

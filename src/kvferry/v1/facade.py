@@ -139,6 +139,7 @@ class OneRole:
         lora_identity: LoraIdentity = lambda _lora_request: None,
         item_identity: ItemIdentity = str,
         hands_over: bool = True,
+        drafts: bool = False,
     ) -> None:
         """Take the role that this instance shows to the host.
 
@@ -146,13 +147,13 @@ class OneRole:
             role: the scheduler role in the scheduler's process, the worker role in a worker.
             block_size: number of tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-            lora_identity, item_identity, hands_over: see `kvferry.v1.host`.
+            lora_identity, item_identity, hands_over, drafts: see `kvferry.v1.host`.
         """
         if isinstance(role, SchedulerRole):
             guarded = GuardedScheduler(role, observer, block_size=block_size)
             self._half = SchedulerHalf(
                 guarded,
-                HostRequests(lora_identity, item_identity, hands_over=hands_over),
+                HostRequests(lora_identity, item_identity, hands_over=hands_over, drafts=drafts),
                 PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
             )
         else:

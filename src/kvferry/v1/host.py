@@ -37,25 +37,31 @@ ItemIdentity = Callable[[str], str | None]
 UNCACHEABLE = ExtraKeys(cacheable=False)
 
 
+class Inputs(NamedTuple):
+    """What decides a request's KV besides the model, as the host names it. A streaming session is
+    one request of vLLM whose prompt and items grow, so these are compared at each admission."""
+
+    num_prompt_tokens: int
+    has_embeds: bool
+    salt: str | None
+    lora: tuple[int, Any]
+    """The host's LoRA request, by identity: hosts compare two by name."""
+    items: tuple[tuple[Any, int, int], ...]
+    """Name, offset and length of each multimodal item."""
+
+
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = (
-        "extra_keys", "handover", "may_read", "num_prompt_tokens", "options", "request",
-        "request_id",
-    )  # fmt: skip
+    __slots__ = ("extra_keys", "handover", "inputs", "may_read", "options", "request", "request_id")
 
     def __init__(
-        self,
-        request: V1Request,
-        extra_keys: ExtraKeys,
-        handover: Handover | None,
-        options: RequestOptions,
+        self, request: V1Request, handover: Handover | None, options: RequestOptions
     ) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.num_prompt_tokens = request.num_prompt_tokens
-        self.extra_keys = extra_keys
+        self.inputs: Inputs | None = None
+        self.extra_keys = NO_EXTRA_KEYS
         self.handover = handover
         self.options = options
         # vLLM ignores hits of requests that want the logits of every prompt token.
@@ -64,6 +70,10 @@ class HostRequestView:
     @property
     def all_token_ids(self) -> Sequence[int]:
         return self.request.all_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
 
 
 class ScheduledView(NamedTuple):
@@ -94,8 +104,14 @@ class V1Step(NamedTuple):
 
 
 class HostRequests:
-    """The host's requests and the block table of each. With `hands_over=False`, handover fields of
-    requests are not read and nothing is explained: another connector hands over and answers."""
+    """The host's requests and the block table of each.
+
+    Args:
+        hands_over: False: handover fields of requests are not read and nothing is explained, since
+            another connector hands over and answers.
+        drafts: whether the host decodes speculatively. vLLM 0.32 then keeps the KV of drafts behind
+            a stop token as that of a session's next piece, so sessions that grow are not cached.
+    """
 
     def __init__(
         self,
@@ -103,26 +119,42 @@ class HostRequests:
         item_identity: ItemIdentity,
         *,
         hands_over: bool = True,
+        drafts: bool = False,
     ) -> None:
         self._hands_over = hands_over
+        self._drafts = drafts
         self._lora_identity = lora_identity
         self._item_identity = item_identity
         self._views: dict[str, HostRequestView] = {}
         self._tables: dict[str, list[list[int]]] = {}
 
     def view(self, request: V1Request) -> HostRequestView:
-        """The view of a request; the same object for the request's whole life."""
+        """The view of a request; the same object for the request's whole life. Its extra keys
+        follow the request until they cannot be told: from then on it is not cached."""
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
-            extra_keys = extra_keys_of(request, self._lora_identity, self._item_identity)
             params = getattr(request, "kv_transfer_params", None)
             handover = read_handover(params) if self._hands_over else None
             options = options_of(request, params)
             if options.explain and not self._hands_over:
                 options = msgspec.structs.replace(options, explain=False)
-            view = HostRequestView(request, extra_keys, handover, options)
-            self._views[request.request_id] = view
+            view = self._views[request.request_id] = HostRequestView(request, handover, options)
+        if view.extra_keys.cacheable:
+            self._follow(view)
         return view
+
+    def _follow(self, view: HostRequestView) -> None:
+        """Tell the extra keys of a request anew if its inputs changed."""
+        try:
+            inputs = inputs_of(view.request)
+            if inputs != view.inputs:
+                if view.inputs is not None and self._drafts:
+                    raise ValueError("it grew, and this engine decodes speculatively")
+                view.inputs = inputs
+                view.extra_keys = extra_keys_of(inputs, self._lora_identity, self._item_identity)
+        except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+            logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
+            view.extra_keys = UNCACHEABLE
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended."""
@@ -221,48 +253,47 @@ def options_of(request: object, params: object) -> RequestOptions:
         return DEFAULT_OPTIONS
 
 
-def extra_keys_of(
-    request: object, lora_identity: LoraIdentity, item_identity: ItemIdentity
-) -> ExtraKeys:
-    """Return the inputs, besides its tokens, that decide a request's KV. Called once per request.
+def inputs_of(request: Any) -> Inputs:  # noqa: ANN401 - a host's object
+    """Read the inputs of a request, of which hosts have several spellings.
 
-    An input without an identity of its *content* makes the request uncacheable.
+    Raises:
+        AttributeError, TypeError, ValueError: in no known spelling.
     """
-    has_embeds = getattr(request, "prompt_embeds", None) is not None
-    if has_embeds or getattr(request, "prompt_token_ids", ()) is None:
-        return UNCACHEABLE
-    salt = getattr(request, "cache_salt", None)
-    lora_request = getattr(request, "lora_request", None)
-    try:
-        lora = None if lora_request is None else lora_identity(lora_request)
-        items = _multimodal_items(request, item_identity)
-    except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
-        logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
-        return UNCACHEABLE
-    if (lora_request is not None and lora is None) or items is None:
-        return UNCACHEABLE
-    if salt is None and lora is None and not items:
-        return NO_EXTRA_KEYS
-    return ExtraKeys(cache_salt=salt, lora=lora, items=items)
-
-
-def _multimodal_items(
-    request: object, item_identity: ItemIdentity
-) -> tuple[MultimodalItem, ...] | None:
-    """The request's multimodal items by offset; None if one has no identity or position."""
     features = getattr(request, "mm_features", None)
     if features is not None:
-        pairs = [(f.identifier, f.mm_position) for f in features]
+        pairs = [(feature.identifier, feature.mm_position) for feature in features]
     else:
-        hashes = getattr(request, "mm_hashes", None) or ()
-        positions = getattr(request, "mm_positions", None) or ()
-        if len(hashes) != len(positions):
-            return None
-        pairs = list(zip(hashes, positions, strict=True))
-    items = []
-    for name, place in pairs:
-        digest = item_identity(str(name)) if name else None
-        if digest is None:
-            return None
-        items.append(MultimodalItem(digest=digest, offset=place.offset, length=place.length))
-    return tuple(sorted(items, key=lambda item: item.offset))
+        names = getattr(request, "mm_hashes", None) or ()
+        places = getattr(request, "mm_positions", None) or ()
+        pairs = list(zip(names, places, strict=True))
+    items = tuple((name, place.offset, place.length) for name, place in pairs)
+    lora = getattr(request, "lora_request", None)
+    has_embeds = getattr(request, "prompt_embeds", None) is not None
+    has_embeds |= getattr(request, "prompt_token_ids", ()) is None
+    salt = getattr(request, "cache_salt", None)
+    num_prompt_tokens = request.num_prompt_tokens
+    if num_prompt_tokens > len(request.all_token_ids):
+        # vLLM 0.32 does so to a session whose piece ends while it is preempted, and then computes
+        # other tokens than the request names.
+        raise ValueError("its prompt is longer than its tokens")
+    return Inputs(num_prompt_tokens, has_embeds, salt, (id(lora), lora), items)
+
+
+def extra_keys_of(
+    inputs: Inputs, lora_identity: LoraIdentity, item_identity: ItemIdentity
+) -> ExtraKeys:
+    """Return what decides a request's KV besides its tokens. An input without an identity of its
+    *content* makes the request uncacheable."""
+    lora_request = inputs.lora[1]
+    lora = None if lora_request is None else lora_identity(lora_request)
+    digests = [item_identity(str(name)) if name else None for name, _, _ in inputs.items]
+    if inputs.has_embeds or (lora_request is not None and lora is None) or None in digests:
+        return UNCACHEABLE
+    if inputs.salt is None and lora is None and not inputs.items:
+        return NO_EXTRA_KEYS
+    items = (
+        MultimodalItem(digest=str(digest), offset=offset, length=length)
+        for digest, (_, offset, length) in zip(digests, inputs.items, strict=True)
+    )
+    in_order = tuple(sorted(items, key=lambda item: item.offset))
+    return ExtraKeys(cache_salt=inputs.salt, lora=lora, items=in_order)

@@ -103,6 +103,7 @@ class FerryConnector(OneRole):
             lora_identity=self._lora_identities,
             item_identity=ItemIdentities(vllm_config, local_model(vllm_config)),
             hands_over=hands_over,
+            drafts=getattr(vllm_config, "speculative_config", None) is not None,
         )
         if not is_worker:
             self._cache.wait_ready(START_SECONDS)

@@ -143,9 +143,8 @@ class Lookup:
 
     def _waits_for_store(self, state: RequestState, search: Search) -> bool:
         """Whether the host must ask again, since the store still asks its medium what it has."""
-        if state.asking_until is None:
-            state.asking_until = self._clock() + ASK_SECONDS
-        return search.phase == "asking" and self._clock() < state.asking_until
+        since = max(search.began_at, state.probed_at or 0.0)
+        return search.phase == "asking" and self._clock() < since + ASK_SECONDS
 
     def _waits_for_producer(
         self, state: RequestState, search: Search, known: int, num_tokens: int
@@ -218,7 +217,7 @@ class Lookup:
         """Have the store find out what it has of a prompt, unless it has just been asked to."""
         now = self._clock()
         if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
-            state.probed_at, state.asking_until = now, None
+            state.probed_at = now
             self._store.probe(state.keys.keys)
 
     def limit(self, state: RequestState, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ from kvferry.cache.messages import Filled, Load
 from kvferry.contract.messages import LookupMiss
 from kvferry.journal import JournalAnswer
 from kvferry.keys import ChunkKeys
-from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, RequestView
+from kvferry.types import DEFAULT_OPTIONS, ChunkKey, ExtraKeys, RequestOptions, RequestView
 
 UNREADABLE_SECONDS = 60.0
 """How long a chunk that could not be read is not offered, unless it is stored again. Not for ever,
@@ -168,11 +168,11 @@ class RequestState:
 
     Attributes:
         keys: keys of its whole chunks.
+        inputs: extra keys and number of prompt tokens for which these keys stand.
         arrived_at: when it came, seconds since 1970.
         search: search for its hit; None until the first look-up, and from admission to the next
             look-up.
         probed_at: when the store was last asked what it has of the prompt; None: not yet.
-        asking_until: when the wait for that answer ends; None until a look-up waits.
         saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
             has new blocks.
         next_save: index of a chunk; those before it are stored, on their way, or not to be saved.
@@ -185,10 +185,10 @@ class RequestState:
     """
 
     keys: ChunkKeys
+    inputs: tuple[ExtraKeys, int]
     arrived_at: float
     search: Search | None = None
     probed_at: float | None = None
-    asking_until: float | None = None
     saves_blocked: bool = False
     next_save: int = 0
     audit: Audit | None = None
@@ -196,6 +196,10 @@ class RequestState:
     options: RequestOptions = DEFAULT_OPTIONS
     answer: JournalAnswer | None = None
     sample: float | None = None
+
+    def is_of(self, request: RequestView) -> bool:
+        """Whether the keys stand for what the request is now."""
+        return self.inputs == (request.extra_keys, request.num_prompt_tokens)
 
     @property
     def chain(self) -> Sequence[ChunkKey]:
@@ -279,12 +283,20 @@ class Requests:
 
     def track(self, request: RequestView) -> RequestState:
         """Return the state of a request, with the keys of all chunks that are whole by now. A new
-        request gets a new state."""
+        request gets a new state. If a session grew, all is hashed anew: the host took back tokens
+        that it had not computed, and an item may cover what had none."""
         state = self.by_id.get(request.request_id)
-        if state is None:
+        if state is None or not state.is_of(request):
             keys = ChunkKeys(self.namespace, self._chunk_tokens, request.extra_keys)
-            state = RequestState(keys, time.time(), options=request.options)
-            self.by_id[request.request_id] = state
+            inputs = request.extra_keys, request.num_prompt_tokens
+            if state is None:
+                state = RequestState(keys, inputs, time.time(), options=request.options)
+                self.by_id[request.request_id] = state
+            else:
+                state.keys, state.inputs = keys, inputs
+                state.probed_at = None
+                if state.handover is not None:
+                    state.handover.drop_tail()
         state.keys.extend(request.all_token_ids)
         return state
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
@@ -67,10 +67,15 @@ class SavePlan:
         self.failures_known: tuple[int, ...] = ()
 
     def admit(self, request_id: str, state: RequestState) -> None:
-        """Consider the chunks of a request that got blocks, from the first on."""
+        """Consider the chunks of a request that was admitted, from the first on."""
         state.next_save = 0
-        state.saves_blocked = False
         self._unsaved[request_id] = state
+
+    def lost_blocks(self, request_ids: Iterable[str]) -> None:
+        """Learn that requests were preempted: what they may have shared is theirs no more."""
+        for request_id in request_ids:
+            if request_id in self._requests.by_id:
+                self._requests.by_id[request_id].saves_blocked = False
 
     def forget(self, request_id: str) -> None:
         """Plan no more saves of a request for now."""
@@ -92,7 +97,7 @@ class SavePlan:
         if self._unsaved:
             for item in step.scheduled:
                 state = self._unsaved.get(item.request.request_id)
-                if state is None:
+                if state is None or state.saves_blocked:
                     continue
                 try:
                     self._plan_request(item, state, saves)

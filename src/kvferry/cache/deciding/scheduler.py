@@ -162,8 +162,21 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.begin(request, state, limit)
         return state
 
+    def _follow(self, request: RequestView) -> bool:
+        """Whether a request may be cached. If it changed, as a session grows, what was decided for
+        it before ends: its search, its saves, and its keys."""
+        state = self.requests.by_id.get(request.request_id)
+        if state is not None and not state.is_of(request):
+            self._lookup.end_search(state)
+            self.saves.forget(request.request_id)
+            if request.extra_keys.cacheable:
+                self.requests.track(request)
+            else:
+                del self.requests.by_id[request.request_id]
+        return request.extra_keys.cacheable
+
     def on_new_request(self, request: RequestView) -> None:
-        if not request.extra_keys.cacheable:
+        if not self._follow(request):
             return
         if self._may_load(request):
             state = self._track(request)
@@ -174,7 +187,7 @@ class SharedStorageScheduler(SchedulerRole):
             self.context.store.probe(self._track(request).keys.keys)  # which chunks the store lacks
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
-        if not request.extra_keys.cacheable:
+        if not self._follow(request):
             return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
         if self._recent is not None:
             self._recent.is_engine_in_use = True
@@ -196,7 +209,7 @@ class SharedStorageScheduler(SchedulerRole):
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
-        if not request.extra_keys.cacheable and num_external_tokens <= 0:
+        if not self._follow(request) and num_external_tokens <= 0:
             self._accounts.not_cacheable(request)
             return
         self._handovers.early.pop(request.request_id, None)
@@ -219,7 +232,8 @@ class SharedStorageScheduler(SchedulerRole):
         if request.options.store and (self.context.spec.saves or state.gives_all):
             self.saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
-        self._accounts.admitted(request, state, search, stop, limit)
+        if state.search is not None or state.answer is None:  # else a session goes on in its blocks
+            self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
         self.audits.expect(request.request_id, state, load)
         self._lookup.end_search(state)
@@ -245,6 +259,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def build_plan(self, step: StepView) -> Plan:
         if step.preempted_request_ids:
+            self.saves.lost_blocks(step.preempted_request_ids)
             # A host that preempts everything can admit a request again in the same step: the load
             # of a scheduled request was planned after its preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
@@ -379,6 +394,7 @@ class SharedStorageScheduler(SchedulerRole):
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
+        self._follow(request)
         state = self.requests.by_id.pop(request.request_id, None)
         self.saves.await_reports()
         self.saves.forget(request.request_id)
