@@ -12,14 +12,14 @@ from typing import Any
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tables import Tables
-from kvferry.cache.config import RoleContext, SharedStorageConfig
+from kvferry.cache.config import RoleContext, SharedStorageConfig, default_memory_bytes
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
-from kvferry.cache.memory import slot_size
+from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
@@ -87,11 +87,15 @@ class PrefixCache:
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
         record_bytes = slot_size(self.schema.record_bytes)
-        num_slots = self.config.memory_bytes // record_bytes
+        memory_bytes = self.config.memory_bytes
+        if memory_bytes is None:
+            token_bytes = record_bytes / self.config.chunk_tokens
+            memory_bytes = default_memory_bytes(token_bytes, self.spec.step_tokens, machine_bytes())
+        num_slots = memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit needs two
         if num_slots < needed:
             raise ConfigError(
-                f"memory_bytes={self.config.memory_bytes} is smaller than "
+                f"memory_bytes={memory_bytes} is smaller than "
                 f"{'one chunk' if needed == 1 else 'two chunks'} of this model; set it to at least "
                 f"{needed * record_bytes}"
             )

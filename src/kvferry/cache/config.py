@@ -17,6 +17,10 @@ from kvferry.store.base import Store
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_BYTES = 1 << 30
+"""Host memory for KV of a model of which more holds a few steps anyway."""
+
+POOL_STEPS = 4
+"""Steps of the host that the pool holds by default: two that are being saved and two of hits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +35,9 @@ class SharedStorageConfig(ChunkOptions):
             turn.
         save_repeated: only store chunks that a second request uses, to spare the store chunks that
             are never asked for.
-        memory_bytes: host memory for KV, all ranks of an engine together. All reads and writes of
-            every store pass through it, so it acts as the first tier. Ranks that hold the same kv
+        memory_bytes: host memory for KV, all ranks of an engine together; None: what
+            `default_memory_bytes` returns. All reads and writes of every store pass through it, so
+            it acts as the first tier. Ranks that hold the same kv
             heads have a copy each.
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
@@ -46,10 +51,26 @@ class SharedStorageConfig(ChunkOptions):
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
     save_generated: bool = False
     save_repeated: bool = False
-    memory_bytes: int = field(default=DEFAULT_MEMORY_BYTES, metadata={"unit": "bytes"})
+    memory_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
     start_timeout_seconds: float = 10.0
     record: str | None = None
     serve: str | None = None
+
+
+def default_memory_bytes(token_bytes: float, step_tokens: int | None, machine_bytes: int) -> int:
+    """Return the host memory for KV where the operator sets none: room for `POOL_STEPS` steps of
+    the host, at least `DEFAULT_MEMORY_BYTES`, at most a quarter of the machine.
+
+    All halves of an engine compute this alone and must agree, so it depends on the whole memory of
+    the machine or container, never on what is free at the moment.
+
+    Args:
+        token_bytes: KV of one token, all ranks together.
+        step_tokens: most tokens that the host computes in a step; None if it does not say.
+        machine_bytes: memory of the machine or of the container.
+    """
+    steps = int(POOL_STEPS * (step_tokens or 0) * token_bytes)
+    return min(max(DEFAULT_MEMORY_BYTES, steps), machine_bytes // 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

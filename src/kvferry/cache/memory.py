@@ -55,6 +55,14 @@ def free_bytes() -> int:
     return min(free)
 
 
+def machine_bytes() -> int:
+    """The memory of this machine, or of this container if that is less."""
+    total = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        total.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(total)
+
+
 def _table(file: Path) -> dict[str, int]:
     """The numbers of a file of the system, by the word that begins their line."""
     lines = (line.split() for line in file.read_text().splitlines())

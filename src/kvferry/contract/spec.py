@@ -29,6 +29,7 @@ class EngineSpec:
             configuration, from 0. It is added to the ports of the option `serve`, except to port 0.
         loads: False for an engine that only stores (a producer), unless a request asks for more.
         saves: False for an engine that only reads (a consumer), unless a request asks for more.
+        step_tokens: most tokens that the host computes in one step; None if it does not say.
         disabled: True if nothing is loaded or saved, whatever requests ask for.
         host_recomputes: True if the host recomputes a request from blocks that are reported as
             failed in a later step than that of their load. If the report comes in the step that
@@ -53,6 +54,7 @@ class EngineSpec:
     data_parallel_index: int = 0
     loads: bool = True
     saves: bool = True
+    step_tokens: int | None = None
     disabled: bool = False
     host_recomputes: bool = False
     host_publishes_events: bool = False

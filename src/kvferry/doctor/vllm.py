@@ -199,7 +199,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
         return True
     stores = (config.store,) if isinstance(config.store, str) else config.store
     found.stores += stores
-    found.memory_bytes = config.memory_bytes
+    found.memory_bytes = config.memory_bytes or DEFAULT_MEMORY_BYTES
     if config.record is not None:
         _check_journal(Path(config.record), config.chunk_tokens, found)
     return True

@@ -109,6 +109,7 @@ def engine_spec(
             _table_part(geometry, index, group, engine.block_size)
             for index, group in enumerate(groups)
         ),
+        step_tokens=engine.max_batched_tokens,
         host_recomputes=True,
     )
 

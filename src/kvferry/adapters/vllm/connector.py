@@ -107,8 +107,7 @@ class FerryConnector(OneRole):
         )
         if not is_worker:
             self._cache.wait_ready(START_SECONDS)
-            schema = self._cache.schema
-            log_start(spec, self._cache.store, schema.namespace, schema.record_bytes)
+            log_start(spec, self._cache)
 
     def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
         config = self._host_config
@@ -284,33 +283,46 @@ def log_as(host: logging.Logger, ours: logging.Logger) -> None:
 # --- the log of the start -------------------------------------------------------------------------
 
 
-def log_start(spec: EngineSpec, store: Store, namespace: bytes, record_bytes: int) -> None:
-    """Log the store, the namespace and the layout. A daemon thread measures and logs the store's
-    speed separately, so that a hanging store does not delay the start."""
+def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
+    """Log the store, the namespace, the layout, and how many tokens are held and computed at once.
+    A daemon thread measures and logs the store's speed separately, so that a hanging store does not
+    delay the start."""
     if spec.disabled:
         logger.warning(
             "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
             "results after a prefix hit"
         )
+    store, schema = cache.store, cache.schema
     stat = store.stat()
     logger.info(
         "kvferry: store %s with %d records, %s of %s; namespace %s; %s per chunk; %d KV groups in "
-        "%d block tables, layout %s",
+        "%d block tables, layout %s; %s",
         stat.url,
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
-        namespace.hex()[:16],
-        format_size(record_bytes),
+        schema.namespace.hex()[:16],
+        format_size(schema.record_bytes),
         len(spec.groups),
         len({part.table for part in spec.table_parts}),
         spec.kv_layout,
+        _capacities(cache),
     )
     speed = threading.Thread(target=_log_speed, args=(store,), name="kvferry-speed", daemon=True)
     try:
         speed.start()
     except RuntimeError as error:  # the process reached its thread limit
         logger.warning("kvferry: store %s: speed unknown: %s", stat.url, error)
+
+
+def _capacities(cache: PrefixCache) -> str:
+    chunk_tokens, max_bytes = cache.config.chunk_tokens, cache.store.stat().max_bytes
+    found = [f"memory holds {cache.num_slots * chunk_tokens} tokens"]
+    if max_bytes is not None:
+        found.append(f"the store {max_bytes // cache.schema.record_bytes * chunk_tokens}")
+    if cache.spec.step_tokens is not None:
+        found.append(f"a step computes {cache.spec.step_tokens}")
+    return ", ".join(found)
 
 
 def _log_speed(store: Store) -> None:

@@ -76,6 +76,7 @@ def engine_spec(
         groups, tables = (_only_group(vllm_config),), None
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
+    step = getattr(vllm_config, "scheduler_config", None)
     # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
     rank = getattr(parallel, "data_parallel_rank", 0)
     return EngineSpec(
@@ -87,6 +88,7 @@ def engine_spec(
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
         host_publishes_events=publishes,
+        step_tokens=getattr(step, "max_num_batched_tokens", None),
         tables=tables,
     )
 
