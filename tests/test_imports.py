@@ -191,7 +191,7 @@ THIRD_PARTIES = {
     "matplotlib": ["demo", "simulate"],
     "plotly": ["report"],
     "gguf": ["demo"],
-    "obstore": ["bench.py", "store/servers/objects.py", "store/servers/objects_child.py"],
+    "obstore": ["bench.py", "store/servers/objects.py"],
     "mooncake": ["bench.py", "store/servers/mooncake_child.py"],
 }
 

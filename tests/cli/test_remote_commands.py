@@ -23,7 +23,6 @@ from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
 from tests.servers import patience
-from tests.servers.hostile_s3 import running_hostile_s3
 from tests.servers.mooncake import mooncake
 from tests.servers.places import client_of
 from tests.servers.process import LOCALHOST, free_ports
@@ -207,17 +206,6 @@ def test_a_hostile_description_is_unreadable_and_the_rest_is_shown(fill, run, te
         out = run(command, made.url).out
         assert UNREADABLE in out
         assert out.replace("\n", "").isprintable()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_listing_that_does_not_end_is_one_line(run, monkeypatch, command):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kvferry-tests")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with running_hostile_s3() as server:
-        url = f"s3://same-records/kv?endpoint={server.endpoint}&region=us-east-1"
-        ran = run(*command.split(), url, *COMMANDS[command])
-    assert ran.code == 2
-    assert "its list of names does not end" in ran.error_line
 
 
 def test_lists_are_sorted_and_end_at_the_limit(fill, run, set_idle):

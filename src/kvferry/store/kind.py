@@ -43,10 +43,6 @@ class ServerBounds:
         delete_seconds: timeout of a delete.
         check_seconds: how long opening a store waits for the check of its bucket.
         max_text_bytes: longest description of a namespace; a longer one is read as empty text.
-        max_listed: most names in a listing; a longer one is taken for endless.
-        max_remembered: names of a listing that are kept, to find those that come twice.
-        max_repeats: names that a server may list again. Beyond it, a listing with more repeats than
-            new names is taken for endless.
     """
 
     call_seconds: float = 30.0
@@ -55,9 +51,6 @@ class ServerBounds:
     delete_seconds: float = 2.0
     check_seconds: float = 2.0
     max_text_bytes: int = 1 << 20
-    max_listed: int = 1 << 22
-    max_remembered: int = 1 << 16
-    max_repeats: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,15 @@
-"""Test suites for clients that have a child process, and for their stores, against real servers.
+"""Test suites for clients and for their stores, against real servers.
 
 The subclasses for S3 and Mooncake have the fixtures `server` and `make_client`.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -68,12 +66,6 @@ def calls_of(client, name, seconds):
 def fail_in_time(call, seconds):
     with ends_within(seconds), pytest.raises(StoreError):
         call()
-
-
-def children():
-    """Return the ids of the processes that this one has started."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(each) for task in tasks for each in (task / "children").read_text().split()}
 
 
 def name_behind(store, key):
@@ -259,26 +251,3 @@ class ClientTests:
             assert read_whole(client, name) == value_of()
         finally:
             timer.join()
-
-    def test_a_child_ends_with_its_client(self, make_client):
-        others = children()
-        client = make_client()
-        (child,) = children() - others
-        client.close()
-        assert child not in children()
-
-    def test_a_child_that_died_is_replaced(self, make_client, name):
-        others = children()
-        client = make_client()
-        client.put(name, [value_of()], soon())
-        (child,) = children() - others
-        os.kill(child, 9)
-        fail_in_time(lambda: client.read(name, [], soon()), 1.0)
-
-        def is_back():
-            try:
-                return read_whole(client, name) == value_of()
-            except StoreError:
-                return False
-
-        wait_until(is_back, "another child")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
@@ -61,8 +64,37 @@ class TestMooncakeStore(ServerStoreTests):
         }
 
 
+def children():
+    """Return the ids of the processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(each) for task in tasks for each in (task / "children").read_text().split()}
+
+
 class TestMooncakeClient(ClientTests):
     tells_times = False
+
+    def test_a_child_ends_with_its_client(self, make_client):
+        others = children()
+        client = make_client()
+        (child,) = children() - others
+        client.close()
+        assert child not in children()
+
+    def test_a_child_that_died_is_replaced(self, make_client, name):
+        others = children()
+        client = make_client()
+        client.put(name, [value_of()], soon())
+        (child,) = children() - others
+        os.kill(child, 9)
+        fail_in_time(lambda: client.read(name, [], soon()), 1.0)
+
+        def is_back():
+            try:
+                return read_whole(client, name) == value_of()
+            except StoreError:
+                return False
+
+        wait_until(is_back, "another child")
 
 
 def test_a_value_larger_than_the_memory_of_a_lane(client, name):

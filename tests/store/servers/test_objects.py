@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import textwrap
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
+from kvferry.store.servers import objects
 from kvferry.store.servers.objects import ObjectClient, ObjectOptions, spans_of
 from kvferry.store.url import open_one
 from kvferry.testing.stores import make_key
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
 from tests.servers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.servers.wrong_s3 import FAULTS, NAME, SIZE, running_wrong_s3
 from tests.store.servers.real_clients import (
     NUM_BYTES,
     ClientTests,
@@ -147,12 +153,6 @@ def test_a_server_that_is_not_there_fails_at_once(make_client):
         client.read("a/b", [], soon())
 
 
-def test_no_credential_is_in_the_command_line(client, name):
-    client.put(name, [b"x"], soon())
-    with open(f"/proc/{os.getpid()}/cmdline", "rb") as file:
-        assert SECRET_KEY.encode() not in file.read()
-
-
 @pytest.fixture
 def proxy(server):
     with running_proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
@@ -222,3 +222,129 @@ def test_a_store_whose_server_is_down_opens(name):
         assert store.put(make_key(), [b"value"]) is PutResult.FAILED
         with pytest.raises(StoreError, match="Connection refused"):
             store.read(make_key(), ())
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    with running_wrong_s3() as endpoint:
+        yield endpoint
+
+
+def outcomes_of(client):
+    """What every call brings, or the line of its error."""
+    buffers = [memoryview(bytearray(16)), memoryview(bytearray(16))]
+    ranges = list(zip((0, 4 << 20), buffers, strict=True))
+    calls = {
+        "read": lambda: (client.read(NAME, ranges, soon()), *map(bytes, buffers)),
+        "size": lambda: client.read(NAME, (), soon()),
+        "put": lambda: client.put("kv/b", [bytes(9)], soon()),
+        "exists": lambda: client.exists([NAME], soon()),
+        "delete": lambda: client.delete(NAME, soon()),
+        "scan": lambda: [each[:2] for each in client.scan("kv/", soon())],
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+        except StoreError as error:
+            found[name] = str(error)
+    return found
+
+
+HONEST = {
+    "read": (SIZE, b"v" * 16, b"v" * 16),
+    "size": SIZE,
+    "put": PutResult.STORED,
+    "exists": [True],
+    "delete": True,
+    "scan": [(NAME, SIZE)],
+}
+CALLS_WITH = {
+    "get": ["read"],
+    "head": ["size", "exists", "delete"],
+    "put": ["put"],
+    "delete": ["delete"],
+    "list": ["scan"],
+    "check": list(HONEST),
+}
+
+
+@pytest.mark.parametrize("bucket", ["honest", *FAULTS])
+def test_a_wrong_answer_is_one_line_and_the_calls_after_it_are_right(bucket, wrong, make_client):
+    found = outcomes_of(make_client(bucket, wrong))
+    failing = [call for kind in FAULTS.get(bucket, ()) for call in CALLS_WITH[kind]]
+    for call, outcome in found.items():
+        if call in failing:
+            assert outcome.startswith(f"s3://{bucket}: "), (call, outcome)
+            assert outcome.isprintable()
+            assert len(outcome) < 200
+        else:
+            assert outcome == HONEST[call], call
+
+
+def test_a_value_replaced_between_two_requests_is_absent(wrong, make_client):
+    assert outcomes_of(make_client("replaced", wrong))["read"] == (None, bytes(16), bytes(16))
+
+
+def test_a_panic_of_obstore_is_one_line(make_client, monkeypatch, capfd):
+    monkeypatch.setattr(objects, "_check_environment", lambda *_: None)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one\ntwo")
+    with pytest.raises(StoreError, match=r"first request failed: \w*Panic\w*$"):
+        make_client().check(soon())
+    assert "panicked" in capfd.readouterr().err  # else it tests nothing
+
+
+def test_a_fork_of_a_process_that_used_obstore_says_so_at_once(client, make_client, name):
+    client.put(name, [b"x"], soon())
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: client.read(name, [], soon()), make_client):
+            try:
+                call()
+            except (StoreError, ConfigError) as error:
+                os.write(theirs, f"{error}\n".encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours) as lines:
+        said = lines.read().splitlines()
+    os.waitpid(child, 0)
+    assert [line.partition("; ")[2] for line in said] == [
+        "open it after",
+        "start processes by spawn (vLLM: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn)",
+    ]
+    assert read_whole(client, name) == b"x"
+
+
+def test_a_process_ends_in_silence_though_requests_are_under_way(server):
+    code = """
+        import sys, threading, time
+        from kvferry.errors import StoreError
+        from kvferry.store.servers.objects import ObjectClient, ObjectOptions
+        options = ObjectOptions(endpoint=sys.argv[1], region="us-east-1")
+        begun = threading.Semaphore(0)
+        def ask(client):
+            begun.release()
+            try:
+                client.check(time.monotonic() + 60)
+            except StoreError:
+                pass
+        for _ in range(3):
+            client = ObjectClient("s3", "records", options)
+            threading.Thread(target=ask, args=[client], daemon=True).start()
+            begun.acquire()
+    """
+    server.process.pause()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), server.endpoint],
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=Path(__file__).parents[3],
+        )
+    finally:
+        server.process.resume()
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "")

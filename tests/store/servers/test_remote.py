@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 
@@ -12,7 +11,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening, ServerBounds
-from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.servers.remote import _REMEMBERED_NAMES, RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import (
@@ -275,7 +274,7 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
 
 
 def test_a_listing_remembers_a_bounded_number_of_names():
-    last = PATIENT.max_remembered
+    last = _REMEMBERED_NAMES
     names = record_names([*range(last + 1), last, 0])
     store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
     numbers = [int.from_bytes(entry.key) for entry in store.scan()]
@@ -283,7 +282,7 @@ def test_a_listing_remembers_a_bounded_number_of_names():
 
 
 class ListingClient(DictClient):
-    """Lists names without end, if `names` has none."""
+    """Lists the names given."""
 
     def __init__(self, names):
         super().__init__()
@@ -295,22 +294,6 @@ class ListingClient(DictClient):
 
 def record_names(numbers):
     return (f"{SPACE.hex()}/{number:064x}" for number in numbers)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        record_names(itertools.cycle(range(3))),
-        record_names(itertools.count()),
-        (f"a note {number}" for number in itertools.count()),
-        itertools.repeat(f"{SPACE.hex()}/about.json"),
-    ],
-)
-def test_a_listing_that_does_not_end_is_one_error(names):
-    opening = Opening(namespace=SPACE, bounds=ServerBounds(max_listed=50_000))
-    store = RemoteStore("dict://test", ListingClient(names), opening)
-    with pytest.raises(StoreError, match="dict://test: its list of names does not end"):
-        store.namespaces()
 
 
 def test_a_long_listing_is_counted_though_names_come_twice():

@@ -4,11 +4,10 @@ A lane is a socket and a part of shared memory, and has a thread. The thread rea
 works, and sends one answer; each is a line of JSON. The first answer is 0 if the lane is ready, or
 says why it cannot be.
 
-The option `worker` names a file, `mooncake_child.py` or `objects_child.py`. From it come
+The option `worker` names a file, `mooncake_child.py`. From it come
 
     make_lanes(options, memories)   the `Worker` of each lane, or the reason why there is none
     close(workers)                  called once a lane has ended
-    STACK_BYTES                     stack size of a lane's thread, 0 for the system's size
 
 Neither file imports anything of kvferry, as the child may not find it where the parent did.
 """
@@ -72,19 +71,16 @@ def serve(options: dict[str, Any]) -> None:
         for end in ends:
             end.sendall(json.dumps(workers).encode() + b"\n")
         return
-    are_ready, over = threading.Event(), threading.Event()
+    over = threading.Event()
 
     def run(end: socket.socket, worker: Worker) -> None:
-        are_ready.wait()  # until all threads have stacks: the first answer limits the memory
         try:
             serve_lane(end, worker)
         finally:
             over.set()
 
-    threading.stack_size(module.STACK_BYTES)
     for each in zip(ends, workers, strict=True):
         threading.Thread(target=run, args=each, daemon=True).start()
-    are_ready.set()
     # One that ends is enough: the parent closes or is gone, or a worker raised. Others may hang.
     over.wait()
     module.close(workers)

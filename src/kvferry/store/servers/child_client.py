@@ -1,5 +1,5 @@
 """The parent's side of clients whose library runs in a child process (`child.py`). So the library
-takes no memory of the engine's process, holds up none of its threads and cannot crash it.
+holds up no thread of the engine's process and cannot crash it.
 
 I/O threads hand commands to the child over its lanes, and wait for the answers until a deadline. A
 lane (a socket and shared memory) whose answer is overdue is not used again until it has come: a
@@ -12,7 +12,6 @@ import json
 import math
 import mmap
 import os
-import resource
 import select
 import socket
 import subprocess
@@ -34,13 +33,7 @@ LONGEST_SECONDS = 60.0
 # A child that answers on no lane for so long is replaced.
 _OVERDUE_SECONDS = 30.0
 _RESTART_SECONDS = 1.0
-_ENDED = (
-    "its process ended: it crashed, was killed, or the server sent more than fits into its memory"
-)
-# No right answer is as long.
-_MAX_ANSWER_BYTES = 16 << 20
-# What a lane keeps between calls; the memory of a longer value goes back.
-_KEPT_BYTES = 8 << 20
+_ENDED = "its process ended: it crashed or was killed"
 
 
 class _Gone(Exception):
@@ -55,8 +48,6 @@ class LaneEnd:
         self.socket = end
         self.memory = memoryview(whole)[start : start + num_bytes]
         self.waits_since: float | None = time.monotonic()  # for the first answer: the lane is ready
-        self._whole = whole
-        self._start = start
         self._received = bytearray()
 
     def ask(self, command: Sequence[object], deadline: float) -> Any:  # noqa: ANN401
@@ -92,8 +83,6 @@ class LaneEnd:
             if not part:
                 raise _Gone(_ENDED)
             self._received += part
-            if len(self._received) > _MAX_ANSWER_BYTES:
-                raise _Gone("it answered more than was asked for")
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
         try:
@@ -103,14 +92,6 @@ class LaneEnd:
         self.waits_since = None
         return answer
 
-    def trim(self, used_bytes: int) -> None:
-        """Give back memory beyond `_KEPT_BYTES` after a long value, unless the child uses it."""
-        if used_bytes > _KEPT_BYTES and self.waits_since is None:
-            with suppress(OSError, AttributeError):  # not every system can
-                self._whole.madvise(
-                    mmap.MADV_REMOVE, self._start + _KEPT_BYTES, len(self.memory) - _KEPT_BYTES
-                )
-
 
 class _ChildProcess:
     """A running child process with its lanes. Only `kill` is thread-safe."""
@@ -118,7 +99,6 @@ class _ChildProcess:
     def __init__(
         self,
         script: str,
-        environment: dict[str, str],
         options: dict[str, object],
         num_lanes: int,
         lane_bytes: int,
@@ -136,7 +116,6 @@ class _ChildProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[*theirs, memory],
-                env={**os.environ, **environment},
             )
             if self._process.stdin is not None:
                 # Not as an argument, which `ps` shows: the options may hold a password.
@@ -148,25 +127,10 @@ class _ChildProcess:
             for _, end in pairs:
                 end.close()
         self.owner = os.getpid()
-        self._is_limited = False
         self.lanes = [
             LaneEnd(end, whole, number * lane_bytes, lane_bytes)
             for number, (end, _) in enumerate(pairs)
         ]
-
-    def limit_memory(self, num_bytes: int) -> None:
-        """Let the child allocate `num_bytes` more than it has now. Does nothing when called again,
-        or where the system cannot."""
-        if self._is_limited:
-            return
-        self._is_limited = True
-        pid = self._process.pid
-        with suppress(OSError, ValueError, AttributeError, StopIteration):
-            with open(f"/proc/{pid}/status") as status:
-                used = next(line.split()[1] for line in status if line.startswith("VmData"))
-            _, most = resource.prlimit(pid, resource.RLIMIT_DATA)
-            limits = ((int(used) << 10) + num_bytes, most)
-            resource.prlimit(pid, resource.RLIMIT_DATA, limits)
 
     def kill(self, seconds: float) -> None:
         """Ask the child to end; kill it after `seconds`. Calls that wait for it fail at once."""
@@ -205,10 +169,6 @@ class ChildClient(RemoteClient):
     script: ClassVar[str] = child.__file__
     worker: ClassVar[str]
     """Path of the module that works in the child; see `child.py`."""
-    environment: ClassVar[dict[str, str]] = {}
-    """Variables of the child besides those of this process."""
-    memory_bytes: ClassVar[int]
-    """What the child may allocate beyond what it has when it is ready. It ends if it needs more."""
     num_lanes: ClassVar[int]
     lane_bytes: ClassVar[int]
     close_seconds: float = 0.0
@@ -273,9 +233,7 @@ class ChildClient(RemoteClient):
 
     def _start(self) -> None:
         try:
-            self._child = _ChildProcess(
-                self.script, self.environment, self._options, self.num_lanes, self.lane_bytes
-            )
+            self._child = _ChildProcess(self.script, self._options, self.num_lanes, self.lane_bytes)
         except OSError as error:  # no more processes, descriptors or memory
             self._replace(f"its process did not start: {error.strerror}")
             raise StoreError(f"{self._where}: {self._reason}") from error
@@ -306,8 +264,7 @@ class ChildClient(RemoteClient):
                 answer = lane.answer(0)
                 if isinstance(answer, str):
                     raise _Gone(answer)
-                if answer is not None and self._child is not None:
-                    self._child.limit_memory(self.memory_bytes)
+                if answer is not None:
                     self._late.remove(lane)
                     self._idle.append(lane)
             except _Gone as error:
@@ -336,12 +293,11 @@ class ChildClient(RemoteClient):
 
 class Call:
     """A context in which one call sends commands on a lane; at its end, the lane is given back.
-    Messages say `what` the call does. The call uses the first `used_bytes` of the lane's memory."""
+    Messages say `what` the call does."""
 
     def __init__(self, client: ChildClient, what: str, deadline: float) -> None:
         self.what = what
         self.lane: LaneEnd
-        self.used_bytes = 0
         self._client = client
         self._deadline = deadline
         self._started = time.monotonic()
@@ -351,17 +307,7 @@ class Call:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.lane.trim(self.used_bytes)
         self._client.give_back(self.lane)
-
-    def restart(self, deadline: float) -> None:
-        """Give the next command a full time limit again: `LONGEST_SECONDS` or until `deadline`."""
-        self._started = time.monotonic()
-        self._deadline = min(deadline, self._started + LONGEST_SECONDS)
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, command: Sequence[object]) -> Any:  # noqa: ANN401
         """Return the child's answer to a command. Raises StoreError if none comes by the deadline,

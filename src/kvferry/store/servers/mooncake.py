@@ -1,23 +1,22 @@
 """Values in Mooncake Store: the memory of many machines as one pool, over TCP or RDMA.
 
 A child process holds Mooncake's client (`mooncake_child` says why). The master serves the list of
-names over HTTP, which is read with limits of time and bytes, whatever the master sends.
+names over HTTP.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError, StoreError
+from kvferry.network import reason_of, seconds_left
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
 from kvferry.store.servers import mooncake_child
@@ -25,20 +24,12 @@ from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClien
 from kvferry.store.servers.mooncake_child import ABSENT, EXISTS, EXISTS_HERE, PENDING
 from kvferry.store.servers.remote import RemoteStore, open_remote
 
-T = TypeVar("T")
-
 _NUM_LANES = 4
 _LANE_BYTES = 8 << 20
-# Some of it is counted for stacks of threads, though they take hardly any memory.
-_CHILD_BYTES = 96 << 20
 _CLOSE_SECONDS = 3.0
 _SIZES_AT_ONCE = 1000
 _NO_SPACE = -200
-MAX_LIST_BYTES = 1 << 30
-"""Enough for about five million kvferry names."""
-
 _PIECE_BYTES = 64 << 10
-_MAX_NAME_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +82,6 @@ class MooncakeClient(ChildClient):
     """
 
     worker = mooncake_child.__file__
-    memory_bytes = _CHILD_BYTES
     num_lanes = _NUM_LANES
     lane_bytes = _LANE_BYTES
 
@@ -251,78 +241,46 @@ def own_address(host: str) -> str:
 
 def _names_at(url: str, deadline: float) -> Iterator[str]:
     """Yield the words of the answer to a GET of `url`. The server may take until `deadline`, and
-    `LONGEST_SECONDS` at most; the consumer's time does not count.
+    `LONGEST_SECONDS` for each part of it.
 
     Raises:
-        ValueError: the answer is not a list of names, too long or too slow; the message is one
-            line without the URL.
+        ValueError: the answer is not a list of names, or too slow; the message is one line without
+            the URL.
     """
-    budget = _TimeBudget(min(deadline - time.monotonic(), LONGEST_SECONDS))
+
+    def limit() -> float:
+        return min(LONGEST_SECONDS, seconds_left(deadline))
+
     place = urlsplit(url)
     kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
     port = place.port or kind.default_port  # else it looks for one in the host
-    with closing(kind(place.hostname or "", port, timeout=budget.seconds)) as connection:
-        budget.wait_for(connection.connect)
-        budget.socket = connection.sock
-        budget.wait_for(lambda: connection.request("GET", place.path))
-        with closing(budget.wait_for(connection.getresponse)) as response:
+    try:
+        with closing(kind(place.hostname or "", port, timeout=limit())) as connection:
+            connection.request("GET", place.path)
+            stream = connection.sock
+            response = connection.getresponse()
             if response.status != 200:
                 raise ValueError(f"the server answers {response.status}")
-            rest, num_bytes = b"", 0
-            while piece := budget.wait_for(lambda: response.read1(_PIECE_BYTES)):
-                num_bytes += len(piece)
+            rest = b""
+            while piece := response.read1(_PIECE_BYTES):
+                stream.settimeout(limit())
                 *words, rest = _split(rest + piece)
-                if num_bytes > MAX_LIST_BYTES or len(rest) > _MAX_NAME_BYTES:
-                    raise ValueError("the list or one of its names is too long")
                 for word in words:
                     yield word.decode(errors="replace")
             if response.length:
                 raise ValueError("the list ends too early")
             if rest:
                 yield rest.decode(errors="replace")
+    except HTTPException as error:
+        raise ValueError(f"no answer of HTTP ({type(error).__name__})") from None
+    except OSError as error:
+        raise ValueError(reason_of(error)) from None
 
 
 def _split(text: bytes) -> list[bytes]:
     """The words of `text`; the last may be incomplete, and is empty after trailing whitespace."""
     words = text.split()
     return words if words and not text[-1:].isspace() else [*words, b""]
-
-
-class _TimeBudget:
-    """A total time budget for one server. It shuts the `socket` down when the budget is spent,
-    because a socket timeout restarts with every byte."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = max(0.001, seconds)
-        self.socket: socket.socket | None = None
-
-    def wait_for(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns. Raises ValueError (one line) if it fails or time is over."""
-        started = time.monotonic()
-        timer = threading.Timer(self.seconds, self._cut)
-        timer.daemon = True
-        timer.start()
-        why = ""
-        try:
-            result = call()
-        except HTTPException as error:
-            why = f"no answer of HTTP ({type(error).__name__})"  # its text quotes the server's
-        except OSError as error:
-            why = error.strerror or type(error).__name__
-        finally:
-            timer.cancel()
-        self.seconds -= time.monotonic() - started
-        if self.seconds <= 0:
-            raise ValueError("the list took too long")
-        if why:
-            raise ValueError(why)
-        return result
-
-    def _cut(self) -> None:
-        if self.socket is not None:
-            with suppress(OSError):
-                # Not the method of a TLS socket, which only the thread that reads may call.
-                socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
 
 def _open_url(url: StoreUrl, options: MooncakeOptions, opening: Opening) -> RemoteStore:

@@ -15,9 +15,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-STACK_BYTES = 0
-"""See `child.py`. Mooncake's own code runs on it."""
-
 ABSENT = -704
 PENDING = -703
 EXISTS = -705

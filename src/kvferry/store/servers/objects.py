@@ -1,46 +1,66 @@
 """Values as objects in a bucket: `s3:` (Amazon and compatible servers), `gs:` and `az:` URLs.
 
-The library obstore runs in a child process; `objects_child` says why.
+One event loop, in a thread of its own, runs all requests of a client. A request is cancelled at its
+deadline. Its bytes lie in memory of obstore until the thread that asked copies them, so no buffer
+is written late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
-from kvferry.store.servers.child_client import LONGEST_SECONDS, Call, ChildClient
-from kvferry.store.servers.remote import RemoteStore, open_remote
+from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 
 try:
-    from obstore.exceptions import BaseError
-
-    from kvferry.store.servers import objects_child
-    from kvferry.store.servers.objects_child import NO_BUCKET, WrongAnswer, make_store
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError
+    from obstore.store import AzureStore, GCSStore, S3Store
 except ModuleNotFoundError as error:
     raise ConfigError(
         "s3://, gs:// and az:// stores need obstore: run pip install 'kvferry[s3]'"
     ) from error
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig
+    from obstore import ListStream, ObjectMeta
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+T = TypeVar("T")
+
+_LONGEST_SECONDS = 60.0
+"""Longest time of a call, also of one without a deadline."""
+
+# A caller waits this much longer than its deadline for a loop that is busy.
+_GRACE_SECONDS = 0.2
+_CLOSE_SECONDS = 5.0
 # Ranges that are nearer to each other than this share one request: to read the bytes between them
 # takes less time than another request.
 _GAP_BYTES = 1 << 20
-_NUM_LANES = 16
-# Enough for the reads in flight and one page of a list.
-_CHILD_BYTES = 56 << 20
-# Address space: only what is written takes memory.
-_LANE_BYTES = 1 << 30
+_HEADS_IN_FLIGHT = 32
+_PAGE = 1000
 
+# Few and quick: a failed call is a miss, and the tier above decides when to try again.
+_RETRIES: RetryConfig = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=10),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(milliseconds=500),
+    },
+}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -49,6 +69,8 @@ _CREDENTIALS = {
 _DENIED = re.compile(
     r"status code: 40[13]|PermissionDenied|Unauthenticated|169\.254\.169\.254|metadata\.google"
 )
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_NO_RANGE = "status code: 416"
 # Variables of the environment that obstore reads.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -100,23 +122,43 @@ class ObjectOptions:
             raise ConfigError("option 'region' is not a region; write region=eu-central-1")
 
 
-class ObjectClient(ChildClient):
+class ObjectClient(RemoteClient):
     """A client of one bucket (az: container). Objects are created once; only wrong ones change.
 
     Needs the rights to list, get, put and delete objects. Raises ConfigError for options or
     variables of the environment that cannot be used.
     """
 
-    worker = objects_child.__file__
-    environment = objects_child.ENVIRONMENT
-    memory_bytes = _CHILD_BYTES
-    num_lanes = _NUM_LANES
-    lane_bytes = _LANE_BYTES
+    _process: ClassVar[int] = 0
+    """The process in which obstore runs. Its threads do not survive a fork."""
 
     def __init__(self, scheme: str, bucket: str, options: ObjectOptions) -> None:
+        self._where = f"{scheme}://{bucket}"
+        ObjectClient._process = ObjectClient._process or os.getpid()
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"{self._where}: obstore does not work in the fork of a process that used it; "
+                "start processes by spawn (vLLM: VLLM_WORKER_MULTIPROCESSING_METHOD=spawn)"
+            )
         self._scheme = scheme
+        self._store = _open(scheme, bucket, options)
         self._is_checked = False
-        super().__init__(f"{scheme}://{bucket}", {"store": _open(scheme, bucket, options)})
+        self._removing: set[str] = set()
+        self._heads = asyncio.Semaphore(_HEADS_IN_FLIGHT)
+        self._lock = (
+            threading.Lock()
+        )  # held while a request goes to the loop: none does once closed
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(
+            target=_serve, args=[self._loop], name="kvferry-objects", daemon=True
+        )
+        thread.start()
+        # Also as the interpreter ends: a request under way then makes a thread of obstore panic.
+        self._end = weakref.finalize(self, _end, self._loop, thread, os.getpid())
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
 
     def check(self, deadline: float, name: str = "") -> None:
         """Check bucket and credentials by a list under the prefix of `name`. Runs when a store is
@@ -128,9 +170,9 @@ class ObjectClient(ChildClient):
             StoreError: the server failed, or the deadline passed.
         """
         prefix, slash, _ = name.rpartition("/")
-        with self._lane("first request", deadline) as call:
-            # From an offset behind all names, so that the answer is short.
-            self._ask(call, "list", prefix, f"{prefix}{slash}~")
+        # From an offset behind all names, so that the answer is short.
+        stream = self._list(prefix, offset=f"{prefix}{slash}~")
+        self._run("first request", _next_page(stream), deadline)
         self._is_checked = True
 
     def read(
@@ -138,60 +180,109 @@ class ObjectClient(ChildClient):
     ) -> int | None:
         self._first_check(name, deadline)
         spans = spans_of(ranges)
-        with self._lane("read", deadline) as call:
-            call.used_bytes = sum(end - start for start, end in spans)
-            if call.used_bytes > _LANE_BYTES:
-                raise call.failed(f"failed: its limit is {_LANE_BYTES} bytes")
-            size = self._ask(call, "read", name, spans)
-            if size is None:
-                return None
-            for offset, buffer in ranges:
-                target, at = buffer.cast("B"), 0
-                for start, end in spans:
-                    if start <= offset < end:
-                        length = max(0, min(len(target), size - offset))
-                        first = at + offset - start
-                        target[:length] = call.lane.memory[first : first + length]
-                    at += end - start
-        return int(size)
+        found = self._run("read", self._read(name, spans), deadline)
+        if found is None:
+            return None
+        size, contents = found
+        for offset, buffer in ranges:
+            target = buffer.cast("B")
+            for (start, end), content in zip(spans, contents, strict=True):
+                if start <= offset < end:
+                    part = content[offset - start :][: len(target)]
+                    target[: len(part)] = part
+        return size
 
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
         self._first_check(name, deadline)
-        with self._lane("put", deadline) as call:
-            at = 0
-            for buffer in buffers:
-                content = memoryview(buffer).cast("B")
-                if at + len(content) > _LANE_BYTES:
-                    raise call.failed(f"failed: a value has at most {_LANE_BYTES} bytes")
-                call.lane.memory[at : at + len(content)] = content
-                at += len(content)
-            call.used_bytes = at
-            is_stored = self._ask(call, "put", name, at, replaces)
-        return PutResult.STORED if is_stored else PutResult.EXISTS
+        # A copy: a request that was cancelled may look at it for a moment longer.
+        content = b"".join(buffers)
+        return self._run("put", self._put(name, content, replaces), deadline)
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
         if not names:
             return []
         self._first_check(names[0], deadline)
-        with self._lane("look up", deadline) as call:
-            return list(self._ask(call, "exists", list(names)))
+        return self._run("look up", _gather(self._find(name) for name in names), deadline)
 
     def delete(self, name: str, deadline: float) -> bool:
         """See `RemoteClient.delete`. Several processes that delete at once may all get True."""
         self._first_check(name, deadline)
-        with self._lane("delete", deadline) as call:
-            return bool(self._ask(call, "delete", name))
+        return self._run("delete", self._delete(name), deadline)
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
         self._first_check(prefix, deadline)
-        with self._lane("list", deadline) as call:
-            page = self._ask(call, "list", prefix.rstrip("/"), None)
-            while page:
-                yield from ((name, size, changed) for name, size, changed in page)
-                call.restart(deadline)
-                page = self._ask(call, "next")
+        stream = self._list(prefix.rstrip("/"))
+        while page := self._run("list", _next_page(stream), deadline):
+            for found in page:
+                yield found["path"], found["size"], found["last_modified"].timestamp()
+
+    # ---- on the loop
+
+    async def _read(
+        self, name: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[int, list[memoryview]] | None:
+        """Return the size of a value and the bytes of each span, up to the value's end; None if it
+        is absent or was replaced."""
+        try:
+            if not spans:
+                return await self._size(name), []
+            found = await _gather(self._read_span(name, *span) for span in spans)
+        except FileNotFoundError as error:
+            if _NO_BUCKET.search(str(error)):
+                raise
+            return None
+        # Sizes differ if the value was replaced between two requests.
+        is_one = len({size for size, _ in found}) == 1
+        return (found[0][0], [content for _, content in found]) if is_one else None
+
+    async def _read_span(self, name: str, start: int, end: int) -> tuple[int, memoryview]:
+        try:
+            response = await obstore.get_async(self._store, name, options={"range": (start, end)})
+        except BaseError as error:
+            if _NO_RANGE not in str(error):
+                raise
+            return await self._size(name), memoryview(b"")  # all of it is behind the value's end
+        # obstore raises if these are fewer or other bytes than those of the range.
+        return int(response.meta["size"]), memoryview(await response.bytes_async())
+
+    async def _size(self, name: str) -> int:
+        return int((await obstore.head_async(self._store, name))["size"])
+
+    async def _find(self, name: str) -> bool:
+        async with self._heads:
+            try:
+                await self._size(name)
+            except FileNotFoundError:
+                return False
+            return True
+
+    async def _put(self, name: str, content: bytes, replaces: bool) -> PutResult:
+        try:
+            mode: Any = "overwrite" if replaces else "create"
+            await obstore.put_async(self._store, name, content, mode=mode)
+        except AlreadyExistsError:
+            return PutResult.EXISTS
+        return PutResult.STORED
+
+    async def _delete(self, name: str) -> bool:
+        if name in self._removing:
+            return False
+        self._removing.add(name)
+        try:
+            await self._size(name)  # S3 says of absent objects, too, that it deleted them
+            await obstore.delete_async(self._store, name)
+        except FileNotFoundError:
+            return False
+        finally:
+            self._removing.discard(name)
+        return True
+
+    # ---- to the loop
+
+    def _list(self, prefix: str, offset: str | None = None) -> ListStream[Sequence[ObjectMeta]]:
+        return obstore.list(self._store, prefix or None, offset=offset, chunk_size=_PAGE)
 
     def _first_check(self, name: str, deadline: float) -> None:
         if not self._is_checked:
@@ -200,29 +291,39 @@ class ObjectClient(ChildClient):
             except ConfigError as error:
                 raise StoreError(str(error)) from None
 
-    def _ask(self, call: Call, command: str, *arguments: object) -> Any:  # noqa: ANN401
-        """Return the result of a command of the child. Raises as `check`."""
-        answer = call.ask([command, call.seconds_left, *arguments])
-        match answer:
-            case {"result": result}:
-                return result
-            case {"error": str(text), "kind": str(kind)}:
-                # Not chained: the text can show the request.
-                raise self._translate(call.what, text, kind)
-            case {"late": True}:
-                raise call.late()
-        raise call.failed("failed: the answer of its process cannot be read")
+    def _run(self, what: str, request: Coroutine[Any, Any, T], deadline: float) -> T:
+        """Return the result of a request that ends at the deadline. Raises as `check`."""
+        seconds = max(0.0, min(deadline - time.monotonic(), _LONGEST_SECONDS))
+        if os.getpid() != self._process:
+            request.close()
+            raise StoreError(f"{self._where}: opened before a fork; open it after")
+        with self._lock:
+            if not self._end.alive:
+                request.close()
+                raise StoreError(f"{self._where}: closed")
+            future = asyncio.run_coroutine_threadsafe(_limited(request, seconds), self._loop)
+        try:
+            return future.result(seconds + _GRACE_SECONDS)
+        except TimeoutError:
+            future.cancel()
+            raise StoreError(f"{self._where}: {what} did not end within {seconds:.1f} s") from None
+        except CancelledError:
+            raise StoreError(f"{self._where}: closed") from None
+        except BaseException as error:
+            if not _is_of_obstore(error):
+                raise
+            # Not chained: the text can show the request.
+            raise self._translate(what, error) from None
 
-    def _translate(self, what: str, text: str, kind: str) -> ConfigError | StoreError:
+    def _translate(self, what: str, error: BaseException) -> ConfigError | StoreError:
         """Make a one-line exception of an error. It shows only a code or cause from its text."""
+        text = str(error)
         found = _CODE.search(text) or _STATUS.search(text) or _CONNECTION.search(text)
-        reason = found.group(found.lastindex or 0) if found else kind
-        if kind == WrongAnswer.__name__:
-            reason = text
+        reason = found.group(found.lastindex or 0) if found else type(error).__name__
         hint = ""
         if "BadScheme" in text:
             hint = "; an http:// endpoint belongs into the URL: ?endpoint=http://..."
-        elif NO_BUCKET.search(text):
+        elif _NO_BUCKET.search(text):
             hint = "; create it or correct its name"
         elif _DENIED.search(text):
             hint = f"; check {_CREDENTIALS[self._scheme]} and the rights to list, get and put"
@@ -230,9 +331,59 @@ class ObjectClient(ChildClient):
         return ConfigError(message) if hint and not self._is_checked else StoreError(message)
 
 
-def _open(scheme: str, bucket: str, given: ObjectOptions) -> list[Any]:
-    """Return arguments for the child's `make_store`, which were tried here."""
-    client: ClientConfig = {"timeout": f"{LONGEST_SECONDS:.0f}s"}
+def _is_of_obstore(error: BaseException) -> bool:
+    """Whether obstore raises this. Its panics are no Exceptions, and their class has no import."""
+    is_panic = type(error).__name__ in ("PanicException", "RustPanic")
+    return is_panic or isinstance(error, BaseError | OSError | ValueError)
+
+
+async def _limited(request: Coroutine[Any, Any, T], seconds: float) -> T:
+    async with asyncio.timeout(seconds):
+        return await request
+
+
+async def _gather(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all requests at once and return their results. When one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _next_page(stream: ListStream[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta]:
+    """Return the next names of a list, and nothing at its end."""
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return ()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+    """Cancel all requests of a loop, and end its thread. A fork has neither."""
+    if os.getpid() != process:
+        return
+
+    async def end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    if thread is not threading.current_thread():
+        thread.join(_CLOSE_SECONDS)
+
+
+def _open(scheme: str, bucket: str, given: ObjectOptions) -> ObjectStore:
+    client: ClientConfig = {"timeout": f"{_LONGEST_SECONDS:.0f}s"}
     if given.endpoint is not None:
         client["allow_http"] = given.endpoint.startswith("http://")
     options: Any = {name: value for name, value in asdict(given).items() if value is not None}
@@ -245,19 +396,19 @@ def _open(scheme: str, bucket: str, given: ObjectOptions) -> list[Any]:
     if scheme == "s3":
         # Single deletes: not every compatible server knows the bulk request.
         options["disable_bulk_delete"] = True
+    kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
     try:
-        make_store(scheme, bucket, options, client)
-    except (BaseError, OSError, ValueError) as error:
+        store: ObjectStore = kind(
+            bucket, config=options, client_options=client, retry_config=_RETRIES
+        )
+    except BaseException as error:
+        if not _is_of_obstore(error):
+            raise
         raise ConfigError(
             f"{scheme}://{bucket}: obstore refuses it ({type(error).__name__}); "
             f"check {_CREDENTIALS[scheme]}"
         ) from None
-    except BaseException as error:
-        # A panic of obstore, whose class cannot be imported, is no Exception.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(f"{scheme}://{bucket}: obstore failed at its options") from None
-    return [scheme, bucket, options, client]
+    return store
 
 
 def _check_environment(scheme: str, bucket: str) -> None:

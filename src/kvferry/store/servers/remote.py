@@ -29,6 +29,7 @@ from kvferry.store.servers.server_keys import ServerKeys, ServerStore
 from kvferry.types import ChunkKey
 
 _ABOUT = "about.json"
+_REMEMBERED_NAMES = 1 << 16
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
 
@@ -197,31 +198,20 @@ class RemoteStore(ServerStore):
         return found
 
     def _scan(self) -> Iterator[Entry]:
-        """Yield every value and, with an empty key, every description. Raises StoreError also if
-        the listing does not end."""
+        """Yield every value and, with an empty key, every description."""
         if self._closed:
             return
         # The names that came last, the oldest first: a server may list a name twice.
         seen: dict[tuple[bytes, bytes], None] = {}
-        num_repeats, bounds = 0, self._bounds
-        for count, (name, num_bytes, last_used) in enumerate(
-            self._client.scan(self._prefix, NO_DEADLINE)
-        ):
-            num_new = count - num_repeats
-            if count >= bounds.max_listed or num_repeats > max(bounds.max_repeats, num_new):
-                raise StoreError(
-                    f"{self.url}: its list of names does not end: {count} came, "
-                    f"{num_repeats} of them again"
-                )
+        for name, num_bytes, last_used in self._client.scan(self._prefix, NO_DEADLINE):
             found = _NAME.fullmatch(name, len(self._prefix))
             if found is None:
                 continue
             namespace, key = bytes.fromhex(found[1]), ChunkKey(bytes.fromhex(found[2] or ""))
             if (namespace, key) in seen:
-                num_repeats += 1
                 continue
             seen[namespace, key] = None
-            if len(seen) > bounds.max_remembered:
+            if len(seen) > _REMEMBERED_NAMES:
                 del seen[next(iter(seen))]
             yield Entry(key, num_bytes, last_used, namespace)
 
