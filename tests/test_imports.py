@@ -13,13 +13,12 @@ from typing import NamedTuple
 import pytest
 
 import kvferry
-from kvferry.moved import MOVED_MODULES
 
 ROOT = Path(kvferry.__file__).parent
 
 # A room is a module or package right under kvferry. Imports go down only; within a room, freely.
 LAYERS = [
-    {"errors", "types", "observe", "config", "filesystem", "network", "processors", "moved"},
+    {"errors", "types", "observe", "config", "filesystem", "network", "processors"},
     {"keys", "layout", "record"},
     {"identity"},
     {"contract", "store", "transfer"},
@@ -30,9 +29,6 @@ LAYERS = [
     {"adapters", "exporters", "engine", "testing"},
     {"bench", "cli", "demo", "doctor", "explain", "prompt_file", "readings", "report", "simulate"},
 ]
-
-# Modules that are gone for one release: importing one is an error that names the new place.
-GONE = {module.removeprefix("kvferry.") for module in MOVED_MODULES}
 
 # Rooms of one layer do not know each other, but for these.
 SIDEWAYS = {
@@ -269,8 +265,6 @@ def faults_of(path: str, source: str) -> list[str]:
     """What is wrong with the imports of one module; `path` is relative to the package."""
     if path == "__init__.py":
         # It names things of higher layers and loads none: the subprocess tests hold that.
-        return []
-    if path.removesuffix(".py").replace("/", ".") in GONE:
         return []
     room = path.removesuffix(".py").split("/")[0]
     faults = []
@@ -520,9 +514,7 @@ def test_type_checkers_and_python_see_the_same_names(name):
     lazy = {(module, public) for public, module in package._MODULES.items()}
     assert lazy <= typed
     computed = {"__version__"} & set(package.__all__)
-    assert {public for _, public in typed} - {"MovedModules", "moved_names"} | computed == set(
-        package.__all__
-    )
+    assert {public for _, public in typed} | computed == set(package.__all__)
 
 
 def test_every_error_is_public():

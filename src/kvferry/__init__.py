@@ -6,7 +6,6 @@ All names but the errors load on first use, so `import kvferry` is quick and loa
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from kvferry.errors import (
@@ -21,7 +20,6 @@ from kvferry.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvferry.moved import MovedModules, moved_names
 
 if TYPE_CHECKING:
     from kvferry.engine import LLM, SamplingParams
@@ -58,17 +56,13 @@ _MODULES = {
     "open_store": "kvferry.store.url",
 }
 
-# An import of an old path raises an ImportError that names the new path.
-if MovedModules not in sys.meta_path:
-    sys.meta_path.append(MovedModules)
-
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         # Read on demand, because that takes longer than the rest of this module.
         return importlib.import_module("importlib.metadata").version("kvferry")
     if name not in _MODULES:
-        moved_names("kvferry")(name)  # raises
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value  # later uses do not come here
     return value
