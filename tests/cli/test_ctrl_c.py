@@ -26,7 +26,7 @@ INTERRUPTED = (130, -signal.SIGINT)
 
 DEMO = ["--document-tokens", "3000", "--chunk-tokens", "32", "--dir", "{place}/demo"]
 COMMANDS = {
-    "simulate": ["{place}/trace", "--capacities", "100,1000,3000"],
+    "simulate": ["{place}/trace", "--sizes", "100,1000,3000"],
     "size": ["{model}"],
     "generate": ["{model}", "Hello", "--max-tokens", "3000", "--store", "file://{place}/store"],
     "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],

@@ -56,10 +56,10 @@ def test_prompts_are_recorded_for_simulate(run, model_dir, tmp_path):
     options = ["--store", (tmp_path / "store").as_uri(), "--max-tokens", 1, "--chunk-tokens", 16]
     for _ in range(2):
         assert run("generate", model_dir, PROMPT, *options, "--record", recording).code == 0
-    ran = run("simulate", recording, "--tiers", 1000, "--json", "-")
+    ran = run("simulate", recording, "--sizes", 1000, "--json", "-")
     value = json.loads(ran.out)
     assert value["trace"]["requests"] == 2
-    assert value["tiers"][0]["hit_rate"] == 0.5
+    assert value["curve"][0]["lru"] == 0.5
     refused = run("generate", model_dir, PROMPT, "--record", recording)
     assert (refused.code, "needs --store" in refused.error_line) == (2, True)
 

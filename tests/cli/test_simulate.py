@@ -29,42 +29,27 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_hit_rates_by_tier_and_policy(run, trace, tmp_path):
-    out = tmp_path / "out.json"
-    ran = run("simulate", trace, "--tiers", "5,50", "--policy", "pool,lru", "--json", out)
+def test_hit_rates_by_size(run, trace, tmp_path):
+    out, png = tmp_path / "out.json", tmp_path / "curve.png"
+    ran = run("simulate", trace, "--sizes", "50, 5", "--json", out, "--png", png)
     assert ran.code == 0, ran.err
     assert "optimum" in ran.out
     value = json.loads(out.read_text())
     assert value["trace"]["requests"] == 150
-    assert [(row["policy"], row["capacity_blocks"]) for row in value["tiers"]] == [
-        (policy, size) for policy in ("pool", "lru", "optimum") for size in (5, 50)
-    ]
-    assert value["curve"] == []
-
-
-def test_sizes_in_bytes(run, trace):
-    ran = run(
-        "simulate", trace, "--tiers", "1MiB,3MiB", "--bytes-per-token", "256B",
-        "--prefill-rate", 8000, "--tier-rates", "20,3", "--json", "-",
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
-    rows = json.loads(ran.out)["tiers"]
-    assert [row["capacity_blocks"] for row in rows[:2]] == [8, 24]
-    assert rows[0]["read_bytes"] == rows[0]["hit_tokens"] * 256
-    assert rows[0]["seconds_saved"] > 0
-
-
-def test_the_curve_as_files(run, trace, tmp_path):
-    csv, png = tmp_path / "curve.csv", tmp_path / "curve.png"
-    ran = run("simulate", trace, "--capacities", "4,40", "--csv", csv, "--png", png)
-    assert ran.code == 0, ran.err
-    assert csv.read_text().startswith("capacity_blocks,lru,pool,optimum\n4,")
+    assert [row["capacity_blocks"] for row in value["curve"]] == [50, 5]
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_curve_of_default_capacities(run, trace):
-    ran = run("simulate", trace, "--csv", trace.with_name("curve.csv"), "--json", "-")
-    curve = json.loads(ran.out)["curve"]
+def test_sizes_in_bytes(run, trace):
+    ran = run("simulate", trace, "--sizes", "1MiB,3MiB", "--bytes-per-token", "256B", "--json", "-")
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)["curve"]
+    assert [row["capacity_blocks"] for row in rows] == [8, 24]
+    assert rows[1]["capacity_bytes"] == 24 * 512 * 256
+
+
+def test_the_sizes_by_default_reach_all_blocks(run, trace):
+    curve = json.loads(run("simulate", trace, "--json", "-").out)["curve"]
     assert curve[-1]["lru"] == curve[-1]["optimum"]
 
 
@@ -74,24 +59,15 @@ BYTES = ["--bytes-per-token", "1KiB"]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tiers", "0"], "--tiers 0: holds no block of 512 tokens"),
-        (["--tiers", "1KiB", *BYTES], "--tiers 1KiB: holds no block of 512 tokens"),
-        (["--tiers", "64GiB"], "give --bytes-per-token"),
-        (["--tiers", "some"], "'some' is not a size"),
-        (["--tiers", "64G", *BYTES], "unknown unit 'g'"),
-        (["--tiers", "5,5"], "5 is not larger than the size before it"),
-        (["--tiers", "5,,6"], "an entry is empty"),
-        (["--capacities", "9,3"], "3 is not larger than the size before it"),
-        (["--policy", "chance"], "unknown policy 'chance'; did you mean 'chances'?"),
-        (["--policy", "arc"], "unknown policy 'arc'"),
+        (["--sizes", "0"], "--sizes 0: holds no block of 512 tokens"),
+        (["--sizes", "1KiB", *BYTES], "--sizes 1KiB: holds no block of 512 tokens"),
+        (["--sizes", "64GiB"], "give --bytes-per-token"),
+        (["--sizes", "some"], "'some' is not a size"),
+        (["--sizes", "64G", *BYTES], "unknown unit 'g'"),
+        (["--sizes", "5,,6"], "'' is not a size"),
         (["--bytes-per-token", "128"], "no unit"),
         (["--bytes-per-token", "0B"], "must be at least 1B"),
-        (["--prefill-rate", "0"], "--prefill-rate '0.0': must be a number from"),
-        (["--prefill-rate", "1e-320"], "must be a number from 1e-6"),
-        (["--tier-rates", "3"], "needs --bytes-per-token and --prefill-rate"),
-        (["--tier-rates", "3,4", *BYTES, "--prefill-rate", "9"], "2 rates for 1 tiers"),
-        (["--tier-rates", "fast", *BYTES, "--prefill-rate", "9"], "'fast': must be a number"),
-        (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv: No such directory"),
+        (["--png", "/nowhere/x.png"], "cannot write /nowhere/x.png: No such directory"),
         (["--png", "/"], "cannot write /: Is a directory"),
     ],
 )
@@ -101,7 +77,7 @@ def test_what_cannot_be_done_is_one_line(run, trace, arguments, says):
     assert says in ran.error_line
 
 
-@pytest.mark.parametrize("option", ["--csv", "--png", "--json"])
+@pytest.mark.parametrize("option", ["--png", "--json"])
 def test_the_trace_itself_is_not_overwritten(run, trace, option):
     before = trace.read_bytes()
     ran = run("simulate", trace, option, trace.parent / "." / trace.name)
@@ -110,7 +86,7 @@ def test_the_trace_itself_is_not_overwritten(run, trace, option):
 
 
 def test_two_outputs_in_one_file_are_refused(run, trace, tmp_path):
-    ran = run("simulate", trace, "--csv", tmp_path / "out", "--json", tmp_path / "out")
+    ran = run("simulate", trace, "--png", tmp_path / "out", "--json", tmp_path / "out")
     assert (ran.code, "named twice" in ran.error_line) == (2, True)
 
 

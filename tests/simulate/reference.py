@@ -24,17 +24,17 @@ def make_trace(
     return trace_of(flat, counts, num_tokens or whole, block_tokens, 0.0)
 
 
-def lru_hits(references: Sequence[int], capacity: int) -> list[bool]:
-    """Return whether each reference hits a cache that evicts the least recently used block."""
+def lru_hits(prompts: Prompts, capacity: int) -> list[bool]:
+    """Return whether each reference hits a cache in which a request uses its whole prompt, the root
+    last, and in which it evicts no block of its own."""
     held: list[int] = []  # the least recently used first
     hits = []
-    for block in references:
-        hits.append(block in held)
-        if block in held:
-            held.remove(block)
-        elif len(held) == capacity:
-            held.pop(0)
-        held.append(block)
+    for prompt in prompts:
+        used = list(itertools.takewhile(held.__contains__, prompt))
+        hits += [place < len(used) for place in range(len(prompt))]
+        used = list(prompt[:capacity])
+        idle = [block for block in held if block not in used]
+        held = idle[max(0, len(used) + len(idle) - capacity) :] + used[::-1]
     return hits
 
 
@@ -56,40 +56,6 @@ def most_hits(references: Sequence[int], capacity: int) -> int:
         return (block in held) + max(best(at + 1, choice) for choice in kept)
 
     return best(0, frozenset())
-
-
-def pool_hits(prompts: Prompts, capacity: int, max_chances: int) -> list[bool]:
-    """Return the hits of the host pool. A request hits its leading blocks that are held, and never
-    evicts a block of its own. Each further use gives a block a chance, up to `max_chances`; a
-    block loses a chance where it would have been evicted. The chances of `capacity` blocks that are
-    in use or were evicted are remembered. Only for prompts without gaps and repetitions."""
-    held: dict[int, int] = {}  # block -> chances; the first block is evicted first
-    remembered: dict[int, int] = {}
-    hits = []
-
-    def remember(block: int, chances: int) -> None:
-        remembered.pop(block, None)
-        remembered[block] = chances
-        if len(remembered) > capacity:
-            del remembered[next(iter(remembered))]
-
-    for prompt in prompts:
-        used = list(itertools.takewhile(held.__contains__, prompt))
-        hits += [place < len(used) for place in range(len(prompt))]
-        for block in used:
-            remember(block, held.pop(block))
-        for block in prompt[len(used) :]:
-            if len(used) == capacity:
-                break
-            if len(used) + len(held) == capacity:
-                while held[first := next(iter(held))] > 0:
-                    held[first] = held.pop(first) - 1
-                del held[first]
-                remember(first, 0)
-            used.append(block)
-        for block in reversed(used):
-            held[block] = min(remembered.pop(block, -1) + 1, max_chances)
-    return hits
 
 
 def conversations(*, seed: int, num_requests: int, num_blocks: int = 6) -> list[list[int]]:

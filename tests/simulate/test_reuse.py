@@ -1,4 +1,4 @@
-"""Reuse distances and the optimum, beside caches that are tried one reference at a time."""
+"""Hits of LRU and the optimum, beside caches that are tried one request at a time."""
 
 from __future__ import annotations
 
@@ -7,60 +7,85 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.simulate.reuse import (
-    NEVER,
-    lru_outcome,
-    optimum,
-    previous_references,
-    reuse_distances,
-)
-from tests.simulate.reference import conversations, lru_hits, most_hits
+from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.simulate.reuse import NEVER, optimum, previous_references, reuse_distances
+from kvferry.testing.stores import make_key
+from tests.cache.pools import check_pool
+from tests.simulate.reference import Prompts, conversations, lru_hits, make_trace, most_hits
 
-REFERENCES = st.lists(st.integers(0, 7), max_size=60)
+GROUPS = frozenset([0])
 
 
 def previous(references: list[int]):
     return previous_references(np.asarray(references, np.int64))
 
 
-@given(REFERENCES)
-def test_distances_count_the_other_blocks_in_between(references):
-    distances = reuse_distances(previous(references)).tolist()
-    for at, block in enumerate(references):
-        earlier = [place for place in range(at) if references[place] == block]
-        between = set(references[earlier[-1] + 1 : at]) if earlier else None
-        assert distances[at] == (NEVER if between is None else len(between))
-
-
-@given(REFERENCES, st.integers(1, 9))
-def test_lru_of_every_size_follows_from_the_distances(references, capacity):
-    hits, num_written = lru_outcome(reuse_distances(previous(references)), capacity)
-    assert hits.tolist() == lru_hits(references, capacity)
-    assert num_written == len(references) - hits.sum()
+def distances(prompts: Prompts):
+    trace = make_trace(prompts, 16)
+    return reuse_distances(trace.blocks, trace.starts)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_runs_of_a_prefix_are_counted_as_their_blocks(seed: int):
-    references = [block for prompt in conversations(seed=seed, num_requests=60) for block in prompt]
-    distances = reuse_distances(previous(references))
-    for capacity in (1, 2, 13, 50):
-        assert lru_outcome(distances, capacity).hits.tolist() == lru_hits(references, capacity)
+def test_lru_of_every_size_follows_from_the_distances(seed: int):
+    prompts = conversations(seed=seed, num_requests=120)
+    for capacity in (1, 2, 7, 13, 30, 50, 500):
+        assert (distances(prompts) < capacity).tolist() == lru_hits(prompts, capacity)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=12), st.integers(1, 9))
+def test_lru_of_any_prompts_follows_from_the_distances(branches, capacity):
+    # A block stands for all tokens up to its end, as in the traces.
+    names: dict[tuple[int, ...], int] = {}
+    prompts = [
+        [names.setdefault(tuple(branch[: at + 1]), len(names)) for at in range(len(branch))]
+        for branch in branches
+    ]
+    assert (distances(prompts) < capacity).tolist() == lru_hits(prompts, capacity)
+
+
+@pytest.mark.parametrize("capacity", [2, 7, 30])
+def test_the_host_pool_hits_what_the_distances_say(capacity: int):
+    prompts = conversations(seed=11, num_requests=150)
+    pool = HostPool(capacity, 1, GROUPS)
+    hits: list[bool] = []
+    for prompt in prompts:
+        keys = [make_key(block) for block in prompt]
+        used, is_leading = [], True
+        for key in keys:
+            is_leading = is_leading and pool.holds(key, GROUPS)
+            hits.append(is_leading)
+            if is_leading:
+                used.append(pool.find(key))
+                pool.pin(used[-1])
+        for key in keys[len(used) :]:
+            slot = pool.find(key) or pool.save(key, 0)
+            if slot is not None:
+                pool.pin(slot)
+                used.append(slot)
+                if slot.filling:
+                    pool.report_filled(slot.index)
+                    pool.report_sealed(slot.index)
+                    pool.report_written(slot.index)
+        pool.unpin_all(used)
+        pool.touch(keys)
+        check_pool(pool)
+    assert (distances(prompts) < capacity).tolist() == hits
 
 
 @given(st.lists(st.integers(0, 4), max_size=11), st.integers(1, 3))
 def test_the_optimum_is_the_most_that_any_decisions_give(references, capacity):
-    hits, num_written = optimum(previous(references), capacity)
-    assert hits.sum() == most_hits(tuple(references), capacity)
-    assert num_written <= len(references) - hits.sum()
+    assert optimum(previous(references), capacity).sum() == most_hits(tuple(references), capacity)
 
 
 def test_a_block_that_is_needed_too_late_is_not_taken_in():
     # With one place: keeping 1 brings a hit, keeping 2 in its stead none.
-    hits, num_written = optimum(previous([1, 2, 1, 2]), 1)
-    assert hits.tolist() == [False, False, True, False]
-    assert num_written == 1
+    assert optimum(previous([1, 2, 1, 2]), 1).tolist() == [False, False, True, False]
 
 
 def test_without_reuse_there_are_no_hits():
-    assert reuse_distances(previous([3, 1, 2])).tolist() == [NEVER] * 3
-    assert not optimum(previous([3, 1, 2]), 5).hits.any()
+    assert distances([[3, 1, 2]]).tolist() == [NEVER] * 3
+    assert not optimum(previous([3, 1, 2]), 5).any()
+
+
+def test_a_block_that_a_request_names_twice_is_a_hit():
+    assert distances([[3, 3]]).tolist() in ([0, NEVER], [NEVER, 0])

@@ -1,8 +1,10 @@
-"""Computes from a trace its reuse distances, the hits of LRU at every size, and the optimum.
+"""Computes from a trace the hits of LRU at every size, and the most hits that any cache can have.
 
-The reuse distance of a reference is the number of other blocks referenced since the same block was
-referenced last. LRU of `capacity` blocks hits exactly the references with a smaller distance
-(Mattson's stack algorithm), so one pass answers for all capacities.
+LRU is that of the host pool and of a directory: a request asks for its prefix first and then counts
+as a use of all its blocks, of the root as the latest. So a prompt loses its last blocks first. The
+blocks in order of their last use are a stack, and a cache of `capacity` blocks holds its top. A
+block is hit if fewer blocks than that lie above it, and one pass answers for all capacities
+(Mattson's stack algorithm).
 
 The optimum is Belady's with bypass: a block that is needed later than all held blocks is not taken
 in. It knows the future, so no eviction order hits more. `Simulator` calls these functions.
@@ -11,7 +13,6 @@ in. It knows the future, so no eviction order hits more. `Simulator` calls these
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,6 @@ from kvferry.simulate.trace import Ints
 
 NEVER = np.iinfo(np.int64).max
 """Distance of the first reference to a block."""
-
-
-class Replay(NamedTuple):
-    """Outcome of a trace with one cache."""
-
-    hits: NDArray[np.bool_]
-    """Whether the reference was a hit: [num_references]."""
-    num_written: int
-    """Blocks that the cache took in."""
 
 
 def previous_references(blocks: Ints) -> Ints:
@@ -40,19 +32,26 @@ def previous_references(blocks: Ints) -> Ints:
     return previous
 
 
-def reuse_distances(previous: Ints) -> Ints:
-    """Return the reuse distance of each reference, or NEVER: [num_references].
+def reuse_distances(blocks: Ints, starts: Ints) -> Ints:
+    """Return for each reference how many other blocks lie above its block in the stack when its
+    request comes, or NEVER: [num_references]. See `Trace` for the arguments.
 
-    Let p[i] be the previous reference to the block of reference i. Between them stand
-    i - p[i] - 1 references. Those that repeat a block seen in between must not count: they are the
-    j < i with p[j] > p[i], which a Fenwick tree counts. Blocks of a prefix are referenced together
-    again and again, and all references of such a run have the same distance. So a run is counted
-    as one.
+    Let the blocks of each request stand in reverse, in order of use, and p[i] be the previous
+    reference to the block of reference i. Between p[i] and the request of i, at f, stand
+    f - p[i] - 1 references. Those that repeat a block seen in between must not count: they are the
+    j < f with p[j] > p[i], which a Fenwick tree counts. A block implies the blocks before it in a
+    prompt, so none of the j from f to i is one of them. Blocks of a prefix are used together again
+    and again, and all references of such a run repeat equally many. So a run is counted as one.
     """
+    counts = np.diff(starts)
+    asked = np.repeat(starts[:-1], counts)
+    mirror = asked + np.repeat(starts[1:], counts) - 1 - np.arange(len(blocks))
+    previous = previous_references(blocks[mirror])
     seen = np.flatnonzero(previous >= 0)
-    before = previous[seen]
+    distances = np.full(len(previous), NEVER)
     if not len(seen):
-        return np.full(len(previous), NEVER)
+        return distances
+    before = previous[seen]
     is_first = np.ones(len(seen), bool)
     is_first[1:] = (np.diff(seen) != 1) | (np.diff(before) != 1)
     firsts = np.flatnonzero(is_first)
@@ -60,8 +59,9 @@ def reuse_distances(previous: Ints) -> Ints:
     ranks = np.empty(len(firsts), np.int64)
     ranks[np.argsort(before[firsts])] = np.arange(1, len(firsts) + 1)
     repeated = _sum_of_later(ranks.tolist(), lengths.tolist())
-    distances = np.full(len(previous), NEVER)
-    distances[seen] = seen - before - 1 - np.repeat(np.asarray(repeated, np.int64), lengths)
+    above = asked[seen] - before - 1 - np.repeat(np.asarray(repeated, np.int64), lengths)
+    # A trace may name a block twice in one request. `mirror` is its own inverse.
+    distances[mirror[seen]] = np.maximum(above, 0)
     return distances
 
 
@@ -87,14 +87,9 @@ def _sum_of_later(ranks: list[int], weights: list[int]) -> list[int]:
     return sums
 
 
-def lru_outcome(distances: Ints, capacity: int) -> Replay:
-    """Return the outcome of LRU that touches blocks in prompt order, as published figures do."""
-    hits = distances < capacity
-    return Replay(hits, len(hits) - int(hits.sum()))
-
-
-def optimum(previous: Ints, capacity: int) -> Replay:
-    """Return the outcome of Belady's optimum with bypass: the most hits of `capacity` blocks.
+def optimum(previous: Ints, capacity: int) -> NDArray[np.bool_]:
+    """Return which references hit `capacity` blocks under Belady's optimum with bypass, which has
+    the most hits: [num_references].
 
     A hit needs its block to be kept since its previous reference. When more than `capacity` blocks
     are kept, the one that is needed last is given up.
@@ -104,11 +99,10 @@ def optimum(previous: Ints, capacity: int) -> Replay:
     following[previous[seen]] = seen
     hits = bytearray(len(previous))  # until its turn: whether the block is kept for it
     latest: list[int] = []  # max-heap by negation; past turns stay at the bottom
-    num_kept = num_written = 0
+    num_kept = 0
     turns = np.flatnonzero((previous >= 0) | (following >= 0))
     for at, after in zip(turns.tolist(), following[turns].tolist(), strict=True):
-        was_kept = hits[at]
-        num_kept -= was_kept
+        num_kept -= hits[at]
         if after < 0:
             continue
         heapq.heappush(latest, -after)
@@ -117,5 +111,4 @@ def optimum(previous: Ints, capacity: int) -> Replay:
         if num_kept > capacity:
             hits[-heapq.heappop(latest)] = 0
             num_kept -= 1
-        num_written += hits[after] and not was_kept
-    return Replay(np.frombuffer(hits, np.bool_), num_written)
+    return np.frombuffer(hits, np.bool_)

@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import OrderedDict
 
 import pytest
 
-from kvferry.simulate.policies import Lru
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
 from kvferry.store.file.index import KnownKeys
@@ -106,11 +106,13 @@ def test_the_least_recently_used_of_many_go_first(bench):
 @pytest.mark.parametrize("seed", range(4))
 def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
     choose, capacity = random.Random(seed), 12
-    store, order = bench.open(max_bytes=capacity), Lru()
+    store, order = bench.open(max_bytes=capacity), OrderedDict[ChunkKey, None]()
 
     def use(keys):
         store.touch(keys)
-        order.touch(keys)
+        for key in reversed(keys):  # the root counts as used last
+            if key in order:
+                order.move_to_end(key)
         bench.clock.advance(60)  # uses are written back from time to time
         store.maintain()
         bench.wall.advance(1)
@@ -124,9 +126,9 @@ def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
         for key in prefix:
             if key not in order:
                 if len(order) == capacity:
-                    order.evict()
+                    order.popitem(last=False)
                     num_evicted += 1
-                order.add(key)
+                order[key] = None
                 assert store.put(key, [b"v"]) is PutResult.STORED
                 bench.wall.advance(0.01)
         use(prefix)
