@@ -171,11 +171,6 @@ def test_what_is_held_and_no_longer_stored_is_stored_again(make_engine, server):
     assert decode(make_engine(server), answer) == 40
 
 
-def test_a_prefill_is_stored_where_first_uses_are_not(make_engine, server):
-    answer = prefill(make_engine(server, save_repeated=True))
-    assert decode(make_engine(server), answer) == 40
-
-
 def test_a_chunk_that_found_no_slot_is_not_promised(make_engine, server):
     """The consumer does not wait for it."""
     host = make_engine(server, num_slots=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.config import CacheBounds
 from kvferry.keys import ChunkKeys
 from tests.cache.hosts import make_groups, make_shared_storage_host
 
@@ -121,50 +120,6 @@ def test_generated_tokens_are_saved_only_if_asked(make_host):
         host.settle()
         follow_up = host.run("next turn", [*prompt, *answer, 1, 2, 3])
         assert follow_up.num_external_tokens == expected
-
-
-def test_what_one_request_used_is_not_stored_if_only_repeated_chunks_are(make_host):
-    host = make_host(chunk_tokens=8, save_repeated=True)
-    host.run("first", list(range(24)))
-    host.settle()
-    assert host.observer["put_stored"] == 0
-    assert host.observer["save_used_once"] == 3
-    # Another request with the same beginning, of which the host has a part itself.
-    second = [*range(16), *range(500, 508)]
-    assert host.run("second", second, num_local_tokens=8).num_external_tokens == 0
-    host.settle()
-    assert host.observer["put_stored"] == 2
-    assert host.run("third", list(range(25))).num_external_tokens == 16
-
-
-def test_a_request_that_computes_its_chunks_again_is_no_second_one(make_host):
-    host = make_host(chunk_tokens=8, save_repeated=True)
-    request = host.add("victim", list(range(30)))
-    for _ in range(2):
-        host.admit(request)
-        host.prefill(request, budget=11)
-        host.preempt(request)
-    host.admit(request)
-    host.prefill(request)
-    host.finish(request)
-    host.settle()
-    assert host.observer["put_stored"] == 0
-    host.run("second", list(range(30)))
-    host.settle()
-    assert host.observer["put_stored"] == 3
-
-
-@pytest.mark.parametrize(("num_remembered", "num_stored"), [(4, 2), (3, 0)])
-def test_chunks_that_were_used_once_are_remembered_within_bounds(
-    make_host, num_remembered, num_stored
-):
-    bounds = CacheBounds(max_used_once=num_remembered)
-    host = make_host(chunk_tokens=8, save_repeated=True, bounds=bounds)
-    host.run("first", list(range(16)))
-    host.run("others", list(range(100, 116)))
-    host.run("first again", list(range(16)))
-    host.settle()
-    assert host.observer["put_stored"] == num_stored
 
 
 def test_a_preempted_request_resumes_from_the_store(make_host):

@@ -33,8 +33,6 @@ class SharedStorageConfig(ChunkOptions):
         save_generated: also store chunks that end in confirmed generated tokens. If another engine
             computed the prompt of a request, the answer then names them for the engine of the next
             turn.
-        save_repeated: only store chunks that a second request uses, to spare the store chunks that
-            are never asked for.
         memory_bytes: host memory for KV, all ranks of an engine together; None: what
             `default_memory_bytes` returns. All reads and writes of every store pass through it, so
             it acts as the first tier. Ranks that hold the same kv
@@ -50,7 +48,6 @@ class SharedStorageConfig(ChunkOptions):
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
     save_generated: bool = False
-    save_repeated: bool = False
     memory_bytes: int | None = field(default=None, metadata={"unit": "bytes"})
     start_timeout_seconds: float = 10.0
     record: str | None = None
@@ -93,7 +90,6 @@ class CacheBounds:
             its prompt (the blocks behind the last whole chunk). This wait is short: a tail saves
             less than a chunk, and the copy of a stamped tail has begun. The fetch of a tail has the
             time of any other.
-        max_used_once: how many chunks that only one request used are remembered: some 30 MB.
     """
 
     device_seconds: float = 60.0
@@ -103,7 +99,6 @@ class CacheBounds:
     reads_close_seconds: float = 0.5
     saves_seconds: float = 5.0
     tail_seconds: float = 0.25
-    max_used_once: int = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

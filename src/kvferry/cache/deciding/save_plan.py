@@ -6,7 +6,6 @@ The scheduler role asks for the saves of every step, and passes on what the rank
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 from kvferry.blocks.tables import BlockSlice
@@ -62,7 +61,6 @@ class SavePlan:
         self.announcer = announcer
         self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
-        self._used_once: OrderedDict[ChunkKey, str] = OrderedDict()
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
 
@@ -159,9 +157,7 @@ class SavePlan:
             if key in self._suspects:
                 self.forget(request.request_id)
                 return
-            is_wanted = state.gives_all or self._is_worth_saving(key, request.request_id)
-            is_needed = is_wanted and not self.has(key, state)
-            if is_needed and not self._plan_chunk(item, state, saves):
+            if not self.has(key, state) and not self._plan_chunk(item, state, saves):
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request
             state.next_save += 1
@@ -234,17 +230,6 @@ class SavePlan:
 
     def _is_stored(self, key: ChunkKey) -> bool:
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
-
-    def _is_worth_saving(self, key: ChunkKey, request_id: str) -> bool:
-        """Whether another request used the chunk before; always True without `save_repeated`."""
-        if not self._context.config.save_repeated:
-            return True
-        if key not in self._used_once:
-            self._used_once[key] = request_id
-            if len(self._used_once) > self._context.bounds.max_used_once:
-                self._used_once.popitem(last=False)
-            self._context.observer.count("save_used_once")
-        return self._used_once[key] != request_id
 
     # -- reports --------------------------------------------------------------------------------
 
