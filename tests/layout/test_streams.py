@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -59,6 +62,75 @@ def test_waiting_ends_at_its_deadline():
     assert not mark.poll()
     assert mark.wait(0.001) is False
     assert Mark().wait(0.0) is True
+
+
+class CudaByThread:
+    """Stands for `torch.cuda`: every thread begins on device 0, as CUDA's do. Notes on which device
+    each call is made."""
+
+    def __init__(self) -> None:
+        self._current = threading.local()
+        self.calls: list[tuple[str, int]] = []
+
+    def note(self, call: str) -> None:
+        self.calls.append((call, getattr(self._current, "device", 0)))
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before = getattr(self._current, "device", 0)
+        self._current.device = device.index
+        try:
+            yield
+        finally:
+            self._current.device = before
+
+    def stream(self, _stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def Stream(self, _device: torch.device) -> object:
+        return object()
+
+    def Event(self) -> NotedEvent:
+        return NotedEvent(self)
+
+    def current_stream(self, _device: torch.device | None = None) -> NotedEvent:
+        return NotedEvent(self)
+
+
+class NotedEvent:
+    """An event or a stream."""
+
+    def __init__(self, cuda: CudaByThread) -> None:
+        self._cuda = cuda
+
+    def record(self, _stream: object) -> None:
+        self._cuda.note("record")
+
+    def wait_event(self, _event: object) -> None:
+        self._cuda.note("wait_event")
+
+    def query(self) -> bool:
+        self._cuda.note("query")
+        return True
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_every_thread_asks_events_on_their_own_device(index, monkeypatch):
+    fake = CudaByThread()
+    for name in ("device", "stream", "Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    side = SideStream(torch.device("cuda", index))
+    mark = side.run(lambda: None, after=Mark())
+    side.hold(mark)
+    waiters = [
+        threading.Thread(target=ask)
+        for ask in (mark.poll, lambda: mark.wait(1.0), lambda: side.end().poll())
+    ]
+    for thread in waiters:
+        thread.start()
+        thread.join()
+    assert fake.calls.count(("query", index)) == 3
+    assert {device for _, device in fake.calls} == {index}
 
 
 def test_a_failure_of_the_work_is_the_callers():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +39,17 @@ class Mark:
     event: torch.cuda.Event | None = None
     """None: reached already."""
 
+    device: torch.device | None = None
+    """The device of the event."""
+
     def poll(self) -> bool:
         """Whether it is reached. Does not wait."""
-        return self.event is None or bool(self.event.query())
+        if self.event is None:
+            return True
+        # CUDA makes a context, of half a GiB, on the thread's current device. That is the first
+        # device in every new thread, whatever the rank's own.
+        with nullcontext() if self.device is None else torch.cuda.device(self.device):
+            return bool(self.event.query())
 
     def wait(self, timeout: float) -> bool:
         """Block until it is reached, at most `timeout` seconds. Return whether it is reached."""
@@ -79,7 +87,7 @@ class SideStream:
             return Mark()
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return Mark(event)
+        return Mark(event, self._device)
 
     def hold(self, mark: Mark) -> None:
         """Make the next work of the caller's current stream on this device wait for `mark`. Does
@@ -120,7 +128,8 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
-        code = int(runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE))
+        code = runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE)
+        code = int(getattr(code, "value", code))  # an enumeration in some releases of torch
         if code:
             # Clear the thread's last error here: else the next kernel launch would raise it.
             with suppress(RuntimeError):
