@@ -28,6 +28,7 @@ BENCHMARKS: Mapping[str, str] = {
     "proxied": "two vLLM servers behind vLLM's own proxy, with kvferry and with NixlConnector",
     "serving": "prefill while another process reads what was computed, beside nobody reading",
     "step": "time inside our hooks on a decode step without hits",
+    "stores": "stores beside the plain clients of their servers (--store URL)",
     "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",
     "vllm": "real vLLM with kvferry, with other connectors and with none",
 }
@@ -44,6 +45,7 @@ class Options:
         threads: number of threads for I/O and copies.
         seed: seed of all random content.
         rounds: rounds of the vllm, away, handover and proxied benchmarks; None for their defaults.
+        stores: URLs of the stores benchmark; if empty, those that need no server.
     """
 
     directory: Path
@@ -51,6 +53,7 @@ class Options:
     threads: int = 2
     seed: int = 0
     rounds: int | None = None
+    stores: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.threads < 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import BENCHMARKS, Options
-from kvferry.bench import Row, machine, table
+from benchmarks.report import Row, machine, table
 from kvferry.cli.output import JsonRow, emit
 from kvferry.errors import KVError
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="for I/O and copies")
     parser.add_argument("--seed", type=int, default=0, help="of all random content")
     parser.add_argument("--rounds", type=int, help="of vllm, away, handover, proxied")
+    parser.add_argument("--store", action="append", default=[], help="of stores; repeatable")
     parser.add_argument("--json", metavar="FILE", help='"-" writes JSON alone to stdout')
     given = parser.parse_args(arguments)
     if given.name is None:
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 threads=given.threads,
                 seed=given.seed,
                 rounds=given.rounds,
+                stores=tuple(given.store),
             )
             facts = machine(options.directory)
             rows = run(options)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import Options
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.engine import LLM, SamplingParams
 from kvferry.testing.models import make_tiny_model
 

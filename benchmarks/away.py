@@ -24,7 +24,7 @@ import torch
 from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, HostRequest, engine_spec
 from benchmarks.lookup import GROUP, create_records, rebuild
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.cache.build import PrefixCache
 from kvferry.engine import LLM, SamplingParams
 from kvferry.keys import ChunkKeys

@@ -55,7 +55,7 @@ from benchmarks.limits import (
     since,
     timed,
 )
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.contract.spec import Roles
 from kvferry.errors import StoreError
 from kvferry.filesystem import file_system

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast
 from benchmarks import Options
 from benchmarks.limits import timed
 from benchmarks.peer import Reads, schema_of, served
+from benchmarks.report import Row
 from benchmarks.vllm import MODEL
-from kvferry.bench import Row
 from kvferry.demo.disaggregated import (
     HOST,
     PREFILL,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks import Options
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.types import KVGroup
 

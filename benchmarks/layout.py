@@ -32,7 +32,7 @@ import torch
 from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, group_of
 from benchmarks.limits import timed
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.errors import LayoutError
 from kvferry.record.schema import LEAF_BYTES, digest
 from kvferry.types import KVGroup

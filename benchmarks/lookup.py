@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import Options
 from benchmarks.host import CHUNK_TOKENS, HostRequest, HostStep, engine_spec
 from benchmarks.limits import timed
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.messages import (
     Filled,

@@ -33,7 +33,7 @@ from pathlib import Path
 from benchmarks import Options
 from benchmarks.limits import Seconds, timed
 from benchmarks.nixl_reads import IS_INSTALLED, NixlReads, offer
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason

@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped]  # of vLLM's environment
 
 from benchmarks import Options
 from benchmarks.nixl_reads import IS_INSTALLED
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.demo.disaggregated import (
     PREFILL,
     HandoverOptions,

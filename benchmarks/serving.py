@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 from benchmarks import Options
 from benchmarks.audit import ONE_TOKEN, SHAPE
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.contract.spec import Roles
 from kvferry.demo.disaggregated import free_ports

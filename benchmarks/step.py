@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks import Options
 from benchmarks.host import HostRequest, RolesHost, group_of, kv_tensors, opened_roles
-from kvferry.bench import Row
+from benchmarks.report import Row
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 2048

@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import Options
 from benchmarks.limits import PlainFiles, bring_into_cache, timed
-from kvferry.bench import Row
+from benchmarks.report import Row
 from kvferry.errors import ConfigError
 from kvferry.filesystem import file_system
 from kvferry.record.schema import DIGEST_BYTES, Component

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import Options
+from benchmarks.report import Row
 from benchmarks.vllm_child import Json
-from kvferry.bench import Row
 from kvferry.errors import ConfigError
 from kvferry.testing.models import make_tiny_model
 

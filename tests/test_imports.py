@@ -27,7 +27,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"bench", "cli", "demo", "doctor", "explain", "prompt_file", "readings", "report", "simulate"},
+    {"cli", "demo", "doctor", "explain", "prompt_file", "readings", "report", "simulate"},
 ]
 
 # Rooms of one layer do not know each other, but for these.
@@ -41,7 +41,6 @@ SIDEWAYS = {
     ("testing", "engine"),
     ("adapters", "engine"),
     # A command runs what is beside it.
-    ("cli", "bench"),
     ("cli", "demo"),
     ("cli", "doctor"),
     ("cli", "explain"),
@@ -76,7 +75,6 @@ ONLY_FROM = {
         "adapters/rows.py",
         "adapters/vllm/tier_rows.py",
         "adapters/sglang",
-        "bench.py",
         "cli",
         "demo",
         "doctor",
@@ -125,7 +123,6 @@ ONLY_FROM = {
         "engine",
         "testing",
         "adapters",
-        "bench.py",
         "cli",
         "demo",
         "doctor",
@@ -182,12 +179,12 @@ THIRD_PARTIES = {
         "adapters/sglang/metrics.py",
     ],
     "typer": ["cli"],
-    "rich": ["cli", "bench.py", "demo"],
+    "rich": ["cli", "demo"],
     "matplotlib": ["demo", "simulate"],
     "plotly": ["report"],
     "gguf": ["demo"],
-    "obstore": ["bench.py", "store/servers/objects.py"],
-    "mooncake": ["bench.py", "store/servers/mooncake_child.py"],
+    "obstore": ["store/servers/objects.py"],
+    "mooncake": ["store/servers/mooncake_child.py"],
 }
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
@@ -205,8 +202,6 @@ LAZY = {
     "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
     "simulate": {"matplotlib"},
     "report": {"plotly"},
-    # The plain client of the store that is measured.
-    "bench.py": {"obstore", "redis", "mooncake"},
     # A command loads what it runs, so that `--help` does not wait for torch.
     "cli": {"kvferry"},
 }
@@ -365,9 +360,9 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import KVError", "public names are above store"),
         ("store/base.py", "from . import memory", "relative"),
         ("store/base.py", "def f():\n  from kvferry.types import X", "inside a function"),
-        ("bench.py", "def f():\n  import_module('kvferry.store.url')", "inside a function"),
+        ("journal.py", "def f():\n  import_module('kvferry.store.url')", "inside a function"),
         ("store/base.py", "importlib.import_module('kvferry.engine')", "above store"),
-        ("cli/bench.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
+        ("cli/size.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
         ("store/base.py", "if TYPE_CHECKING:\n  import kvferry.engine", "above store"),
         ("attic/x.py", "", "room 'attic' stands in no layer"),
         ("store/base.py", "import kvferry.attic", "kvferry.attic stands in no layer"),
@@ -385,7 +380,7 @@ def test_a_wrong_import_is_found(path, source, part):
         ("blocks/rows.py", "from kvferry.store.recordio import pieces"),
         ("cache/moving/worker.py", "import kvferry.blocks.copies"),
         ("cache/deciding/lookup.py", "from kvferry.cache.messages import SlotChunk"),
-        ("cli/main.py", "import kvferry.bench\nfrom kvferry import KVError, __version__"),
+        ("cli/main.py", "import kvferry.simulate\nfrom kvferry import KVError, __version__"),
         ("engine/model.py", "import torch\ndef f():\n  import transformers.utils"),
     ],
 )

@@ -32,7 +32,6 @@ COMMANDS = {
     "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],
     "demo": ["--model-dir", "{model}", *DEMO],
     "demo-disaggregated": ["--model-dir", "{model}", *DEMO],
-    "bench": ["stores"],
 }
 """Each with enough to do."""
 
@@ -130,7 +129,6 @@ def runs(what: str, number: int = 1) -> Callable[[Running], bool]:
 MOMENTS = [
     ("size", "imports", maps("/torch/")),
     ("simulate", "reads", maps("numpy")),
-    ("bench", "measures", has("temporary/kvferry-bench-*/*")),
     ("generate", "imports", maps("/torch/")),
     ("generate", "streams", says),
     ("warm", "stores", has("store/records/*/*.safetensors")),

@@ -49,7 +49,6 @@ OF_FILES = {
     "import": ["{path}/missing", "file:///nowhere"],
     "demo": ["--model-dir", "{path}"],
     "demo-disaggregated": ["--model-dir", "{path}"],
-    "bench": ["stores", "--dir", "{path}/missing"],
 }
 """The others, with what they take for a directory of which nothing can be made."""
 

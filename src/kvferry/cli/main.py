@@ -14,7 +14,6 @@ from typing import Annotated, Any, cast
 import typer
 
 import kvferry
-from kvferry.cli.bench import bench
 from kvferry.cli.clear import clear, pin
 from kvferry.cli.demo import demo, demo_disaggregated
 from kvferry.cli.doctor import doctor
@@ -72,7 +71,7 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     for command in (
         demo, demo_disaggregated, generate, ls, show, stat, verify, gc, clear, pin, export, import_,
-        doctor, explain, top, report, simulate, size, warm, bench,
+        doctor, explain, top, report, simulate, size, warm,
     ):  # fmt: skip
         app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
     return app

@@ -7,11 +7,12 @@ import json
 import platform
 from pathlib import Path
 
-from kvferry import bench
+from benchmarks import report
+from kvferry.filesystem import file_system
 
 
 def test_the_machine_is_described_without_names(tmp_path):
-    facts = bench.machine(tmp_path)
+    facts = report.machine(tmp_path)
     assert list(facts) == [
         "cpu", "cores", "memory_bytes", "kernel", "python", "torch", "kvferry", "file_system",
         "date",
@@ -26,11 +27,11 @@ def test_the_machine_is_described_without_names(tmp_path):
 
 def test_the_file_system_is_that_of_the_directory(tmp_path):
     if platform.system() != "Linux":
-        assert bench.file_system(tmp_path) is None
+        assert file_system(tmp_path) is None
         return
-    assert bench.file_system(Path("/proc/self")) == "proc"
-    assert bench.file_system(Path("/sys")) == "sysfs"
-    assert bench.file_system(tmp_path) not in (None, "proc", "sysfs")
+    assert file_system(Path("/proc/self")) == "proc"
+    assert file_system(Path("/sys")) == "sysfs"
+    assert file_system(tmp_path) not in (None, "proc", "sysfs")
 
 
 FACTS = {
@@ -50,7 +51,7 @@ def test_a_figure_is_a_line_and_a_row_is_a_column():
         {"case": "load", "phase": "warm", "gb_per_s": 12345.678, "equal": True},
         {"case": "save", "phase": "cold", "limit": None, "note": "not measured"},
     ]
-    assert str(bench.table("datapath", FACTS, rows)).splitlines() == [
+    assert str(report.table("datapath", FACTS, rows)).splitlines() == [
         "datapath",
         "",
         "case        load   load  save",
@@ -71,7 +72,7 @@ def test_columns_beyond_80_characters_stand_in_another_table():
         for number in range(7)
     ]
     rows[0]["only_of_the_first"] = 1
-    lines = str(bench.table("layout", FACTS, rows)).splitlines()
+    lines = str(report.table("layout", FACTS, rows)).splitlines()
     assert max(map(len, lines)) <= 80
     assert sum("ratio" in line for line in lines) == 3
     assert sum("only of the first" in line for line in lines) == 1
@@ -82,4 +83,4 @@ def test_columns_beyond_80_characters_stand_in_another_table():
 
 
 def test_a_table_without_rows_names_the_machine():
-    assert str(bench.table("step", FACTS, [])).startswith("step\n\nSome CPU")
+    assert str(report.table("step", FACTS, [])).startswith("step\n\nSome CPU")

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import bench
+from benchmarks import Options, stores
 from kvferry.errors import ConfigError, KVError
 from tests.servers.mooncake import mooncake
 from tests.servers.valkey import running_valkey, valkey_server
 
 __all__ = ["mooncake", "valkey_server"]
 
-KVFERRY = Path(sys.executable).parent / "kvferry"
+ROOT = Path(__file__).parents[2]
 
 
 def measured(tmp_path, *urls):
-    return bench.run(tmp_path, urls, threads=1, quick=True)
+    options = Options(directory=tmp_path, threads=1, quick=True, stores=urls)
+    return stores.run(options)
 
 
 def test_a_directory_and_memory_are_measured_by_default(tmp_path):
@@ -44,8 +45,8 @@ def test_a_server_is_measured_beside_its_plain_client(tmp_path, valkey_server):
 def test_mooncake_is_measured_beside_its_plain_client(tmp_path, mooncake):
     """In a process of its own, since Mooncake's client ends with its process."""
     url, out = f"mooncake://{mooncake.master}/bench", tmp_path / "rows.json"
-    command = ["bench", "stores", "--quick", "--store", url, "--json", str(out)]
-    subprocess.run([str(KVFERRY), *command], check=True, timeout=120)
+    command = ["-m", "benchmarks", "stores", "--quick", "--store", url, "--json", str(out)]
+    subprocess.run([sys.executable, *command], check=True, timeout=120, cwd=ROOT)
     assert [row["put_ratio"] > 0 for row in json.loads(out.read_text())["rows"]] == [True, True]
     with urllib.request.urlopen(f"{mooncake.admin}/get_all_keys", timeout=5) as response:
         assert "bench" not in response.read().decode()
