@@ -223,7 +223,7 @@ def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
     ("options", "says"),
     [
         ({"io_thread": 4}, "did you mean 'io_threads'"),
-        ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is smaller"),
+        ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is .* or lower block_size"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
         ({"store": "peer://127.0.0.1:5"}, "hold no rows of this host"),
         ({"store": ["file:///x", "PEER://127.0.0.1:5"]}, "hold no rows of this host"),

@@ -119,9 +119,12 @@ def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
 
 
 def open_rows(
-    options: RowsOptions, namespace: Namespace, observer: Observer
+    options: RowsOptions, namespace: Namespace, observer: Observer, *, sized_by: str
 ) -> tuple[Store, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
+
+    Args:
+        sized_by: the host's option that says how large rows are, for messages.
 
     Raises:
         ConfigError: the store cannot be used.
@@ -137,7 +140,7 @@ def open_rows(
         options.store,
         observer=observer,
         namespace=namespace.digest,
-        check=value_check(schema),
+        check=value_check(schema)._replace(sized_by=sized_by),
         description=namespace.as_text(),
         start_seconds=options.start_timeout_seconds,
     )

@@ -115,6 +115,8 @@ class ValueCheck(NamedTuple):
     why_wrong: Callable[[ChunkKey, memoryview, int], str | None]
     """Gets the key, up to the first `num_bytes` bytes of the value, and the size of the value.
     Returns None for a sound value."""
+    sized_by: str = "chunk_tokens"
+    """The option that says how large values are, for messages."""
 
 
 class GcReport(NamedTuple):

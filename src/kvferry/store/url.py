@@ -153,14 +153,14 @@ def read_options(url: StoreUrl) -> object:
     return build_config(kind_of(url.scheme).options, url.options, where=url.where, hides=True)
 
 
-def refuse_small_quota(url: StoreUrl, record_bytes: int) -> None:
+def refuse_small_quota(url: StoreUrl, record_bytes: int, sized_by: str = "chunk_tokens") -> None:
     """Raise ConfigError for a quota below one record. Call it before the store is opened: to open
     it with such a quota would evict everything."""
     max_bytes = getattr(read_options(url), "max_bytes", None)
     if max_bytes is not None and max_bytes < record_bytes:
         raise ConfigError(
             f"max_bytes={format_size(max_bytes)} is smaller than one chunk of this model "
-            f"({record_bytes} bytes); raise it or lower chunk_tokens"
+            f"({record_bytes} bytes); raise it or lower {sized_by}"
         )
 
 
@@ -252,7 +252,7 @@ def _open_tiers(
     """See `open_store`."""
     if check is not None:
         for each in parsed:
-            refuse_small_quota(each, check.num_bytes)
+            refuse_small_quota(each, check.num_bytes, check.sized_by)
 
     def opened(url: StoreUrl, may_create: bool = True) -> Store:
         store = open_one(url, replace(opening, may_create=may_create))

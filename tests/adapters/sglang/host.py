@@ -183,21 +183,32 @@ SHAPES = {
 }
 
 
-class HostPool:
-    """A host pool of K and V, or of latents."""
+class Places:
+    """What every host pool says of its places, and of what it holds."""
 
     page_size = PAGE
+    device = "cpu"
+    size = NUM_PAGES * PAGE
+    page_num = NUM_PAGES
     dtype = torch.bfloat16
 
-    def __init__(self, layout: str = "page_first", *, latent: bool = False) -> None:
+
+class HostPool(Places):
+    """A host pool of K and V, or of latents."""
+
+    def __init__(
+        self, layout: str = "page_first", *, latent: bool = False, page_size: int = PAGE
+    ) -> None:
         self.layout = layout
-        shape, self._axis, self._step = SHAPES[layout]
+        self.page_size = page_size
+        shape, self._axis, step = SHAPES[layout]
+        self._step = min(step, page_size)
         parts = () if latent else (2,)
         self._axis += len(parts)
         self.kv_buffer = torch.zeros((*parts, *shape), dtype=self.dtype)
 
     def _page(self, index: int) -> torch.Tensor:
-        at = index if self._step == PAGE else index // PAGE
+        at = index // PAGE if self._step == 1 else index
         return self.kv_buffer.narrow(self._axis, at, self._step)
 
     def get_data_page(self, index, flat=True):
@@ -221,11 +232,9 @@ class HostPool:
         return self._page(page * PAGE).clone()
 
 
-class UnequalPool:
+class UnequalPool(Places):
     """A host pool whose K and V differ in size, so that it can give pages only in pieces."""
 
-    page_size = PAGE
-    dtype = torch.bfloat16
     layout = "page_first"
 
     def __init__(self) -> None:

@@ -295,7 +295,9 @@ def run_schedule(seed: int, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(NUM_LIVES):
         store = Moody(kept, draw.randrange(1 << 30))
 
-        def opened(_options: Any, namespace: Any, _observer: Any, store: Moody = store) -> Any:
+        def opened(
+            _options: Any, namespace: Any, _observer: Any, store: Moody = store, **_more: str
+        ) -> Any:
             described = {
                 each: namespace.description[each] for each in ("chunk_tokens", "row_bytes")
             }

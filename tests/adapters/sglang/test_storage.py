@@ -107,8 +107,7 @@ def test_pages_of_another_meaning_are_never_found(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = fill(attach())
-    narrow = HostPool()
-    narrow.page_size = host.PAGE // 2
+    narrow = HostPool(page_size=host.PAGE // 2)
     other_dtype = HostPool()
     other_dtype.dtype = torch.float16
     for options in (
@@ -128,9 +127,10 @@ def test_pages_of_another_meaning_are_never_found(
     ):
         assert attach(**options).backend.batch_exists(KEYS, None) == 0, options
     assert attach(narrow).backend.batch_exists(KEYS, None) == 0
-    monkeypatch.setenv("SGLANG_FP8_OF_SOME_KIND", "1")
-    assert attach().backend.batch_exists(KEYS, None) == 0
-    monkeypatch.delenv("SGLANG_FP8_OF_SOME_KIND")
+    for variable in ("SGLANG_FP8_OF_SOME_KIND", "SGLANG_DSV4_KV_LAYOUT", "FLASHINFER_NVFP4_4OVER6"):
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "1")
+            assert attach().backend.batch_exists(KEYS, None) == 0
     with monkeypatch.context() as patched:
         patched.setattr(identity, "__version__", "0.5.24")
         assert attach().backend.batch_exists(KEYS, None) == 0
@@ -205,7 +205,7 @@ def test_a_quota_is_kept(attach: Attach, tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"io_thread": 4}, "did you mean 'io_threads'"),
-        ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is smaller"),
+        ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is .* or lower --page-size"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
         ({"model": "nobody/nothing"}, 'or set "identity": "name" to trust the name'),
     ],

@@ -23,6 +23,7 @@ from sglang.version import __version__
 
 from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
 from kvferry.adapters.sglang.pages import Pages
+from kvferry.adapters.sglang.pool_facts import pool_facts
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, Namespace
 
@@ -35,7 +36,6 @@ _NUMERIC = (
     "custom_weight_loader",
     "enable_quant_communications",
     "kv_cache_dtype",
-    "mamba_ssm_dtype",
     "model_impl",
     "modelopt_quant",
     "prefill_kv_cache_dequant_dtype",
@@ -49,26 +49,19 @@ _NUMERIC = (
     "torchao_config",
 )
 """Server arguments that change the KV of the same weight files, beside those that `model_identity`
-reads. Draft models count because their layers may lie in the pages of the model."""
+reads and those of which the pool shows what came of them. Draft models count because their layers
+may lie in the pages of the model."""
 
-_VARIABLES = ("QUANT", "FP8", "FP4", "INT8", "INT4", "KV_CACHE_LAYOUT", "KVCACHE", "EXTERNAL_MODEL")
-"""Parts of the names of SGLang's environment variables that quantise, order KV in memory, or bring
-models from elsewhere."""
+_PREFIXES = ("SGLANG_", "FLASHINFER_", "DEEP_NORMAL_MODE_")
+"""Of the names of variables that SGLang and its kernels read."""
 
-_POOL = (
-    "layout",
-    "dtype",
-    "layer_num",
-    "start_layer",
-    "end_layer",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-    "kv_cache_dim",
-    "storage_format_tag",
+_VARIABLES = (
+    *("QUANT", "FP8", "FP4", "INT8", "INT4", "MXSCALE", "DTYPE"),
+    *("LAYOUT", "KVCACHE", "INDEX", "SHUFFLE", "COMPRESS"),
+    *("SIMULATE", "SKIP_SOFTMAX", "SAGE", "EXTERNAL_MODEL"),
 )
-"""Attributes of a host pool that say which layers a page holds, and in what order of bytes."""
-
+"""Parts of the names of variables that quantise, pack KV, compute something else than the model, or
+bring models from elsewhere. A pool shows dtypes and shapes, but not what was packed into bytes."""
 
 _CHANGES = (
     "begin_weight_update",
@@ -111,7 +104,7 @@ class ServedModel:
         variables = {
             variable: value
             for variable, value in sorted(os.environ.items())
-            if variable.startswith("SGLANG_") and any(part in variable for part in _VARIABLES)
+            if variable.startswith(_PREFIXES) and any(part in variable for part in _VARIABLES)
         }
         numeric = {each: self._arguments.get(each) for each in _NUMERIC}
         return self._model.namespace(
@@ -119,9 +112,8 @@ class ServedModel:
                 "name": "sglang",
                 "release": str(__version__),
                 "pool": name,
-                "class": type(pool).__name__,
+                "holds": pool_facts(pool, pages.num_bytes),
                 "order": pages.order,
-                "attributes": {each: _plain(getattr(pool, each, None)) for each in _POOL},
                 "ranks": _ranks(storage_config, name),
                 "arguments": {each: _plain(value) for each, value in numeric.items()},
                 "variables": variables,

@@ -102,7 +102,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _open(self, pool: Any, name: str) -> None:
         pages = pages_of(pool)
         namespace = self._model.namespace(self._storage_config, pool, name, pages)
-        store, schema = open_rows(self._options, namespace, self.counters)
+        store, schema = open_rows(self._options, namespace, self.counters, sized_by="--page-size")
         records = PageRecords(
             store,
             schema,

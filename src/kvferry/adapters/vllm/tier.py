@@ -105,7 +105,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self.counters = Counters()
         rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
         namespace = self._namespace(config, rows.shape[1])
-        store, schema = open_rows(config, namespace, self.counters)
+        store, schema = open_rows(config, namespace, self.counters, sized_by="block_size")
         self._rows = TierRows(
             store,
             schema,

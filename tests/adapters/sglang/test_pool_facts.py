@@ -1,0 +1,153 @@
+"""What is known of a host pool: all that it holds, but for the number of its places."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.adapters.sglang.pool_facts import OF_THIS_START, pool_facts
+from kvferry.errors import ConfigError
+
+NUM_PAGES, PAGE, DEVICE_TOKENS = 24, 8, 100
+
+
+class Order(enum.Enum):
+    NHD = 1
+    HND = 2
+
+
+@dataclass
+class Buffers:
+    """What the device holds, in as many tokens as fit there."""
+
+    keys: tuple[torch.Tensor, ...]
+    order: Order = Order.NHD
+
+
+class Pool:
+    """A pool of two states, with what SGLang's own pools have of attributes."""
+
+    def __init__(self, num_pages: int = NUM_PAGES, tokens: int = DEVICE_TOKENS) -> None:
+        self.size, self.page_num, self.page_size = num_pages * PAGE, num_pages, PAGE
+        self.indexer_page_num = num_pages + 1
+        self.device_capacity_tokens = tokens
+        self.device = "cpu"
+        self.layout = "page_first"
+        self.dtype = torch.bfloat16
+        self.layer_num = 3
+        self.is_sharded = False
+        self.storage_format_tag = None
+        self.buffer_device = torch.device("cpu")
+        self.state_shape = torch.Size([4, 6])
+        self.host_layers = {0: 1, 1: 0}
+        self.allocator = SimpleNamespace(at=id(self))
+        self.info = Buffers((torch.zeros(tokens, 3, dtype=torch.float16),))
+        self.kv_buffer = torch.zeros((self.size, 3, 4, 6), dtype=torch.float16)
+        self.key_layers = list(self.kv_buffer.unbind(1))
+        self.scales = [torch.zeros((self.indexer_page_num, 3), dtype=torch.float32)]
+        self.device_rows = [torch.zeros(tokens, 2, dtype=torch.uint8) for _ in range(4)]
+        self.free_slots = torch.arange(self.size)
+
+
+PAGE_BYTES = PAGE * 3 * 4 * 6 * 2 + 3 * 4
+
+
+class Another:
+    """An object of another class."""
+
+
+def changed(value: Any) -> Any:
+    """Another value, of the same type where it is a plain one."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case str():
+            return f"another {value}"
+        case None:
+            return "is set"
+        case torch.Tensor():
+            return value.to(torch.float64)
+        case torch.Size():
+            return torch.Size([*value[1:], value[0]])
+        case list():
+            return [changed(value[0]), *value[1:]]
+        case dict():
+            return value | {"more": 1}
+        case Buffers():
+            return Buffers(value.keys, Order.HND)
+        case torch.dtype():
+            return torch.float8_e5m2
+        case torch.device():
+            return torch.device("meta")
+        case _:
+            return Another()
+
+
+HELD = sorted(vars(Pool()).keys() - OF_THIS_START)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_each_attribute_is_of_the_facts(name: str) -> None:
+    pool = Pool()
+    before = pool_facts(pool, 0)
+    if name == "device":
+        pool.kv_buffer, pool.key_layers = pool.kv_buffer.to("meta"), []
+    value = getattr(pool, name)
+    setattr(pool, name, "meta" if name == "device" else changed(value))
+    assert pool_facts(pool, 0) != before
+
+
+def test_another_class_is_another_pool() -> None:
+    class OtherPool(Pool):
+        pass
+
+    assert pool_facts(OtherPool(), PAGE_BYTES) != pool_facts(Pool(), PAGE_BYTES)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 4), (4, 3, 6), (2, 6, 6), (72,)])
+def test_a_shape_of_as_many_bytes_is_another(shape: tuple[int, ...]) -> None:
+    pool = Pool()
+    pool.kv_buffer = torch.zeros((pool.size, *shape), dtype=torch.float16)
+    pool.key_layers = []
+    as_it_is = Pool()
+    as_it_is.key_layers = []
+    assert pool_facts(pool, PAGE_BYTES) != pool_facts(as_it_is, PAGE_BYTES)
+
+
+def test_the_number_of_places_and_what_is_in_use_do_not_matter() -> None:
+    larger = Pool(num_pages=2 * NUM_PAGES, tokens=3 * DEVICE_TOKENS)
+    larger.free_slots = larger.free_slots[7:]
+    assert pool_facts(larger, PAGE_BYTES) == pool_facts(Pool(), PAGE_BYTES)
+
+
+def test_a_pool_that_hides_what_its_pages_are_made_of_is_refused_by_name() -> None:
+    pool = Pool()
+    pool.scales = SimpleNamespace(hidden=pool.scales)
+    with pytest.raises(
+        ConfigError, match=f"finds {PAGE_BYTES - 12} of the {PAGE_BYTES} .* of Pool"
+    ):
+        pool_facts(pool, PAGE_BYTES)
+
+
+def test_a_pool_around_a_pool_holds_what_that_one_does() -> None:
+    class Inner(Pool):
+        def get_data_page(self) -> None: ...
+
+    class Around:
+        def __init__(self, host_pool: Pool) -> None:
+            self.host_pool = host_pool
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.host_pool, name)
+
+    changed_inside = Inner()
+    changed_inside.layer_num = 9
+    facts = [pool_facts(Around(each), PAGE_BYTES) for each in (Inner(), Inner(), changed_inside)]
+    assert facts[0] == facts[1] != facts[2]
