@@ -64,7 +64,7 @@ demo: $(STAMP)
 	$(BIN)/kvferry demo
 
 demo-disaggregated: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP) $(CONNECTORS),$(STAMP))
-	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/kvferry demo-disaggregated \
+	$(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))/bin/python -m examples.cpu.disaggregated \
 	  --engine $(ENGINE) $(if $(PROXY),--proxy $(PROXY))
 
 $(MODEL): | $(STAMP)

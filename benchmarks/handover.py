@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, cast
 
 from benchmarks import Options
 from benchmarks.limits import timed
-from benchmarks.peer import Reads, schema_of, served
-from benchmarks.report import Row
-from benchmarks.vllm import MODEL
-from kvferry.demo.disaggregated import (
+from benchmarks.pair import (
     HOST,
     PREFILL,
     EmbeddedEngine,
     HandoverOptions,
     free_ports,
 )
+from benchmarks.peer import Reads, schema_of, served
+from benchmarks.report import Row
+from benchmarks.vllm import MODEL
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.generation import TokenEvent
 from kvferry.errors import StoreError

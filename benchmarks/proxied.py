@@ -2,7 +2,7 @@
 
 One case is kvferry's peers; the other is NixlConnector, if NIXL is installed. The cases take turns,
 and one pair of servers runs at a time. Each round has two long texts (see
-`kvferry.demo.disaggregated`). The first is handed over, then asked again of the decoder, which has
+`benchmarks.pair`). The first is handed over, then asked again of the decoder, which has
 it in its own prefix cache by then. The decoder computes the second. At the end of a turn the
 prefiller computes one more prompt and is killed; the decoder gets the parameters of its answer.
 """
@@ -22,8 +22,7 @@ import psutil  # type: ignore[import-untyped]  # of vLLM's environment
 
 from benchmarks import Options
 from benchmarks.nixl_reads import IS_INSTALLED
-from benchmarks.report import Row
-from kvferry.demo.disaggregated import (
+from benchmarks.pair import (
     PREFILL,
     HandoverOptions,
     Pair,
@@ -31,8 +30,9 @@ from kvferry.demo.disaggregated import (
     prompt_of,
     run_rounds,
 )
+from benchmarks.report import Row
+from benchmarks.vllm_servers import Launch, Server, peers, vllm_pair
 from kvferry.demo.model import prepare_model
-from kvferry.demo.vllm_servers import Launch, Server, peers, vllm_pair
 from kvferry.errors import ConfigError, StoreError
 
 Figures = dict[str, str | int | float | None]
@@ -107,8 +107,8 @@ def run(options: Options) -> list[Row]:
 def _turn(name: str, options: HandoverOptions) -> Row:
     try:
         with vllm_pair(options, PROXY, CASES[name](options)) as pair:
-            result = run_rounds(options, pair, lambda _: None)
-            figures = [each.figures for each in result.rounds]
+            rounds = run_rounds(options, pair, lambda _: None)
+            figures = [each.figures for each in rounds]
             row: Figures = {
                 column: 1e3 * median(each[figure] for each in figures)
                 for column, figure in SHOWN.items()
@@ -122,7 +122,7 @@ def _turn(name: str, options: HandoverOptions) -> Row:
         "case": name,
         "prompt_tokens": figures[0]["prompt_tokens"],
         **row,
-        "equal": all(each.same_answer for each in result.rounds),
+        "equal": all(each.same_answer for each in rounds),
         **killed,
     }
 

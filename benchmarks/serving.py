@@ -21,10 +21,10 @@ from typing import IO, Any, cast
 
 from benchmarks import Options
 from benchmarks.audit import ONE_TOKEN, SHAPE
+from benchmarks.pair import free_ports
 from benchmarks.report import Row
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.contract.spec import Roles
-from kvferry.demo.disaggregated import free_ports
 from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import cache_arguments, open_roles

@@ -172,7 +172,6 @@ THIRD_PARTIES = {
     "pytest": ["testing"],
     "hypothesis": ["testing"],
     "prometheus_client": [
-        "demo",
         "exporters.py",
         "readings.py",
         "adapters/vllm/metrics.py",
@@ -180,7 +179,7 @@ THIRD_PARTIES = {
     ],
     "typer": ["cli"],
     "rich": ["cli", "demo"],
-    "matplotlib": ["demo", "simulate"],
+    "matplotlib": ["simulate"],
     "plotly": ["report"],
     "gguf": ["demo"],
     "obstore": ["store/servers/objects.py"],
@@ -199,7 +198,7 @@ LAZY = {
     # The hub whose snapshot a host runs.
     "v1/running_model.py": {"huggingface_hub"},
     "testing": {"transformers"},
-    "demo": {"torch", "transformers", "matplotlib", "gguf", "pydoc_data"},
+    "demo": {"torch", "transformers", "gguf", "pydoc_data"},
     "simulate": {"matplotlib"},
     "report": {"plotly"},
     # A command loads what it runs, so that `--help` does not wait for torch.

@@ -107,9 +107,6 @@ def test_a_store_of_a_newer_format(make_store, run, command):
         (["demo", "--prompts", "99", "--model-dir", "/etc"], "--question"),
         (["demo", "--model-dir", "/etc"], "/etc"),
         (["demo", "--model-dir", "/etc", "--document", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["demo-disaggregated", "--model-dir", "/etc"], "/etc"),
-        (["demo-disaggregated", "--model-dir", "/etc", "--proxy", "/etc/hosts"], "--engine vllm"),
-        (["demo-disaggregated", "--model-dir", "/etc", "--engine", "vllm"], "no vLLM"),
     ],
 )
 def test_a_command_that_cannot_be_meant(run, arguments, says):

@@ -31,7 +31,6 @@ COMMANDS = {
     "generate": ["{model}", "Hello", "--max-tokens", "3000", "--store", "file://{place}/store"],
     "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],
     "demo": ["--model-dir", "{model}", *DEMO],
-    "demo-disaggregated": ["--model-dir", "{model}", *DEMO],
 }
 """Each with enough to do."""
 
@@ -133,11 +132,9 @@ MOMENTS = [
     ("generate", "streams", says),
     ("warm", "stores", has("store/records/*/*.safetensors")),
     ("demo", "a phase starts", runs("spawn_main")),
-    ("demo-disaggregated", "engines start", runs("spawn_main", 2)),
 ]
 LATE_MOMENTS = [
     ("demo", "a phase stores", has("demo/kvferry-demo-run/store/records/*/*.safetensors")),
-    ("demo-disaggregated", "a rank starts", runs("rank_process")),
 ]
 
 

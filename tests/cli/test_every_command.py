@@ -48,7 +48,6 @@ OF_FILES = {
     "warm": ["{path}", "--store", "file:///nowhere", "--prompts", "{path}"],
     "import": ["{path}/missing", "file:///nowhere"],
     "demo": ["--model-dir", "{path}"],
-    "demo-disaggregated": ["--model-dir", "{path}"],
 }
 """The others, with what they take for a directory of which nothing can be made."""
 

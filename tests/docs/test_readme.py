@@ -133,7 +133,7 @@ def test_the_examples_run(place, run_here):
 
 
 def test_every_example_is_short_and_tested():
-    """Those of `examples/cpu` run in the environments of their hosts."""
+    """Those of `examples/cpu` have tests of their own."""
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert names == {
         "open_a_record.py",

@@ -40,9 +40,9 @@ def test_what_the_toy_proxy_hands_over_is_read_and_answered_as_by_one_server(
     assert PROXY.is_file(), "scripts/vllm-connectors fetches it"
     model = model_with_tokenizer(tmp_path)
     command = [
-        *(sys.executable, "-m", "kvferry.cli", "demo-disaggregated", "--engine", "vllm"),
+        *(sys.executable, "-m", "examples.cpu.disaggregated", "--engine", "vllm"),
         *("--proxy", str(PROXY), "--model-dir", str(model), "--dir", str(tmp_path)),
-        *("--rounds", "2", "--document-tokens", "700", "--max-tokens", "5", "--json", "-"),
+        *("--rounds", "2", "--document-tokens", "700", "--max-tokens", "5", "--json"),
     ]
     demo = subprocess.Popen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

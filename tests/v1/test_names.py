@@ -142,7 +142,6 @@ HOSTS_NAMES = NAMES.keys() | {"KVFerryConnector", "KVFerryStorage", "KVFerryTier
 KNOWS_HOSTS = (
     "v1/",
     "adapters/",
-    "demo/vllm_servers.py",  # runs vLLM
     "engine/model_config.py",  # says which models `StoredKV` serves
 )
 """Parts of the package that may know these names."""

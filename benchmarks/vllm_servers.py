@@ -1,4 +1,4 @@
-"""Two real vLLM servers for the demonstration of handovers, and maybe vLLM's own proxy."""
+"""Two real vLLM servers for prompts that are handed over, and maybe vLLM's own proxy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.demo.disaggregated import HOST, HandoverOptions, Pair, Said, Sums, free_ports
+from benchmarks.pair import HOST, HandoverOptions, Pair, Said, Sums, free_ports
 from kvferry.errors import ConfigError, StoreError
 
 _START_SECONDS = 900

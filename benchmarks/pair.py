@@ -1,4 +1,4 @@
-"""Runs `kvferry demo-disaggregated`: what decoding in another engine than prefill costs and saves.
+"""Two engines, one of which prefills what the other decodes, and the rounds that are measured.
 
 The engines list each other as peers and have no other store. Each round has two long prompts that
 begin differently. The first is handed over, and then asked again of the decoder, which by then has
@@ -18,25 +18,15 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from rich.table import Table
-from rich.text import Text
-
-from kvferry.config import printable
 from kvferry.demo.child import DemoProcess
 from kvferry.demo.run import default_document, load_tokenizer, make_prompts
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, KVError, StoreError
-from kvferry.keys import JsonValue
 from kvferry.observe import Counters
 
 HOST = "127.0.0.1"
-MAX_LOGPROB_DIFF = 1e-3
-"""Most that log-probabilities may differ in float32; see `kvferry.demo.run.MAX_LOGIT_DIFF`."""
-
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 """The transfer parameters that a proxy sends to the engine that prefills."""
 
@@ -163,9 +153,9 @@ def prompt_of(options: HandoverOptions, name: str, num_tokens: int) -> list[int]
     return prompt
 
 
-def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> Result:
-    """Measure all rounds, and call `advance` after each. A short round before the others keeps the
-    cost of first forwards and of the connection out of the figures.
+def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> list[Round]:
+    """Measure and return all rounds; call `advance` after each. A short round before the others
+    keeps the cost of first forwards and of the connection out of the figures.
 
     Raises:
         ConfigError: the model or its tokenizer cannot be used.
@@ -177,12 +167,7 @@ def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> Result
         handed, computed = (prompt_of(options, f"{number} {of}", length) for of in ("one", "two"))
         rounds.append(_measure(options, pair, handed, computed))
         advance(f"round {number}" if number else "warm-up")
-    return Result(
-        model=options.model_dir.resolve().name,
-        engines=pair.shapes,
-        peer=pair.peer,
-        rounds=rounds[1:],
-    )
+    return rounds[1:]
 
 
 def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: list[int]) -> Round:
@@ -335,93 +320,3 @@ def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> Said | S
     chosen = tuple(each.chosen for each in found.logprobs)
     given = None if found.params is None else dict(found.params)
     return Said(found.ttft_seconds, found.text or "", chosen, given)
-
-
-# -- the report ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What all rounds showed."""
-
-    model: str
-    engines: tuple[str, str]
-    peer: str
-    rounds: Sequence[Round]
-
-    @property
-    def worst_diff(self) -> float:
-        """Largest difference of a log-probability; NaN if any is."""
-        return float(np.max([each.logprob_diff for each in self.rounds]))
-
-    def faults(self) -> list[str]:
-        """What was wrong; empty if answers equal those of one engine, and all tokens came over."""
-        faults = []
-        if not all(each.same_answer for each in self.rounds):
-            faults.append("an answer changed")
-        if not self.worst_diff <= MAX_LOGPROB_DIFF:
-            faults.append(f"log-probabilities differ by {self.worst_diff:.1e}")
-        faults += [
-            f"{moved:.0f} tokens came over instead of {each.expected_tokens}"
-            for each in self.rounds
-            if (moved := each.figures["moved_tokens"]) < each.expected_tokens
-        ]
-        return faults
-
-
-def medians(result: Result) -> dict[str, float]:
-    """Return medians of the figures over the rounds; `proxied_ttft_s` behind a proxy only."""
-    names = result.rounds[0].figures
-    found = {name: median(each.figures[name] for each in result.rounds) for name in names}
-    seconds = found["moved_s"]
-    found["gb_per_s"] = found["moved_bytes"] / seconds / 1e9 if seconds else 0.0
-    return found
-
-
-def as_json(result: Result) -> dict[str, JsonValue]:
-    """Medians over the rounds, and what was wrong."""
-    return {
-        "model": result.model,
-        "engines": list(result.engines),
-        "peer": result.peer,
-        "rounds": len(result.rounds),
-        **medians(result),
-        "max_abs_logprob_diff": float(np.nan_to_num(result.worst_diff, posinf=1e9, nan=1e9)),
-        "faults": list(result.faults()),
-    }
-
-
-def table(result: Result) -> Table:
-    """One line for each stage, and for each way to the first token."""
-    found = medians(result)
-    title = f"{result.model}, float32: medians of {len(result.rounds)} prompts"
-    table = Table(
-        title=Text(printable(title)), title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
-    table.add_column("")
-    for column in ("tokens", "time"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
-    prefiller, decoder = result.engines
-    size = f"{found['moved_bytes'] / 1e6:.1f} MB, {found['gb_per_s']:.2f} GB/s"
-    for what, tokens, seconds, remark in (
-        ("prefill", "prompt_tokens", "prefill_s", f"at P: {prefiller}"),
-        ("transfer", "moved_tokens", "moved_s", f"{size} from {result.peer}"),
-        ("first token, handed over", "prompt_tokens", "ttft_s", f"at D: {decoder}"),
-        ("first token, own prefix hit", "prompt_tokens", "local_ttft_s", "at D"),
-        ("first token, computed", "prompt_tokens", "computed_ttft_s", "at D"),
-        ("first token, from the proxy", "prompt_tokens", "proxied_ttft_s", "P and D"),
-    ):
-        if seconds in found:
-            table.add_row(what, f"{found[tokens]:.0f}", f"{found[seconds]:.3f} s", remark)
-    return table
-
-
-def verdict(result: Result) -> str:
-    """One line: right, or what was wrong."""
-    if faults := result.faults():
-        return f"[bold red]Wrong:[/] {'; '.join(faults)}."
-    return (
-        "Right: every answer as of a single engine "
-        f"(log-probabilities within {result.worst_diff:.0e})."
-    )
