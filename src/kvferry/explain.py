@@ -36,6 +36,7 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.OTHER_PRODUCER: "The engine that prefilled it runs another version or model.",
     LookupMiss.OTHER_TOKENS: "The engine that prefilled it computed other tokens.",
     LookupMiss.NOT_CACHEABLE: "kvferry cannot cache a request of this form.",
+    LookupMiss.ADAPTER: "It is not known, or not yet, which LoRA adapter was loaded.",
     LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
 }
 """What each miss reason of a journal means, as in docs/explain.md."""

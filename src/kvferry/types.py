@@ -51,6 +51,7 @@ class ExtraKeys:
         embeds_digest: digest of the prompt embeddings, if they replace token ids.
         cacheable: False for a request that must never be read or written (for example prompt
             embeddings without a digest).
+        reason, why: why it is not cacheable: a `LookupMiss`, and details in words or "".
     """
 
     cache_salt: str | None = None
@@ -58,6 +59,8 @@ class ExtraKeys:
     items: tuple[MultimodalItem, ...] = ()
     embeds_digest: bytes | None = None
     cacheable: bool = True
+    reason: str = "not_cacheable"
+    why: str = ""
 
 
 NO_EXTRA_KEYS = ExtraKeys()

@@ -98,6 +98,10 @@ def test_an_answer_says_what_was_hit_and_why_the_rest_was_computed(host):
     )
     hidden = run(host, "hidden", explain=True, extra_keys=ExtraKeys(cacheable=False))["kvferry"]
     assert (hidden["miss_reason"], hidden["prompt_tokens"]) == ("not_cacheable", 41)
+    keys = ExtraKeys(cacheable=False, reason="adapter", why="it is being hashed")
+    hashed = run(host, "hashed", explain=True, extra_keys=keys)["kvferry"]
+    assert (hashed["miss_reason"], hashed["why"]) == ("adapter", "it is being hashed")
+    assert host.observer["miss_tokens/adapter"] == 41
 
 
 def test_a_preempted_request_explains_its_first_admission(host):

@@ -247,10 +247,10 @@ def a_clock_in_the_template(engines):
     return host
 
 
-def not_cached(engines):
+def not_cached(engines, extra_keys=ExtraKeys(cacheable=False)):  # noqa: B008  # frozen
     engines.fill()
     host = engines.recording()
-    request = host.add("asked", PROMPT, extra_keys=ExtraKeys(cacheable=False))
+    request = host.add("asked", PROMPT, extra_keys=extra_keys)
     host.admit(request)
     host.prefill(request)
     host.preempt(request)
@@ -258,6 +258,11 @@ def not_cached(engines):
     host.prefill(request)
     host.finish(request)
     return host
+
+
+def unknown_adapter(engines):
+    why = "the LoRA adapter is being hashed"
+    return not_cached(engines, ExtraKeys(cacheable=False, reason=LookupMiss.ADAPTER, why=why))
 
 
 def no_load(engines):
@@ -300,6 +305,7 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
         {LookupMiss.OTHER_TOKENS: 16, LookupMiss.PARTIAL: 1}, "it computed other tokens"
     ),
     not_cached: Decided({LookupMiss.NOT_CACHEABLE: 41}),
+    unknown_adapter: Decided({LookupMiss.ADAPTER: 41}, "is being hashed"),
     no_load: Decided({LookupMiss.NOT_LOADING: 40, LookupMiss.PARTIAL: 1}),
     a_part: Decided({LookupMiss.NOT_LOADING: 24, LookupMiss.PARTIAL: 1}, "16 tokens at most"),
 }

@@ -98,6 +98,10 @@ class Driver:
         self.llm.apply_model(scale)
         return {}
 
+    def add_lora(self, lora: Json) -> Json:
+        """Load an adapter, as the API server does when it is named."""
+        return {"done": self.llm.llm_engine.add_lora(as_adapter(lora))}
+
     def call_workers(self, method: str, **arguments: Any) -> Json:
         """Call a method of all workers by `collective_rpc`."""
         self.llm.collective_rpc(method, kwargs=arguments)
@@ -181,10 +185,6 @@ class Driver:
         if request.get("salt") is not None:
             prompt["cache_salt"] = request["salt"]
         lora = request.get("lora")
-        if lora is not None:
-            from vllm.lora.request import LoRARequest
-
-            lora = LoRARequest(lora["name"], lora["id"], lora["path"])
         options = {
             "temperature": 0.0,
             "max_tokens": request["max_tokens"],
@@ -197,8 +197,15 @@ class Driver:
         params = SamplingParams(**options)
         self.num_requests += 1
         name = f"request-{self.num_requests}"
-        self.llm.llm_engine.add_request(name, prompt, params, lora_request=lora)
+        adapter = None if lora is None else as_adapter(lora)
+        self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
         return name
+
+
+def as_adapter(lora: Json) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora["name"], lora["id"], lora["path"])
 
 
 def keep_imports_frozen() -> None:

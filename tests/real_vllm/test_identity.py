@@ -193,3 +193,32 @@ def test_lora_adapters_share_by_content(
         assert other.external == 0
         second.call("reset", 30, connector=False)
         assert_same(own["b"], engine.generate(under("b", 7)))
+
+
+def test_an_adapter_rewritten_between_its_loading_and_its_first_request_is_a_miss(
+    tmp_path: Path, models: Models, adapters: dict[str, Path], make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompt, store = make_prompt(400), tmp_path / "store"
+    named = {"name": "tuned", "id": 1, "path": str(adapters["a"])}
+    explain = {"extra_args": {"kvferry": {"explain": True}}}
+    request = {"token_ids": prompt, "lora": named, "sampling": explain}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with first.engine(models["plain"], kvferry(store), **lora) as engine:
+        assert first.call("add_lora", 60, lora=named)["done"]
+        shutil.copytree(adapters["b"], adapters["a"], dirs_exist_ok=True)
+        old = engine.generate([request])
+        why = [old[0].params["kvferry"]["why"]]
+        while "changed on disk" not in why[-1]:
+            assert len(why) < NUM_TRIES, why
+            why.append(engine.generate([request])[0].params["kvferry"]["why"])
+        again = engine.generate([request])
+        assert again[0].params["kvferry"]["miss_reason"] == "adapter"
+        assert_same(old, again)
+    assert not records(store)
+    with second.engine(models["plain"], kvferry(store), **lora) as engine:
+        for _ in range(3):
+            new = engine.generate([request])
+            second.call("reset", 30, connector=False)
+            with pytest.raises(AssertionError):
+                assert_same(old, new)

@@ -22,7 +22,7 @@ from kvferry.types import (
 )
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.host import UNCACHEABLE, HostRequests
+from kvferry.v1.host import UNCACHEABLE, HostRequests, UnknownAdapterError
 from kvferry.v1.types import (
     CachedRequestData,
     CarriedMeta,
@@ -544,6 +544,15 @@ def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
         raise error
 
     assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
+
+
+def test_a_request_under_an_unknown_adapter_says_why():
+    def refuse(lora):
+        raise UnknownAdapterError("is being hashed")
+
+    assert extra_keys_of(host_request(lora_request="adapter"), refuse) == ExtraKeys(
+        cacheable=False, reason="adapter", why="the LoRA adapter is being hashed"
+    )
 
 
 def test_items_are_what_the_host_makes_of_their_names():

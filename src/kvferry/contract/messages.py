@@ -44,6 +44,8 @@ class LookupMiss(StrEnum):
     """The producing engine had other tokens: a chat template with a clock, an edited history."""
     NOT_CACHEABLE = "not_cacheable"
     """The request must not be cached."""
+    ADAPTER = "adapter"
+    """It is not known yet, or cannot be known, which LoRA adapter the engine loaded."""
     NOT_LOADING = "not_loading"
     """No load, or no further load, is allowed: this engine only stores, its host carries no reports
     from workers, the host did not ask for this request, or the request's options say so."""

@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.config import printable
 from kvferry.contract.handover import read_handover, read_options
+from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -29,10 +30,16 @@ from kvferry.v1.utilities import resumed_flags
 logger = logging.getLogger(__name__)
 
 LoraIdentity = Callable[[Any], str | None]
-"""Maps a host's LoRA request to an identity of the adapter's content; None: do not cache."""
+"""Maps a host's LoRA request to an identity of the adapter's content; None: do not cache. Raises
+`UnknownAdapterError`, which says why there is none."""
 
 ItemIdentity = Callable[[str], str | None]
 """Maps a host's name of a multimodal item to an identity of its content; None: do not cache."""
+
+
+class UnknownAdapterError(Exception):
+    """The content of an adapter that the host loaded is not known. The text says why."""
+
 
 UNCACHEABLE = ExtraKeys(cacheable=False)
 
@@ -152,6 +159,10 @@ class HostRequests:
                     raise ValueError("it grew, and this engine decodes speculatively")
                 view.inputs = inputs
                 view.extra_keys = extra_keys_of(inputs, self._lora_identity, self._item_identity)
+        except UnknownAdapterError as error:
+            view.extra_keys = ExtraKeys(
+                cacheable=False, reason=LookupMiss.ADAPTER, why=f"the LoRA adapter {error}"
+            )
         except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
             logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
             view.extra_keys = UNCACHEABLE

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 
 import pytest
 
+from kvferry.adapters.vllm import request_identity
 from kvferry.adapters.vllm.request_identity import RECHECK_SECONDS, LoraIdentities
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.v1.host import UnknownAdapterError
 
 from .fakes import write_model
 
@@ -28,62 +31,135 @@ def write_adapter(path, fill):
 
 
 def settled(identities, request):
-    """Ask until there is an answer, as later requests would."""
-    wait_until(lambda: identities(request) is not None, "an answer")
-    return identities(request)
+    """Ask until the files are hashed, as later requests would. Return the identity, or why there is
+    none."""
+    found = "is being hashed"
+
+    def is_hashed() -> bool:
+        nonlocal found
+        try:
+            found = identities(request)
+        except UnknownAdapterError as error:
+            found = str(error)
+        return found != "is being hashed"
+
+    wait_until(is_hashed, "an answer")
+    return found
 
 
-def test_adapters_are_distinguished_by_content(tmp_path):
-    first, second = (write_adapter(tmp_path / str(fill), fill) for fill in (1.0, 2.0))
+@pytest.fixture
+def adapter(tmp_path):
+    return write_adapter(tmp_path / "a", 1.0)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def identities(adapter, clock, tmp_path):
+    """Made after the adapter, and before the times of later files."""
+    made = LoraIdentities(clock)
+    before, probe = time.time(), tmp_path / "probe"
+
+    def is_later() -> bool:  # a kernel's stamps lag behind by some milliseconds
+        probe.write_text(str(time.time()))
+        return probe.stat().st_ctime > before
+
+    wait_until(is_later, "the time stamps go on")
+    yield made
+    made.close()
+
+
+def test_adapters_are_distinguished_by_content(tmp_path, adapter):
+    other = write_adapter(tmp_path / "b", 2.0)
     copied = tmp_path / "copy"
-    shutil.copytree(first, copied)
+    shutil.copytree(adapter, copied)
     identities = LoraIdentities()
-    digests = [settled(identities, Lora(p, n)) for n, p in enumerate((first, second, copied))]
+    digests = [settled(identities, Lora(p, n)) for n, p in enumerate((adapter, other, copied), 1)]
     identities.close()
-    assert None not in digests
+    assert all(len(digest) == 129 for digest in digests)
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_the_first_request_under_an_adapter_waits_for_nothing(tmp_path):
-    identities = LoraIdentities()
-    assert identities(Lora(write_adapter(tmp_path / "a", 1.0))) is None
-    identities.close()
+def test_the_first_request_under_an_adapter_waits_for_nothing(adapter, identities):
+    with pytest.raises(UnknownAdapterError, match="is being hashed"):
+        identities(Lora(adapter))
 
 
 @pytest.mark.parametrize("lora", [Lora("", 1), Lora("/a", 2, load_inplace=True)])
-def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora):
-    identities = LoraIdentities()
-    assert identities(lora) is None
+def test_an_adapter_without_a_content_of_its_own_has_no_identity(lora, identities):
+    with pytest.raises(UnknownAdapterError, match="in place"):
+        identities(lora)
     assert all(thread.name != "kvferry-lora" for thread in threading.enumerate())
-    identities.close()
 
 
-def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(tmp_path, caplog):
-    path = write_adapter(tmp_path / "a", 1.0)
-    clock = FakeClock()
-    identities = LoraIdentities(clock)
-    assert settled(identities, Lora(path)) is not None
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("content", ["other", "same"])
+def test_an_adapter_that_changed_after_the_engine_started_has_no_identity(
+    name, content, adapter, identities, caplog
+):
+    """It may have been loaded before the change, or after it."""
+    path = adapter / name
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data if content == "same" else b" " + data)
+    assert "changed on disk" in settled(identities, Lora(adapter))
+    assert caplog.text.count("are not cached") == 1
+    assert "changed on disk" in settled(identities, Lora(adapter))
+    assert caplog.text.count("are not cached") == 1
+
+
+@pytest.mark.parametrize("made", ["no directory", "no settings"])
+def test_an_adapter_that_cannot_be_read_has_no_identity(made, adapter, identities):
+    if made == "no directory":
+        shutil.rmtree(adapter)
+    else:
+        (adapter / "adapter_config.json").unlink()
+    assert "cannot be hashed" in settled(identities, Lora(adapter))
+
+
+def test_an_adapter_that_changes_under_a_running_engine_is_not_cached_again(
+    adapter, identities, clock
+):
+    assert len(settled(identities, Lora(adapter))) == 129
     clock.advance(RECHECK_SECONDS)
-    write_adapter(path, 2.0)
-
-    def is_told() -> bool:
-        # Not even the first request behind the change: its files are looked at again first.
-        assert identities(Lora(path)) is None
-        return "its files are unreliable" in caplog.text
-
-    wait_until(is_told, "the change is seen")
-    for _ in range(50):
-        assert identities(Lora(path)) is None
-    identities.close()
+    write_adapter(adapter, 2.0)
+    # Not even the first request behind the change: its files are looked at again first.
+    with pytest.raises(UnknownAdapterError, match="is being hashed"):
+        identities(Lora(adapter))
+    assert "changed on disk" in settled(identities, Lora(adapter))
 
 
-def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(tmp_path):
-    path = write_adapter(tmp_path / "a", 1.0)
-    clock = FakeClock()
-    identities = LoraIdentities(clock)
-    first = settled(identities, Lora(path))
-    assert identities(Lora(path)) == first
+def test_an_adapter_of_equal_times_that_changed_is_known_by_its_content(
+    adapter, identities, clock, monkeypatch
+):
+    """Times of mounts may come from elsewhere."""
+    monkeypatch.setattr(request_identity, "newest_change", lambda _path: 0.0)
+    assert len(settled(identities, Lora(adapter))) == 129
     clock.advance(RECHECK_SECONDS)
-    assert identities(Lora(path)) is None
-    assert settled(identities, Lora(path)) == first
+    write_model(adapter, fill=2.0)
+    assert "changed on disk" in settled(identities, Lora(adapter))
+
+
+def test_two_adapters_of_one_id_have_no_identity(tmp_path, adapter, clock):
+    """The host loads one of them, whichever it meets first."""
+    other = write_adapter(tmp_path / "b", 2.0)
+    identities = LoraIdentities(clock)
+    assert len(settled(identities, Lora(adapter))) == 129
+    assert "has the id" in settled(identities, Lora(other))
+    clock.advance(RECHECK_SECONDS)
+    assert "has the id" in settled(identities, Lora(adapter))
     identities.close()
+
+
+def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(
+    adapter, identities, clock
+):
+    first = settled(identities, Lora(adapter))
+    assert identities(Lora(adapter)) == first
+    clock.advance(RECHECK_SECONDS)
+    with pytest.raises(UnknownAdapterError, match="is being hashed"):
+        identities(Lora(adapter))
+    assert settled(identities, Lora(adapter)) == first

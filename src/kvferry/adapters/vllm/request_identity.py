@@ -15,8 +15,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvferry.identity import weights_digest
+from kvferry.identity import newest_change, weights_digest
 from kvferry.store.io_pool import IOPool, Job
+from kvferry.v1.host import UnknownAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -27,54 +28,99 @@ RECHECK_SECONDS = 5.0
 class LoraIdentities:
     """Content digests of LoRA adapters. An I/O thread hashes: the scheduler's thread does no I/O.
 
-    Requests with an adapter are not cached until the adapter is hashed, nor ever after its files
-    changed or could not be read. Runs in: scheduler, except for the jobs.
+    vLLM does not tell connectors when it loads an adapter, nor shows them what it loaded. So an
+    adapter has an identity if its files have not changed since the engine started: then whatever
+    was loaded, and whenever, was these files. It has none while they are hashed.
+
+    Runs in: scheduler, except for the jobs.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._started_at = time.time()
         self._pool: IOPool | None = None
-        self._jobs: dict[tuple[int, str], Job[str]] = {}
-        self._digests: dict[tuple[int, str], str | None] = {}
-        self._next_check: dict[tuple[int, str], float] = {}
+        self._adapters: dict[int, _Adapter] = {}
 
-    def __call__(self, lora_request: Any) -> str | None:  # noqa: ANN401 - the host's
-        """Return the adapter's identity; None while it is being hashed, or if it has none."""
+    def __call__(self, lora_request: Any) -> str:  # noqa: ANN401 - the host's
+        """Return the adapter's identity.
+
+        Raises:
+            UnknownAdapterError: it has none, or is being hashed.
+        """
         path = getattr(lora_request, "lora_path", None) or getattr(
             lora_request, "lora_local_path", None
         )
         if not path or getattr(lora_request, "load_inplace", False):
-            return None
-        name = (int(lora_request.lora_int_id), str(path))
-        self._collect(name)
-        if name not in self._jobs and self._clock() >= self._next_check.get(name, 0.0):
+            raise UnknownAdapterError("was loaded in place of another")
+        adapter = self._adapters.setdefault(int(lora_request.lora_int_id), _Adapter(str(path)))
+        if adapter.path != str(path):
+            adapter.refuse(f"has the id of that of {adapter.path}")
+        adapter.collect(self._clock())
+        if adapter.job is None and self._clock() >= adapter.next_check:
             self._pool = self._pool or IOPool(1, "kvferry-lora")
-            self._jobs[name] = self._pool.submit(lambda _job: _adapter_digest(Path(path)))
-        # While the files are hashed again, they may have changed.
-        return None if name in self._jobs else self._digests.get(name)
-
-    def _collect(self, name: tuple[int, str]) -> None:
-        job = self._jobs.get(name)
-        if job is None or not job.poll():
-            return
-        del self._jobs[name]
-        self._next_check[name] = self._clock() + RECHECK_SECONDS
-        digest = job.result
-        known = self._digests.setdefault(name, digest)
-        if digest is None or digest != known:
-            logger.warning("requests of LoRA %s are not cached: its files are unreliable", name[1])
-            self._digests[name] = None
-            self._next_check[name] = math.inf
+            adapter.job = self._pool.submit(
+                lambda _job: _look_at(Path(adapter.path), self._started_at)
+            )
+        if adapter.why or adapter.job is not None:  # while they are hashed again, files may differ
+            raise UnknownAdapterError(adapter.why or _HASHED)
+        return adapter.digest
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close(1.0)
 
 
-def _adapter_digest(path: Path) -> str:
-    """Runs in: I/O thread."""
-    config = blake3((path / "adapter_config.json").read_bytes()).hexdigest()
-    return f"{weights_digest(path).hex()}-{config}"
+_HASHED = "is being hashed"
+
+
+class _Adapter:
+    """What is known of the adapter that has an id in the host.
+
+    Attributes:
+        digest: digest of its files, or empty.
+        why: why it has no identity, or empty.
+        job: hashes its files; None: nothing does.
+        next_check: when they are hashed again, in seconds of the clock.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.digest = ""
+        self.why = _HASHED
+        self.job: Job[tuple[str, str]] | None = None
+        self.next_check = 0.0
+
+    def collect(self, now: float) -> None:
+        """Learn what the job found, if it has ended."""
+        if self.job is None or not self.job.poll():
+            return
+        digest, why = self.job.result or ("", f"cannot be hashed: {self.job.error}")
+        self.job, self.next_check = None, now + RECHECK_SECONDS
+        if why or digest != (self.digest or digest):
+            self.refuse(why or _CHANGED)
+        else:
+            self.digest, self.why = digest, ""
+
+    def refuse(self, why: str) -> None:
+        """Let it have no identity, for good."""
+        if self.next_check < math.inf:
+            logger.warning("requests of LoRA %s are not cached: it %s", self.path, why)
+            self.why, self.next_check = why, math.inf
+
+
+_CHANGED = "changed on disk after this engine started, which may have loaded it before or after"
+
+
+def _look_at(path: Path, started_at: float) -> tuple[str, str]:
+    """Return the digest of an adapter, or why it has none. Runs in: I/O thread.
+
+    Raises:
+        ConfigError, OSError: its files cannot be read.
+    """
+    settings = path / "adapter_config.json"
+    digest = f"{weights_digest(path).hex()}-{blake3(settings.read_bytes()).hexdigest()}"
+    is_older = max(newest_change(path), settings.stat().st_ctime) < started_at
+    return (digest, "") if is_older else ("", _CHANGED)
 
 
 # --- multimodal items -----------------------------------------------------------------------------

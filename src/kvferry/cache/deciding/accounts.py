@@ -156,12 +156,12 @@ class Accounts:
 
     def not_cacheable(self, request: RequestView) -> None:
         """Count a request that was admitted and must not be cached."""
-        num_tokens = len(request.all_token_ids)
+        num_tokens, reason = len(request.all_token_ids), request.extra_keys.reason
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
-            self._observer.count(f"miss_tokens/{LookupMiss.NOT_CACHEABLE}", num_tokens)
+            self._observer.count(f"miss_tokens/{reason}", num_tokens)
         if request.handover is not None:
-            answer = JournalAnswer(0, {}, {LookupMiss.NOT_CACHEABLE: num_tokens}, "")
+            answer = JournalAnswer(0, {}, {reason: num_tokens}, request.extra_keys.why)
             self._count_handover(request, request.handover, answer, Search())
 
     def ended(self, request: RequestView, state: RequestState) -> None:
@@ -201,8 +201,8 @@ class Accounts:
 def not_cached(request: RequestView) -> JournalAnswer:
     """Return the answer to a request that must not be cached: every token is a miss."""
     num_tokens = request.num_prompt_tokens
-    misses = {str(LookupMiss.NOT_CACHEABLE): num_tokens} if num_tokens else {}
-    return JournalAnswer(0, {}, misses, "")
+    misses = {request.extra_keys.reason: num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, misses, request.extra_keys.why)
 
 
 def explained(

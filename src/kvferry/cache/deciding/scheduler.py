@@ -188,7 +188,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not self._follow(request):
-            return LookupResult(0, False, LookupMiss.NOT_CACHEABLE)
+            return LookupResult(0, False, request.extra_keys.reason)
         if self._recent is not None:
             self._recent.is_engine_in_use = True
         self._handovers.early.pop(request.request_id, None)
