@@ -44,6 +44,7 @@ def make_shared_storage_host(
     tables: Sequence[HostTable] | None = None,
     num_blocks: int = 64,
     weights: bytes = b"w" * 32,
+    config: Mapping[str, Any] | None = None,
     observer: Observer | None = None,
     carries_worker_meta: bool = True,
     recomputes: bool = False,
@@ -63,7 +64,7 @@ def make_shared_storage_host(
     groups = groups or make_groups()
     specs = [
         EngineSpec(
-            identity=ModelIdentity(weights=weights, config={"model_type": "simulated"}),
+            identity=ModelIdentity(weights=weights, config=config or {"model_type": "simulated"}),
             groups=groups,
             shard=tensor_parallel_shard(groups, rank, world_size),
             host_recomputes=recomputes,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kvferry.blocks.rows import RankRows
-from kvferry.blocks.tolerance import Tolerances
+from kvferry.blocks.tolerance import SHALLOW_LAYERS, Tolerances
 
 _SAMPLE_TOKENS = 128
 """Number of tokens for which tolerances of bias hold. For fewer they are widened, since rounding
@@ -64,13 +64,16 @@ def compare(
     rows: RankRows, computed: memoryview, stored: memoryview, tolerances: Tolerances
 ) -> Difference:
     """Return what differs most between two slots: a chunk computed again, and its record."""
-    return largest_difference(tensors_of(rows, computed), tensors_of(rows, stored), tolerances)
+    depths = [rows.depths_of(group) for group in sorted(rows.all_groups)]
+    pair = tensors_of(rows, computed), tensors_of(rows, stored)
+    return largest_difference(*pair, tolerances, depths)
 
 
 def largest_difference(
     computed: Sequence[torch.Tensor],
     stored: Sequence[torch.Tensor],
     tolerances: Tolerances,
+    depths: Sequence[Sequence[int]],
 ) -> Difference:
     """Return the layer, head and half that differ most. With only empty tensors `excess` is -1.
 
@@ -78,17 +81,21 @@ def largest_difference(
         computed: one tensor `[layers, heads, tokens, content]` per group.
         stored: tensors of the same shapes.
         tolerances: tolerances by dtype.
+        depths: by group, the number of the model's layers before each of the layers.
     """
     worst = Difference(-1.0, 0.0, 0.0, 0, 0, 0, False)
-    for group, (ours, theirs) in enumerate(zip(computed, stored, strict=True)):
+    pairs = zip(computed, stored, depths, strict=True)
+    for group, (ours, theirs, before) in enumerate(pairs):
         if not ours.numel():  # a rank may have no layers of a group
             continue
         tolerance = tolerances[str(ours.dtype).removeprefix("torch.")]
+        deep = torch.tensor(before)[:, None].div(SHALLOW_LAYERS).clamp_min(1.0).sqrt()
         halves = zip(ours.float().chunk(2, -1), theirs.float().chunk(2, -1), strict=True)
         for half, (one, other) in enumerate(halves):
             error, bias = _error_and_bias(one, other)
             widening = max(1.0, math.sqrt(_SAMPLE_TOKENS / one.shape[2]))
             excess = torch.maximum(error / tolerance.error, bias / (tolerance.bias * widening))
+            excess /= deep
             largest, at = excess.flatten().max(0)
             if largest > worst.excess:
                 layer, head = divmod(int(at), excess.shape[1])

@@ -95,6 +95,13 @@ class RankRows:
         held = self._shard.groups[group]
         return held.layers[0], held.heads[0]
 
+    def depths_of(self, group: int) -> list[int]:
+        """Return for each layer of the group that this rank holds how many layers of the model are
+        before it, as if the layers of each group were spread evenly over the model."""
+        num_layers = sum(each.num_layers for each in self._groups)
+        held = range(*self._shard.groups[group].layers)
+        return [layer * num_layers // self._groups[group].num_layers for layer in held]
+
     def group_shape(self, group: int) -> tuple[int, int, int, int]:
         """The `[num_layers, num_kv_heads, chunk_tokens, content_size]` that this rank holds."""
         held = self._shard.groups[group]

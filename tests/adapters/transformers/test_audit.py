@@ -17,7 +17,7 @@ from tests.adapters.transformers.generating import (
     prompt,
     reuse,
 )
-from tests.model_changes import CHANGES, hook
+from tests.model_changes import CHANGES, hook, scale
 
 NAMED = {"weights_version": "switches the identity of weights off"}
 LENGTH = 300
@@ -51,6 +51,20 @@ def test_a_changed_model_is_found_at_its_first_hit(model_dir, load_model, stored
     assert found.num_loaded == 0
     assert found.counts["audit_mismatch"] == 1
     assert caplog.text.count("KV differs from that in record") == 1
+
+
+@pytest.mark.usefixtures("only_the_audit")
+def test_a_model_that_differs_nearly_enough_is_served_with_a_warning(
+    model_dir, load_model, stored, caplog
+):
+    model = load_model(model_dir(max_position_embeddings=4096))
+    scale("v_proj", by=1 + 0.7 * 5e-5 * (128 / CHUNK) ** 0.5)(model)
+    for _ in range(2):
+        found = reuse(model, stored, prompt(LENGTH), save=False, **NAMED)
+        assert found.num_loaded > 0
+        assert found.counts["audit_doubtful"] == 1
+        assert found.counts["audit_mismatch"] == 0
+    assert caplog.text.count("differs more than rounding did") == 2  # once in each `StoredKV`
 
 
 @pytest.mark.parametrize("change", ["an adapter merged", "frequencies rounded", "a hook"])

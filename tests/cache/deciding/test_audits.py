@@ -30,12 +30,18 @@ WHOLE = NUM_CHUNKS * CHUNK
 SHORT = WHOLE - CHUNK
 
 
-def be_another_model(host, ranks=None):
-    """Let a host compute other KV than every other host, until the function that is returned."""
+def be_another_model(host, ranks=None, larger_by=None):
+    """Let a host compute other KV than every other host, until the function that is returned.
+    `larger_by`: the part by which its KV is larger; None: it is altogether another."""
     patch = pytest.MonkeyPatch()
     for rank in ranks if ranks is not None else host.ranks:
-        values = rank.values
-        patch.setattr(rank, "values", lambda layer, seeds, values=values: values(layer, seeds + 1))
+
+        def values(layer, seeds, right=rank.values):
+            if larger_by is None:
+                return right(layer, seeds + 1)
+            return right(layer, seeds) * (1 + larger_by)
+
+        patch.setattr(rank, "values", values)
     return patch.undo
 
 
@@ -98,6 +104,51 @@ def counts(host):
 
 
 # ---- the same model
+
+LIMIT = 5e-5 * (128 / CHUNK) ** 0.5
+"""Tolerance of bias for chunks as short as these. It is reached before that of the error."""
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [(0.3, "passes"), (0.7, "is doubtful"), (1.3, "is a mismatch")]
+)
+def test_a_difference_that_is_nearly_a_mismatch_is_used_counted_and_told_once(
+    make_host, directory, caplog, part, expected
+):
+    other = list(range(300, 341))
+    settled_run(make_host(store=open_store(directory)), "other", other)
+    host = make_host(store=open_store(directory), audit=1.0)
+    be_another_model(host, larger_by=part * LIMIT)
+    for number, prompt in enumerate((PROMPT, other)):
+        unchecked_run(host, f"first {number}", prompt)
+    is_mismatch = expected == "is a mismatch"
+    assert counts(host) == ((0, 2, 0) if is_mismatch else (2, 0, 0))
+    is_doubtful = expected == "is doubtful"
+    assert host.observer["audit_doubtful"] == 2 * is_doubtful
+    assert caplog.text.count("differs more than rounding did") == is_doubtful
+    assert ("option audit" in caplog.text) == (expected != "passes")
+    assert unchecked_run(host, "later", PROMPT) == (0 if is_mismatch else SHORT)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "passes"), [(None, False), ("gptq", False), ("fp8", True), ("nvfp4", None)]
+)
+def test_how_a_model_computes_decides_what_rounding_is(
+    make_host, tmp_path, caplog, quantized, passes
+):
+    """None: its hits are not audited."""
+    config = {"model_type": "simulated", "quantization_config": {"quant_method": quantized}}
+    config = {"config": config if quantized else {"model_type": "simulated"}}
+    settled_run(make_host(store=open_store(tmp_path / "store"), **config), "writer")
+    host = make_host(store=open_store(tmp_path / "store"), audit="first", **config)
+    be_another_model(host, larger_by=0.1)
+    hit = unchecked_run(host, "first", PROMPT)
+    assert hit == (WHOLE if passes is None else SHORT)
+    expected = {None: (0, 0, 0), True: (1, 0, 0), False: (0, 1, 0)}[passes]
+    assert counts(host) == expected
+    assert ("hits are not audited: this model rounds activations" in caplog.text) == (
+        passes is None
+    )
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -15,7 +15,7 @@ from kvferry.adapters.transformers.cache_copies import cache_of, gather
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.audit import Difference, compare
 from kvferry.blocks.rows import RankRows
-from kvferry.blocks.tolerance import OTHER_KV
+from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING
 from kvferry.observe import Observer
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey
@@ -70,6 +70,7 @@ class Auditor:
         # Records that agreed, before the suspects: a hit of these alone decides nothing.
         self._not_evidence: set[ChunkKey] = set()
         self.is_other = False
+        self._has_told = False  # of a doubtful difference
 
     @property
     def is_undecided(self) -> bool:
@@ -103,14 +104,17 @@ class Auditor:
         numbers = range(1, len(hit.images))
         others = [number for number in numbers if hit.keys[number] not in self._not_evidence]
         sample = [0, others[int(self.draw() * len(others))]] if others else [0]
-        excesses = []
+        compared = []
         for number in sample:
             found = self._difference(hit, number)
             if found is None:
                 return None
-            excesses.append(found.excess)
+            compared.append(found)
         self._observer.count("audits")
-        if max(excesses) <= 1:
+        worst = max(compared)  # by excess
+        if worst.excess <= 1:
+            if worst.excess > DOUBTFUL:
+                self._doubt(worst)
             self._pass({hit.keys[number] for number in sample})
             return len(hit.images)
         self._observer.count("audit_mismatch")
@@ -159,6 +163,15 @@ class Auditor:
 
     # ---- verdicts
 
+    def _doubt(self, difference: Difference) -> None:
+        """Note a difference that is nearly a mismatch."""
+        self._observer.count("audit_doubtful")
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "%s, in %s: %s", ROUNDING, self._store.url, difference.describe(self._rows)
+            )
+
     def _pass(self, compared: set[ChunkKey]) -> None:
         """Note that the compared chunks of a hit agree with the model."""
         if self._suspects and compared <= self._not_evidence:
@@ -194,7 +207,8 @@ class Auditor:
             logger.warning(
                 "two prompts of %s differ: another model stored them. Nothing is loaded or saved. "
                 "If this model was changed in memory, give it a weights_version. If it is the "
-                "right one, remove the namespace %s from the store",
+                "right one, remove the namespace %s from the store. If it only rounds otherwise "
+                'than where the records were stored, set the option audit to "off"',
                 self._store.url,
                 self._rows.schema.namespace.hex(),
             )

@@ -16,13 +16,21 @@ suspect. A record that differs then is taken out of the store, unless the host's
 chunks before it. If another prompt differs before an audit has passed at the end of its hit,
 nothing is loaded or saved until the next epoch (`begin_epoch`, when weights change), and the
 records stay.
+
+A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFUL`).
 """
 
 from __future__ import annotations
 
 import logging
 
-from kvferry.blocks.tolerance import OTHER_KV, TOLERANCE
+from kvferry.blocks.tolerance import (
+    DOUBTFUL,
+    OTHER_KV,
+    ROUNDING,
+    TOLERANCE,
+    tolerances_for,
+)
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.requests import Audit, RequestState
@@ -38,7 +46,9 @@ OTHER_MODEL = "the model computes other KV than is stored under its identity"
 REMEDY = (
     "Two prompts differ: another model stored them. Nothing more is loaded or saved. The engine's "
     "own prefix cache may still hold what was loaded: reset it, or restart. If the weights or the "
-    "code were changed in memory, give them a weights_version of their own"
+    "code were changed in memory, give them a weights_version of their own. If it is the same "
+    "model, and only rounds otherwise than where the records were stored (other kernels, device or "
+    'number of ranks), set the option audit to "off"'
 )
 
 DOUBT = (
@@ -78,6 +88,7 @@ class Audits:
         self.has_failed = False
         self.is_undecided = False
         self.suspects: dict[ChunkKey, bool] = {}
+        self._has_told = False  # of a doubtful difference
         self._expected: dict[str, Audit] = {}  # by request
         self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
@@ -258,13 +269,15 @@ class Audits:
             return
         worst = max(audit.results, key=lambda each: each.excess)
         key = audit.record.key
+        where = f"record {key.hex()} of {self._context.store.url}"
         if worst.agrees:
             observer.count("audits")
             logger.info("audit passed; largest difference: %s", worst.difference)
+            if worst.excess > DOUBTFUL:
+                self._doubt(where, worst.difference)
             self._pass(audit)
             return
         observer.count("audit_mismatch")
-        where = f"record {key.hex()} of {self._context.store.url}"
         if self._is_on_suspects(audit):
             self._suspect(audit)
         elif key in self.suspects:
@@ -281,6 +294,13 @@ class Audits:
         elif not self.has_failed:
             self.has_failed = True
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, REMEDY)
+
+    def _doubt(self, where: str, difference: str) -> None:
+        """Note a difference that is nearly a mismatch."""
+        self._context.observer.count("audit_doubtful")
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("%s, in %s: %s", ROUNDING, where, difference)
 
     def _is_on_suspects(self, audit: Audit) -> bool:
         """Whether the audited chunk was computed on records that are suspected by now. Then its
@@ -337,6 +357,8 @@ def _why_not(context: RoleContext) -> str | None:
     chunk = context.config.chunk_tokens
     if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
         return "no tolerance is known for KV of this dtype"
+    if not tolerances_for(context.spec.identity.config):
+        return "this model rounds activations to 4 bits, which blurs what a comparison would show"
     if any(table.window is not None and table.window < chunk for table in context.tables.tables):
         return f"an attention window is shorter than chunk_tokens={chunk}"
     return None
