@@ -26,14 +26,11 @@ def main(model_dir: str, store: str) -> None:
         for question in QUESTIONS:
             input_ids = tokenizer(DOCUMENT + question, return_tensors="pt")["input_ids"]
             started = time.perf_counter()
-            cache = kv.load(input_ids)
-            read = cache.get_seq_length()
-            output = model.generate(input_ids, cache=cache, max_new_tokens=8, do_sample=False)
+            output = kv.generate(input_ids, max_new_tokens=8, do_sample=False)
             seconds = time.perf_counter() - started
-            kv.save(output, cache, num_tokens=input_ids.shape[1])
             answer = tokenizer.decode(output[0, input_ids.shape[1] :])
             print(
-                f"{input_ids.shape[1]} prompt tokens, {read} read from the store, "
+                f"{input_ids.shape[1]} prompt tokens, {kv.num_loaded} read from the store, "
                 f"answered after {seconds:.2f} s: {answer!r}"
             )
 

@@ -193,7 +193,7 @@ LAZY = {
     "store/servers/mooncake_child.py": {"mooncake"},
     "engine": {"transformers", "jinja2"},
     # The host itself, and the hub that it loads models with.
-    "adapters/transformers": {"transformers", "kvferry.adapters.transformers.loaded_cache"},
+    "adapters/transformers": {"transformers"},
     "adapters/vllm": {"vllm", "kvferry.adapters.vllm.plugin"},
     # The hub whose snapshot a host runs.
     "v1/running_model.py": {"huggingface_hub"},

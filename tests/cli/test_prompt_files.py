@@ -142,10 +142,10 @@ def test_engines_of_another_process_hit_what_was_imported_from_store_to_store(
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     input_ids = torch.tensor([prompt])
     with StoredKV(loaded, stores[2], chunk_tokens=size, audit="off") as kv:
-        cache = kv.load(input_ids)
-    assert cache.get_seq_length() == hit
+        cache = kv.prefill(input_ids)
+        assert kv.num_loaded == hit
     with torch.inference_mode():
-        output = loaded(input_ids[:, hit:], **with_cache(cache))
+        output = loaded(input_ids[:, -1:], **with_cache(cache))
     assert np.abs(output.logits[0, -1].numpy() - cold.first_logits).max() <= 1e-3
 
 

@@ -11,7 +11,6 @@ from kvferry.adapters.transformers import StoredKV
 from kvferry.store.url import open_store
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import TOLERANCE, Process, expected_hit, kvferry, wait_for_records
-from tests.transformers_cache import with_cache
 
 
 def test_plain_transformers_and_vllm_read_each_other(
@@ -21,11 +20,9 @@ def test_plain_transformers_and_vllm_read_each_other(
     model = AutoModelForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
 
     def run(kv: StoredKV, prompt: list[int]) -> tuple[int, list[int]]:
-        cache = kv.load(prompt)
-        num_loaded = cache.get_seq_length()
-        output = model.generate(
-            torch.tensor([prompt]), **with_cache(cache), max_new_tokens=4, min_new_tokens=4,
-            do_sample=False, return_dict_in_generate=True, output_logits=True,
+        output = kv.generate(
+            torch.tensor([prompt]), max_new_tokens=4, min_new_tokens=4, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         cold = model.generate(
             torch.tensor([prompt]), max_new_tokens=4, min_new_tokens=4, do_sample=False,
@@ -33,8 +30,7 @@ def test_plain_transformers_and_vllm_read_each_other(
         )  # fmt: skip
         for logits, expected in zip(output.logits, cold.logits, strict=True):
             assert (logits - expected).abs().max() <= TOLERANCE
-        kv.save(output.sequences, cache, num_tokens=len(prompt))
-        return num_loaded, output.sequences[0, len(prompt) :].tolist()
+        return kv.num_loaded, output.sequences[0, len(prompt) :].tolist()
 
     with StoredKV(model, tmp_path.as_uri()) as kv:
         num_loaded, tokens = run(kv, by_transformers)

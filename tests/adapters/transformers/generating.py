@@ -14,7 +14,6 @@ from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
 from kvferry.store.record_client import RecordClient
 from kvferry.store.url import open_store
-from tests.transformers_cache import with_cache
 
 CHUNK = 16
 
@@ -49,13 +48,13 @@ def batch(*lengths: int, seed: int = 0) -> Batch:
     return Batch(torch.stack(input_ids), torch.stack(masks).long())
 
 
-def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: int = 5, **options):
-    """Generate greedily. Return tokens `[rows, tokens]`, logits `[new tokens * rows, vocab]`."""
+def generate(by, input_ids, *, attention_mask=None, new_tokens: int = 5, **options):
+    """Generate greedily by a model or a `StoredKV`. Return tokens `[rows, tokens]`, logits
+    `[new tokens * rows, vocab]`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    output = model.generate(
+    output = by.generate(
         input_ids,
         attention_mask=mask,
-        **with_cache(cache),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,
@@ -67,16 +66,21 @@ def generate(model, input_ids, cache=None, *, attention_mask=None, new_tokens: i
     return output.sequences, torch.cat(output.logits)
 
 
-def reuse(model, store_url: str, input_ids, *, save: bool = True, **options) -> Generated:
-    """Load, generate and save with a new `StoredKV`."""
+def reuse(model, store_url: str, input_ids, **options) -> Generated:
+    """Generate with a new `StoredKV`."""
     counts = Counters()
     options = {"chunk_tokens": CHUNK, **options}
     with StoredKV(model, store_url, observer=counts, **options) as kv:
-        cache = kv.load(input_ids)
-        num_loaded = cache.get_seq_length()
-        sequences, logits = generate(model, input_ids, cache)
-        num_saved = kv.save(sequences, cache) if save else 0
-    return Generated(num_loaded, num_saved, sequences[0].tolist(), logits, counts)
+        sequences, logits = generate(kv, input_ids)
+        num_saved = counts["put_stored"] * options["chunk_tokens"]
+        return Generated(kv.num_loaded, num_saved, sequences[0].tolist(), logits, counts)
+
+
+def loaded(kv: StoredKV, input_ids, attention_mask=None) -> int:
+    """Return how many tokens of each row a prefill reads, padding included."""
+    cache = kv.prefill(input_ids, attention_mask)
+    assert cache.get_seq_length() == torch.as_tensor(input_ids).shape[-1] - 1
+    return kv.num_loaded
 
 
 class RecordWriter:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.errors import ConfigError
@@ -18,10 +17,10 @@ from tests.adapters.transformers.generating import (
     assert_same_as_cold,
     batch,
     generate,
+    loaded,
     prompt,
     reuse,
 )
-from tests.transformers_cache import cache_of, with_cache
 
 ARCHITECTURES = [
     *("llama", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3_text", "deepseek_v2"),
@@ -30,22 +29,17 @@ ARCHITECTURES = [
 WITHIN = 2e-4
 
 
-def run(model, store_url, rows, *, save: bool = True, **options):
-    """Load, generate, save, with a `StoredKV` of its own; compared with a run without a cache.
-    Returns the tokens of a row that were loaded, padding included, those saved, and counts."""
+def run(model, store_url, rows, **options):
+    """Generate with a `StoredKV` of its own; compared with a run without. Returns the tokens of a
+    row that were loaded, padding included, those saved, and counts."""
     counts = Counters()
+    options["attention_mask"] = rows.attention_mask
     with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        num_loaded = cache.get_seq_length()
-        sequences, logits = generate(
-            model, rows.input_ids, cache, attention_mask=rows.attention_mask, **options
-        )
-        mask = rows.attention_mask
-        num_saved = kv.save(sequences, cache, attention_mask=mask) if save else 0
-    cold, expected = generate(model, rows.input_ids, attention_mask=rows.attention_mask, **options)
+        sequences, logits = generate(kv, rows.input_ids, **options)
+    cold, expected = generate(model, rows.input_ids, **options)
     assert torch.equal(sequences, cold)
     assert (logits - expected).abs().max() <= WITHIN
-    return num_loaded, num_saved, counts
+    return kv.num_loaded, counts["put_stored"] * CHUNK, counts
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -60,7 +54,7 @@ def test_a_ragged_batch_reads_what_every_row_has(model_dir, load_model, store_ur
     assert counts["hit_tokens"] == 80 + 43 + 27
     # Each row alone, without padding, reads the same records.
     for length in (90, 53, 37):
-        alone = reuse(model, store_url, prompt(length), save=False)
+        alone = reuse(model, store_url, prompt(length))
         assert alone.num_loaded == length // CHUNK * CHUNK
         assert_same_as_cold(model, prompt(length), alone, WITHIN)
 
@@ -78,7 +72,7 @@ def test_a_batch_reads_what_was_stored_of_single_prompts(model_dir, load_model, 
 
 @pytest.mark.parametrize(
     ("lengths", "num_loaded"),
-    [((40, 1), 32), ((17, 40, 16), 32), ((33, 33), 32), ((64, 48), 63), ((15, 14), 0), ((1, 1), 0)],
+    [((40, 1), 32), ((17, 40, 16), 32), ((33, 33), 32), ((65, 49), 64), ((15, 14), 0), ((1, 1), 0)],
 )
 def test_rows_of_awkward_lengths(load_model, store_url, lengths, num_loaded):
     model = load_model()
@@ -90,132 +84,79 @@ def test_rows_of_awkward_lengths(load_model, store_url, lengths, num_loaded):
 def test_the_row_that_is_stored_least_decides(load_model, store_url):
     model = load_model()
     reuse(model, store_url, prompt(90))
+    url = f"{store_url}?read_only=true"
     rows = batch(90, 60)
     other = rows.input_ids.clone()
     other[1, 50:] = prompt(40, seed=5)[0]  # behind 20 tokens that are alike
-    num_loaded, _, counts = run(model, store_url, rows._replace(input_ids=other), save=False)
+    num_loaded, _, counts = run(model, url, rows._replace(input_ids=other))
     assert num_loaded == 30 + 16
     assert counts["hits"] == 2
     other[1, 30:] = prompt(60, seed=5)[0]
-    num_loaded, _, counts = run(model, store_url, rows._replace(input_ids=other), save=False)
+    num_loaded, _, counts = run(model, url, rows._replace(input_ids=other))
     assert num_loaded == 30
     assert (counts["hits"], counts["requests_missed"]) == (1, 1)
 
 
-def test_the_mask_of_load_counts_where_save_has_none(load_model, store_url):
-    model = load_model()
-    rows = batch(50, 33)
-    # One padding token that also ends sequences is no sign of padding.
-    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 7
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        sequences, _ = generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask)
-        assert kv.save(sequences, cache) == 48
-    alone = reuse(model, store_url, prompt(33))
-    assert alone.num_loaded == 32
-    assert_same_as_cold(model, prompt(33), alone)
-
-
-def test_the_mask_that_was_used_judges_padding_and_not_the_ids(load_model, store_url):
-    model = load_model()
+def test_the_mask_judges_padding_and_not_the_ids(load_model, store_url):
+    model, ids = load_model(), prompt(60)
     model.generation_config.pad_token_id = 7
-    ids = prompt(60)
     ids[0, 20] = 7
-    cache = DynamicCache()
-    model(ids, **with_cache(cache))
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        assert kv.save(ids, cache) == 16, "without a mask, the padding token ends the prompt"
-        assert kv.save(ids, cache, attention_mask=torch.ones_like(ids)) == 32
-        assert kv.load(ids).get_seq_length() == 16
-        assert kv.load(ids, attention_mask=torch.ones_like(ids)).get_seq_length() == 48
+        for options in ({}, {"pad_token_id": 5}, {"eos_token_id": [2, 7]}):
+            output = kv.generate(ids, max_new_tokens=2, do_sample=False, **options)
+            cold = model.generate(ids, max_new_tokens=2, do_sample=False, **options)
+            assert torch.equal(output, cold)
+        loaded(kv, ids)
+        # Without a mask, the padding token is hidden, and ends what is stored.
+        assert loaded(kv, ids) == 16
+        loaded(kv, ids, torch.ones_like(ids))
+        assert loaded(kv, ids, torch.ones_like(ids)) == 48
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_padding_without_a_mask_is_what_generate_takes_for_it(
+    model_dir, load_model, store_url, arch
+):
+    model, rows = load_model(model_dir(arch)), batch(50, 33)
+    model.generation_config.pad_token_id = 7
+    assert not (rows.input_ids[rows.attention_mask == 1] == 7).any()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cold = model.generate(**rows._asdict(), **options)
+    for num_loaded in (0, 48):
+        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+            assert torch.equal(kv.generate(rows.input_ids, **options), cold)
+            assert kv.num_loaded == num_loaded
+    assert_same_as_cold(model, prompt(33), reuse(model, store_url, prompt(33)))
 
 
 def test_what_a_mask_hides_further_on_ends_the_prompt(load_model, store_url):
-    model = load_model()
-    ids, counts = prompt(60), Counters()
+    model, ids = load_model(), prompt(60)
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[0, 40:45] = 0
     rows = batch(60)._replace(input_ids=ids, attention_mask=mask)
     assert run(model, store_url, rows)[:2] == (0, 32)
     num_loaded, num_saved, counts = run(model, store_url, rows)
     assert (num_loaded, num_saved) == (35, 0)
-    assert counts["requests_padded"] == 2
-
-
-def test_what_may_be_hidden_behind_an_answer_needs_the_mask(load_model, store_url):
-    """A batch goes on in one cache: the row that ended first gets padding, which is then hidden."""
-    model = load_model()
-    rows = batch(50, 33)
-    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 7
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        sequences, _ = generate(
-            model, rows.input_ids, cache, attention_mask=rows.attention_mask, new_tokens=10
-        )
-        sequences[1, 54:] = 7
-        followed = torch.cat((sequences, prompt(60, seed=5).repeat(2, 1)), dim=1)
-        mask = torch.ones_like(followed)
-        mask[:, :50] = rows.attention_mask
-        mask[1, 55:60] = 0
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        followed, _ = generate(model, followed, cache, attention_mask=mask)
-        kv.save(followed, cache, num_tokens=50)
-        assert kv.save(followed, cache) == 64, "of the first row only"
-        assert kv.save(followed, cache, attention_mask=mask) == 0
-    ends = reuse(model, store_url, followed[1:, 17:])
-    assert ends.num_loaded == 32
-    assert_same_as_cold(model, followed[1:, 17:], ends)
+    assert counts["requests_padded"] == 1
 
 
 def test_a_row_without_a_visible_token_stops_nothing(load_model, store_url):
-    model = load_model()
-    rows = batch(40, 30)
+    model, rows = load_model(), batch(40, 30)
     rows.attention_mask[1] = 0
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(*rows[:1], attention_mask=rows.attention_mask)
-        model(**rows._asdict(), **with_cache(cache))
-        assert kv.save(rows.input_ids, cache) == 32
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        assert cache.get_seq_length() == 32
+        assert loaded(kv, *rows) == 0
+        assert loaded(kv, *rows) == 32
+    assert_same_as_cold(model, prompt(40), reuse(model, store_url, prompt(40)))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v3", "gpt_neox"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_positions_than_those_of_generate_are_not_stored(
-    model_dir, load_model, store_url, arch, dtype
-):
-    model = load_model(model_dir(arch), dtype=dtype)
-    rows = batch(53, 90)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        for options in ({}, {"position_ids": torch.arange(90)[None].repeat(2, 1)}):
-            # A forward counts positions from the padding on.
-            cache = DynamicCache()
-            model(**rows._asdict(), **options, **with_cache(cache))
-            with pytest.raises(ConfigError, match="37 hidden tokens in front"):
-                kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90)
-        # Nothing was hidden.
-        cache = DynamicCache()
-        positions = (rows.attention_mask.cumsum(-1) - 1).clamp_min(0)
-        model(rows.input_ids, position_ids=positions, **with_cache(cache))
-        with pytest.raises(ConfigError, match="save it with the attention_mask that was used"):
-            kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90)
-        cache = DynamicCache()
-        model(**rows._asdict(), position_ids=positions, **with_cache(cache))
-        assert kv.save(*rows[:1], cache, attention_mask=rows.attention_mask, num_tokens=90) == 80
-
-
-def test_half_precision_in_a_batch(model_dir, load_model, store_url):
-    for arch in ("llama", "gemma3_text", "deepseek_v3"):
-        model = load_model(model_dir(arch), dtype=torch.bfloat16)
-        rows = batch(90, 53, 37, seed=3)
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v3"])
+def test_half_precision_in_a_batch(model_dir, load_model, store_url, arch):
+    model = load_model(model_dir(arch), dtype=torch.bfloat16)
+    rows = batch(90, 53, 37, seed=3)
+    for num_loaded in (0, 80):
         with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-            for num_loaded in (0, 80):
-                cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-                assert cache.get_seq_length() == num_loaded
-                sequences, _ = generate(
-                    model, rows.input_ids, cache, attention_mask=rows.attention_mask
-                )
-                kv.save(sequences, cache)
+            generate(kv, rows.input_ids, attention_mask=rows.attention_mask)
+            assert kv.num_loaded == num_loaded
 
 
 def test_a_second_batch_audits_its_longest_row(load_model, store_url):
@@ -249,49 +190,28 @@ SEVERAL = {
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_beams_start_from_a_loaded_prompt(model_dir, load_model, store_url, arch, options):
     model = load_model(model_dir(arch))
-    for rows, num_loaded, num_saved in ((batch(50), 48, 48), (batch(70, 50), 64, 16)):
-        assert run(model, store_url, rows, new_tokens=20, **options)[1] == num_saved
+    other = batch(70, 50, seed=1)
+    for rows, num_loaded, num_saved in ((batch(50), 48, 48), (other, 64, 64)):
+        assert run(model, store_url, rows, new_tokens=20, **options)[:2] == (0, num_saved)
         assert run(model, store_url, rows, new_tokens=20, **options)[:2] == (num_loaded, 0)
-    # The answers of beams are not stored; the prompts are right.
-    assert_same_as_cold(model, prompt(70), reuse(model, store_url, prompt(70)))
+    for length, seed in ((50, 0), (70, 1), (50, 1)):
+        again = reuse(model, store_url, prompt(length, seed))
+        assert again.num_loaded == length // CHUNK * CHUNK
+        assert_same_as_cold(model, prompt(length, seed), again)
 
 
-def test_sampled_answers_to_one_prompt_are_all_stored(load_model, store_url):
+def test_several_answers_are_sampled_from_one_prompt(load_model, store_url):
     model = load_model()
     options = {"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 20}
     for num_loaded in (0, 48):
         with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-            cache = kv.load(prompt(50))
-            assert cache.get_seq_length() == num_loaded
-            torch.manual_seed(1)
-            output = model.generate(prompt(50), **with_cache(cache), min_new_tokens=20, **options)
-            assert kv.save(output, cache) == (0 if num_loaded else 48 + 3 * 16)
-    for row in output:
-        again = reuse(model, store_url, row[None], save=False)
-        assert again.num_loaded == 64
-        assert_same_as_cold(model, row[None], again)
-
-
-def test_a_cache_of_several_rows_from_elsewhere_needs_the_prompts_length(load_model, store_url):
-    model = load_model()
-    options = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True}
-    output = model.generate(prompt(50), max_new_tokens=20, **options)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        with pytest.raises(ConfigError, match="3 rows and is not from load"):
-            kv.save(output.sequences, cache_of(output))
-        assert kv.save(output.sequences, cache_of(output), num_tokens=50) == 48
+            outputs = []
+            for by in (kv, model):
+                torch.manual_seed(1)
+                outputs.append(by.generate(prompt(50), **options))
+            assert torch.equal(*outputs)
+            assert kv.num_loaded == num_loaded
     assert_same_as_cold(model, prompt(50), reuse(model, store_url, prompt(50)))
-
-
-def test_rows_that_were_picked_by_hand_are_not_stored(load_model, store_url):
-    model = load_model()
-    rows = batch(50, 50)
-    rows.input_ids[1] = prompt(50, seed=4)[0]
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(rows.input_ids)
-        model(rows.input_ids, **with_cache(cache))
-        cache.batch_select_indices(torch.tensor([1, 0]))
-        assert kv.save(rows.input_ids, cache) == 0
 
 
 @pytest.mark.parametrize(
@@ -308,39 +228,9 @@ def test_rows_that_were_picked_by_hand_are_not_stored(load_model, store_url):
 def test_what_is_no_mask_of_the_tokens_is_refused(load_model, store_url, given, message):
     rows = batch(50, 40)
     with StoredKV(load_model(), store_url) as kv:
-        for use in (kv.load, lambda ids, **mask: kv.save(ids, DynamicCache(), **mask)):
+        for use in (kv.generate, kv.prefill):
             with pytest.raises(ConfigError, match=message) as refusal:
                 use(rows.input_ids, attention_mask=given)
-            assert "\n" not in str(refusal.value)
-
-
-def test_a_mask_may_come_only_with_save(load_model, store_url):
-    model = load_model()
-    rows = batch(33, 50)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(rows.input_ids)
-        sequences, _ = generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask)
-        assert kv.save(sequences, cache, attention_mask=rows.attention_mask) == 48
-    assert_same_as_cold(model, prompt(50), reuse(model, store_url, prompt(50)))
-
-
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_other_rows_than_were_loaded_are_refused(load_model, store_url, is_stored):
-    model = load_model()
-    rows = batch(50, 33)
-    if is_stored:
-        run(model, store_url, rows)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(rows.input_ids, attention_mask=rows.attention_mask)
-        sequences, _ = generate(model, rows.input_ids, cache, attention_mask=rows.attention_mask)
-        for given, options, message in (
-            (sequences.flip(0), {}, "loaded for other tokens"),
-            (sequences, {"attention_mask": torch.ones((2, 50))}, "another attention_mask"),
-            (sequences[:1], {"attention_mask": torch.ones((1, 50))}, "has 2 rows for 2 prompts"),
-            (sequences.repeat(2, 1), {}, "has 2 rows for 2 prompts, and 4 sequences"),
-        ):
-            with pytest.raises(ConfigError, match=message) as refusal:
-                kv.save(given, cache, **options)
             assert "\n" not in str(refusal.value)
 
 

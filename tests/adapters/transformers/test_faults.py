@@ -26,6 +26,7 @@ from tests.adapters.transformers.generating import (
     RecordWriter,
     assert_same_as_cold,
     generate,
+    loaded,
     prompt,
     reuse,
 )
@@ -80,17 +81,17 @@ def _replace_by_directory(path: Path) -> None:
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_broken_record_ends_the_prefix(load_model, store_url, damage, counter, chunk):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     damage(records(store_url)[chunk])
-    broken = reuse(model, store_url, prompt(64))
+    broken = reuse(model, store_url, prompt(65))
     assert broken.num_loaded == chunk * CHUNK
-    assert_same_as_cold(model, prompt(64), broken)
+    assert_same_as_cold(model, prompt(65), broken)
     if counter != "requests_missed" or chunk == 0:
         assert broken.counts[counter] == 1
     # What was broken is out of the way: the run after it stored the chunk again.
-    again = reuse(model, store_url, prompt(64))
-    assert again.num_loaded == 63
-    assert_same_as_cold(model, prompt(64), again)
+    again = reuse(model, store_url, prompt(65))
+    assert again.num_loaded == 64
+    assert_same_as_cold(model, prompt(65), again)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, None], ids=["empty", "one byte", "whole"])
@@ -113,22 +114,21 @@ def test_a_medium_that_returns_other_bytes_is_never_believed(load_model, damage)
     counts = Counters()
     store = CorruptingStore(open_store("memory://x"), damage=damage)
     with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
-        cache = kv.load(prompt(64))
-        sequences, _ = generate(model, prompt(64), cache)
-        assert kv.save(sequences, cache) == 64
-        assert kv.load(prompt(64)).get_seq_length() == 0
+        assert loaded(kv, prompt(65)) == 0
+        assert counts["put_stored"] == 4
+        assert loaded(kv, prompt(65)) == 0
     assert 1 <= counts["records_corrupt"] <= 4
 
 
 def test_a_store_that_cannot_be_read_is_a_miss(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     counts = Counters()
     store = FailingStore(open_store(store_url), operations={"read"})
     with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
-        assert kv.load(prompt(64)).get_seq_length() == 0
+        assert loaded(kv, prompt(65)) == 0
     assert 1 <= counts["miss_io_error"] <= 4
-    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+    assert reuse(model, store_url, prompt(65)).num_loaded == 64
 
 
 def test_a_store_that_cannot_be_written_stores_nothing(load_model):
@@ -136,9 +136,8 @@ def test_a_store_that_cannot_be_written_stores_nothing(load_model):
     counts = Counters()
     store = FailingStore(open_store("memory://x"), operations={"put"})
     with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
-        cache = kv.load(prompt(64))
-        sequences, _ = generate(model, prompt(64), cache)
-        assert kv.save(sequences, cache) == 0
+        generate(kv, prompt(65))
+    assert counts["put_stored"] == 0
     assert counts[f"put_{PutResult.FAILED}"] == 4
 
 
@@ -148,14 +147,14 @@ def test_a_full_store_keeps_the_start_or_the_end_but_nothing_wrong(load_model, s
         size = writer.rows.schema.record_bytes
     url = f"{store_url}?max_bytes={3 * size}"
     for seed in range(4):
-        run = reuse(model, url, prompt(64, seed=seed))
-        assert_same_as_cold(model, prompt(64, seed=seed), run)
+        run = reuse(model, url, prompt(65, seed=seed))
+        assert_same_as_cold(model, prompt(65, seed=seed), run)
     assert sum(path.stat().st_size for path in records(store_url)) <= 3 * size
 
 
 def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     gate = Gate()
     counts = Counters()
     # The first chunk takes one look and two reads.
@@ -163,13 +162,12 @@ def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, sto
     options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 4.0, "io_threads": 1}
     with StoredKV(model, store, observer=counts, **options) as kv:
         started = time.monotonic()
-        cache = kv.load(prompt(64))
+        sequences, logits = generate(kv, prompt(65))
         assert time.monotonic() - started < 20
-        assert cache.get_seq_length() == 2 * CHUNK
+        assert kv.num_loaded == 2 * CHUNK
         assert counts["miss_deadline"] == 1
-        sequences, logits = generate(model, prompt(64), cache)
         gate.release()
-    cold, cold_logits = generate(model, prompt(64))
+    cold, cold_logits = generate(model, prompt(65))
     assert sequences.tolist() == cold.tolist()
     assert (logits - cold_logits).abs().max() <= 1e-4
 
@@ -188,17 +186,17 @@ class _StallsLater(StallingStore):
 
 def test_a_stalled_store_is_not_asked_again_at_once(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     gate = Gate()
     counts = Counters()
     store = StallingStore(open_store(store_url), gate=gate, operations={"read"})
     with StoredKV(
         model, store, chunk_tokens=CHUNK, observer=counts, load_timeout_seconds=1.0
     ) as kv:
-        assert kv.load(prompt(64)).get_seq_length() == 0
+        assert loaded(kv, prompt(65)) == 0
         started = time.monotonic()
         for _ in range(20):
-            assert kv.load(prompt(64)).get_seq_length() == 0
+            assert loaded(kv, prompt(65)) == 0
         assert time.monotonic() - started < 1.0 * 20
         assert (counts["miss_deadline"], counts["loads_skipped"]) == (1, 20)
         gate.release()
@@ -211,28 +209,27 @@ def test_a_save_ends_with_its_deadline_and_keeps_little_in_memory(load_model, st
     store = StallingStore(open_store(store_url), gate=gate, operations={"put"})
     options = {"chunk_tokens": 4, "save_timeout_seconds": 0.2, "io_threads": 1}
     with StoredKV(model, store, observer=counts, **options) as kv:
-        cache = kv.load(prompt(64))
-        sequences, _ = generate(model, prompt(64), cache)
         for _ in range(3):
             started = time.monotonic()
-            assert kv.save(sequences, cache) == 0
+            assert loaded(kv, prompt(65)) == 0
             assert time.monotonic() - started < 30
-        assert counts["save_deadline"] == 3
+        assert (counts["save_deadline"], counts["put_stored"]) == (3, 0)
         gate.release()
-        # No more than two chunks were in memory. They are stored now, and are none of this call.
+        # No more than two chunks were in memory, and are stored now.
         kv._config = replace(kv._config, save_timeout_seconds=20.0)
-        assert kv.save(sequences, cache) == 68 - 2 * 4
-        assert kv.load(prompt(64)).get_seq_length() == 63
+        loaded(kv, prompt(65))
+        assert counts["put_stored"] == 16
+        assert loaded(kv, prompt(65)) == 64
 
 
 def test_closing_does_not_wait_for_a_stalled_store(load_model, store_url, monkeypatch):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     monkeypatch.setattr("kvferry.adapters.transformers.stored_kv.CLOSE_SECONDS", 0.2)
     gate = Gate()
     store = StallingStore(open_store(store_url), gate=gate, operations={"read"})
     kv = StoredKV(model, store, chunk_tokens=CHUNK, load_timeout_seconds=0.2)
-    kv.load(prompt(64))
+    loaded(kv, prompt(65))
     started = time.monotonic()
     kv.close()
     assert time.monotonic() - started < 30

@@ -12,56 +12,55 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
-    DynamicCache,
     QuantoConfig,
-    StaticCache,
 )
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
+from kvferry.observe import Counters
 from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
     generate,
+    loaded,
     prompt,
     reuse,
 )
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
-from tests.transformers_cache import with_cache
 
 
 def test_other_weights_of_the_same_shape_read_nothing(model_dir, load_model, store_url):
-    reuse(load_model(model_dir(seed=0)), store_url, prompt(64))
+    reuse(load_model(model_dir(seed=0)), store_url, prompt(65))
     other = load_model(model_dir(seed=1))
-    assert reuse(other, store_url, prompt(64)).num_loaded == 0
-    assert reuse(other, store_url, prompt(64)).num_loaded == 63
+    assert reuse(other, store_url, prompt(65)).num_loaded == 0
+    assert reuse(other, store_url, prompt(65)).num_loaded == 64
 
 
 def test_a_copy_of_the_directory_is_the_same_model(model_dir, load_model, store_url, tmp_path):
-    reuse(load_model(), store_url, prompt(64))
+    reuse(load_model(), store_url, prompt(65))
     copy = shutil.copytree(model_dir(), tmp_path / "copy")
-    assert reuse(load_model(copy), store_url, prompt(64)).num_loaded == 63
+    assert reuse(load_model(copy), store_url, prompt(65)).num_loaded == 64
 
 
 def test_a_config_overridden_at_load_reads_nothing_of_the_original(
     model_dir, load_model, store_url
 ):
-    reuse(load_model(), store_url, prompt(64))
+    reuse(load_model(), store_url, prompt(65))
     changed = load_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    first = reuse(changed, store_url, prompt(64))
+    first = reuse(changed, store_url, prompt(65))
     assert first.num_loaded == 0
-    assert_same_as_cold(changed, prompt(64), reuse(changed, store_url, prompt(64)))
+    assert_same_as_cold(changed, prompt(65), reuse(changed, store_url, prompt(65)))
 
 
 def test_what_users_set_for_generation_changes_no_identity(load_model, store_url):
-    reuse(load_model(), store_url, prompt(64))
+    reuse(load_model(), store_url, prompt(65))
     model = load_model(attn_implementation="eager")
     model.config.pad_token_id = 5
     model.config.use_cache = False
     model.generation_config.temperature = 0.3
-    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+    assert reuse(model, store_url, prompt(65)).num_loaded == 64
 
 
 def _train(model):
@@ -86,11 +85,11 @@ def test_a_model_changed_after_loading_needs_a_name(model_dir, load_model, store
     with pytest.raises(ConfigError, match="was changed after loading") as refusal:
         StoredKV(model, store_url)
     assert "\n" not in str(refusal.value)
-    reuse(load_model(), store_url, prompt(64))
-    assert reuse(model, store_url, prompt(64), weights_version="mine").num_loaded == 0
-    named = reuse(model, store_url, prompt(64), weights_version="mine")
-    assert named.num_loaded == 63
-    assert_same_as_cold(model, prompt(64), named)
+    reuse(load_model(), store_url, prompt(65))
+    assert reuse(model, store_url, prompt(65), weights_version="mine").num_loaded == 0
+    named = reuse(model, store_url, prompt(65), weights_version="mine")
+    assert named.num_loaded == 64
+    assert_same_as_cold(model, prompt(65), named)
 
 
 def test_a_name_is_enough_where_the_directory_has_no_weights(
@@ -102,10 +101,10 @@ def test_a_name_is_enough_where_the_directory_has_no_weights(
     shutil.copy(Path(model.name_or_path) / "config.json", bare)
     with pytest.raises(ConfigError, match="holds no weights"):
         StoredKV(model, store_url, model_dir=bare)
-    for num_loaded in (0, 63):
-        named = reuse(model, store_url, prompt(64), model_dir=bare, weights_version="v1")
+    for num_loaded in (0, 64):
+        named = reuse(model, store_url, prompt(65), model_dir=bare, weights_version="v1")
         assert named.num_loaded == num_loaded
-    assert reuse(model, store_url, prompt(64), model_dir=bare, weights_version="v2").num_loaded == 0
+    assert reuse(model, store_url, prompt(65), model_dir=bare, weights_version="v2").num_loaded == 0
 
 
 @pytest.mark.parametrize(
@@ -123,16 +122,16 @@ def test_a_name_is_enough_where_the_directory_has_no_weights(
 )
 def test_a_model_changed_under_an_open_store_is_left_alone(load_model, store_url, change, caplog):
     model = load_model()
-    reuse(model, store_url, prompt(64))
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        before = kv.load(prompt(64))
-        assert before.get_seq_length() == 63
+    reuse(model, store_url, prompt(65))
+    counts = Counters()
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        assert loaded(kv, prompt(65)) == 64
         change(model)
-        assert kv.load(prompt(64)).get_seq_length() == 0
-        cache = DynamicCache()
-        assert kv.save(prompt(64), before) == 0
-        assert kv.save(prompt(64), cache) == 0
-    assert caplog.text.count("nothing is loaded or saved") == 1
+        for seed in range(2):
+            assert loaded(kv, prompt(65, seed)) == 0
+            generate(kv, prompt(65, seed))
+        assert counts["put_stored"] == 0
+    assert caplog.text.count("nothing is read or stored") == 1
 
 
 def test_generating_is_no_change(model_dir, load_model, store_url):
@@ -140,10 +139,8 @@ def test_generating_is_no_change(model_dir, load_model, store_url):
         model = load_model(model_dir(arch))
         with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
             for _ in range(2):
-                cache = kv.load(prompt(64))
-                sequences, _ = generate(model, prompt(64), cache)
-                kv.save(sequences, cache)
-            assert kv.load(prompt(64)).get_seq_length() == 63
+                generate(kv, prompt(65))
+            assert loaded(kv, prompt(65)) == 64
 
 
 def test_a_sharded_model_is_compared_shard_by_shard(model_dir, load_model, store_url, tmp_path):
@@ -169,10 +166,10 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     with pytest.raises(ConfigError, match=r"'someone/tiny', no directory.*pass model_dir="):
         StoredKV(model, store_url)
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
-    reuse(model, store_url, prompt(64))
-    named = reuse(model, store_url, prompt(64), model_dir=entry / "snapshots" / commit)
-    assert named.num_loaded == 63
-    assert reuse(load_model(), store_url, prompt(64)).num_loaded == 63
+    reuse(model, store_url, prompt(65))
+    named = reuse(model, store_url, prompt(65), model_dir=entry / "snapshots" / commit)
+    assert named.num_loaded == 64
+    assert reuse(load_model(), store_url, prompt(65)).num_loaded == 64
 
 
 def test_a_model_without_a_directory_is_refused(model_dir, load_model, store_url):
@@ -198,12 +195,12 @@ def test_a_model_that_numbers_tokens_for_itself_is_refused(load_model, store_url
 
 def test_what_loading_sets_inside_sub_configs_changes_no_identity(load_model, store_url, tmp_path):
     path = write_random_model(tmp_path / "model", partial(build_model, tiny_config("dbrx")))
-    input_ids = prompt(64).clamp(max=255)
+    input_ids = prompt(65).clamp(max=255)
     options = {"connector_options": {"chunk_tokens": CHUNK}, "dtype": "float32"}
     with LLM(path, store=store_url, **options) as llm:
         llm.generate([input_ids[0].tolist()], SamplingParams(max_tokens=1))
         assert llm.drain(60.0)
-    assert reuse(load_model(path), store_url, input_ids).num_loaded == 63
+    assert reuse(load_model(path), store_url, input_ids).num_loaded == 64
 
 
 def test_latents_of_a_form_that_is_not_known_are_refused(load_model, store_url):
@@ -292,9 +289,9 @@ def test_generation_with_a_compiled_static_cache_is_no_change(load_model, store_
             prompt(5), cache_implementation="static", compile_config=options, max_new_tokens=3
         )
         assert model._compiled_call is not None
-        assert kv.load(prompt(40)).get_seq_length() == 32
+        assert loaded(kv, prompt(40)) == 32
         model.compile()
-        assert kv.load(prompt(40)).get_seq_length() == 0
+        assert loaded(kv, prompt(40)) == 0
 
 
 @pytest.mark.parametrize("given", [None, "a/path", torch.nn.Linear(2, 2)])
@@ -337,64 +334,5 @@ def test_importing_the_adapter_loads_no_transformers():
     ],
 )
 def test_what_is_no_prompt_is_refused(load_model, store_url, given, message):
-    with StoredKV(load_model(), store_url) as kv:
-        for use in (kv.load, lambda ids: kv.save(ids, DynamicCache())):
-            with pytest.raises(ConfigError, match=message):
-                use(given)
-
-
-def test_padding_without_a_mask_is_left_alone(load_model, store_url):
-    model = load_model()
-    model.generation_config.pad_token_id = 0
-    padded = torch.cat([torch.zeros((1, 20), dtype=torch.int64), prompt(60)], dim=1)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(padded)
-        output = model.generate(padded, **with_cache(cache), max_new_tokens=2)
-        assert kv.save(output, cache) == 0
-        # Padding in the middle hides nothing of what stands before it.
-        inner = torch.cat([prompt(40), padded], dim=1)
-        cache = kv.load(inner)
-        output = model.generate(inner, **with_cache(cache), max_new_tokens=2)
-        assert kv.save(output, cache) == 32
-        assert kv.load(inner).get_seq_length() == 32
-        # A padding token that ends sequences is a token like any other, but not at the front.
-        model.generation_config.eos_token_id = [2, 0]
-        cache = DynamicCache()
-        model(inner, **with_cache(cache))
-        assert kv.save(inner, cache) == 80
-        cache = DynamicCache()
-        model(padded, **with_cache(cache))
-        assert kv.save(padded, cache) == 0
-        assert kv.load(padded).get_seq_length() == 0
-
-
-def test_caches_of_other_kinds_models_and_prompts_are_refused(model_dir, load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(64))
-    other = DynamicCache()
-    generate(load_model(model_dir("qwen3")), prompt(40), other)
-    beams = DynamicCache()
-    model(prompt(40).repeat(2, 1), **with_cache(beams))
-    half = DynamicCache()
-    load_model(dtype=torch.bfloat16)(prompt(40), **with_cache(half))
-    shallow = DynamicCache()
-    load_model(model_dir(num_hidden_layers=2))(prompt(40), **with_cache(shallow))
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        for cache, message in (
-            (StaticCache(config=model.config, max_cache_len=64), "made of StaticLayer"),
-            (None, "made of NoneType"),
-            (other, "a cache of this model has"),
-            (beams, "has 2 rows and is not from load"),
-            (half, "a cache of this model has"),
-            (shallow, "has 2 layers, the model 3"),
-        ):
-            with pytest.raises(ConfigError, match=message) as refusal:
-                kv.save(prompt(40), cache)
-            assert "\n" not in str(refusal.value)
-        cache = kv.load(prompt(64))
-        with pytest.raises(ConfigError, match="loaded for other tokens"):
-            kv.save(prompt(64, seed=9), cache)
-        for length in (40, 62, 65):
-            with pytest.raises(ConfigError, match=f"holds 63 tokens and {length} ids"):
-                kv.save(prompt(length), cache)
-        assert kv.save(prompt(64, seed=9), DynamicCache()) == 0
+    with StoredKV(load_model(), store_url) as kv, pytest.raises(ConfigError, match=message):
+        kv.prefill(given)

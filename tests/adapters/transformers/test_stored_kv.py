@@ -1,4 +1,4 @@
-"""Reuse through `model.generate`: what is stored, what is read, and that it changes nothing."""
+"""`StoredKV.generate` and `prefill`: what is stored, what is read, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.engine import LLM, SamplingParams
@@ -23,9 +23,11 @@ from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
     generate,
+    loaded,
     prompt,
     reuse,
 )
+from tests.tokenizers import save_tiny_tokenizer
 from tests.transformers_cache import cache_of, with_cache
 
 # Plain, norms on keys, windows, no grouped heads, full and windowed layers in turn, latents.
@@ -57,8 +59,8 @@ def test_a_second_run_reads_the_first_and_answers_the_same(model_dir, load_model
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 48, 49])
 def test_every_length_around_chunk_edges_keeps_its_last_token(load_model, store_url, length):
     model = load_model()
-    longer = prompt(64)
-    reuse(model, store_url, longer)
+    longer = prompt(65)
+    assert reuse(model, store_url, longer).num_saved == 64
     input_ids = longer[:, :length]
     again = reuse(model, store_url, input_ids)
     assert again.num_loaded == min(length // CHUNK * CHUNK, length - 1)
@@ -68,33 +70,33 @@ def test_every_length_around_chunk_edges_keeps_its_last_token(load_model, store_
 @pytest.mark.parametrize("shared", [0, 15, 16, 40, 64])
 def test_a_prompt_that_starts_alike_reads_what_is_alike(load_model, store_url, shared):
     model = load_model()
-    reuse(model, store_url, prompt(64, seed=1))
+    reuse(model, store_url, prompt(65, seed=1))
     other = torch.cat([prompt(64, seed=1)[:, :shared], prompt(30, seed=2)], dim=1)
     again = reuse(model, store_url, other)
     assert again.num_loaded == shared // CHUNK * CHUNK
     assert_same_as_cold(model, other, again)
 
 
-def test_answers_are_kept_if_their_tokens_are_given(load_model, store_url):
-    model = load_model()
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(30))
-        sequences, _ = generate(model, prompt(30), cache, new_tokens=20)
-        assert kv.save(sequences, cache, num_tokens=30) == 16
-        assert kv.save(sequences, cache) == 32
-        followed = torch.cat([sequences, prompt(9, seed=3)], dim=1)
-        cache = kv.load(followed)
-        assert cache.get_seq_length() == 48
-        sequences, logits = generate(model, followed, cache)
-    cold, cold_logits = generate(model, followed)
-    assert torch.equal(sequences, cold)
-    assert (logits - cold_logits).abs().max() <= 1e-4
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_loop_of_ones_own_goes_on_from_a_prefill(model_dir, load_model, store_url, arch):
+    model, ids = load_model(model_dir(arch)), prompt(70)
+    _, cold = generate(model, ids, new_tokens=4)
+    for num_loaded in (0, 64):
+        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+            cache = kv.prefill(ids)
+            assert (cache.get_seq_length(), kv.num_loaded) == (69, num_loaded)
+        token, found = ids[:, -1:], []
+        for _ in range(4):
+            logits = model(token, **with_cache(cache)).logits[:, -1]
+            token = logits.argmax(-1, keepdim=True)
+            found.append(logits)
+        assert (torch.cat(found) - cold).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_embedded_engine_reads_what_transformers_stored(model_dir, store_url, arch):
     path = model_dir(arch)
-    stored = reuse(load_by_class(path), store_url, prompt(101), save=True)
+    stored = reuse(load_by_class(path), store_url, prompt(101))
     params = SamplingParams(max_tokens=5, ignore_eos=True, return_logits=True)
     options = {"chunk_tokens": 16, "audit": "off"}
     with LLM(path, store=store_url, dtype="float32", connector_options=options) as llm:
@@ -129,134 +131,207 @@ def test_a_class_that_reads_other_values_from_the_config_shares_nothing(model_di
 
 def test_half_precision_is_stored_as_it_is(load_model, store_url):
     model = load_model(dtype=torch.bfloat16)
-    assert reuse(model, store_url, prompt(40)).num_saved == 32
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(40))
-        own = kv.load(prompt(40, seed=1))
-    generate(model, prompt(40), own)
-    for loaded, computed in zip(cache.layers, own.layers, strict=True):
-        assert loaded.keys.dtype == torch.bfloat16
-        assert torch.equal(loaded.keys, computed.keys[:, :, :32])
-        assert torch.equal(loaded.values, computed.values[:, :, :32])
+        caches = [kv.prefill(prompt(40)) for _ in range(2)]
+        assert kv.num_loaded == 32
+    for computed, read in zip(*(cache.layers for cache in caches), strict=True):
+        assert read.keys.dtype == torch.bfloat16
+        assert torch.equal(read.keys[:, :, :32], computed.keys[:, :, :32])
+        assert torch.equal(read.values[:, :, :32], computed.values[:, :, :32])
     assert reuse(load_model(), store_url, prompt(40)).num_loaded == 0, "read by another dtype"
 
 
-def test_the_own_cache_of_generate_is_stored_too(load_model, store_url):
-    model = load_model()
-    output = model.generate(prompt(40), max_new_tokens=3, return_dict_in_generate=True)
+# ---- what callers of `generate` pass
+
+
+class Streamer:
+    """Gets the prompt and then each token."""
+
+    def __init__(self):
+        self.put_in, self.ended = [], False
+
+    def put(self, value):
+        self.put_in.extend(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "max_new_tokens": 6},
+        {"generation_config": GenerationConfig(max_new_tokens=6, do_sample=False)},
+        {"generation_config": GenerationConfig(max_new_tokens=6, num_beams=3)},
+        {"repetition_penalty": 1.5, "bad_words_ids": [[5]], "max_new_tokens": 6},
+        {"guidance_scale": 1.5, "max_new_tokens": 6},
+        {"logits_processor": [lambda ids, scores: scores.roll(1, -1)], "max_new_tokens": 6},
+        {"stopping_criteria": [lambda ids, _: ids[:, -1] >= 0], "max_new_tokens": 6},
+        {"prefix_allowed_tokens_fn": lambda *_: [5, 6], "max_new_tokens": 6},
+    ],
+    ids=", ".join,
+)
+def test_what_decides_the_answer_works_on_stored_prompts(load_model, store_url, options):
+    model, ids = load_model(), prompt(50)
+
+    def answer(by):
+        torch.manual_seed(1)
+        return by.generate(ids, **options)
+
+    for num_loaded in (0, 48):
+        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+            assert torch.equal(answer(kv), answer(model))
+            assert kv.num_loaded == num_loaded
+
+
+def test_a_streamer_gets_what_it_gets_without(load_model, store_url):
+    model, ids = load_model(), prompt(50)
+    reuse(model, store_url, ids)
+    streamers = Streamer(), Streamer()
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        assert kv.save(output.sequences, cache_of(output)) == 32
-    assert_same_as_cold(model, prompt(40), reuse(model, store_url, prompt(40)))
+        for by, streamer in zip((kv, model), streamers, strict=True):
+            by.generate(ids, streamer=streamer, max_new_tokens=6, do_sample=False)
+        assert kv.num_loaded == 48
+    assert streamers[0].put_in == streamers[1].put_in
+    assert streamers[0].ended
 
 
-def test_of_layers_that_dropped_tokens_only_what_is_left_is_stored(
-    model_dir, load_model, store_url
-):
-    model = load_model(model_dir("mistral", sliding_window=37))
-    counts = Counters()
-    long = model.generate(prompt(90), max_new_tokens=2, return_dict_in_generate=True)
-    short = model.generate(prompt(34, seed=5), max_new_tokens=2, return_dict_in_generate=True)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
-        # 91 tokens, of which the last 36 are kept: the chunk from 64 to 80 is the only whole one.
-        assert kv.save(long.sequences, cache_of(long)) == 16
-        assert counts["save_windowed"] == 1
-        # Before the window is full nothing is lost.
-        assert kv.save(short.sequences, cache_of(short)) == 32
-        assert counts["save_windowed"] == 1
-        assert kv.load(prompt(90)).get_seq_length() == 0
-    again = reuse(model, store_url, prompt(90))
-    assert_same_as_cold(model, prompt(90), again)
-    # 64 to 80 is there already, and right: nothing but the rest is stored.
-    assert again.num_saved == 64
-    again = reuse(model, store_url, prompt(90))
-    assert again.num_loaded == 80
-    assert_same_as_cold(model, prompt(90), again)
-
-
-def test_a_prefill_in_pieces_takes_the_cache(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(50))
+def test_what_generate_returns_is_returned(load_model, store_url):
+    model, ids = load_model(), prompt(50)
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(50)[:, :30])
-        assert cache.get_seq_length() == 16
-        options = {"max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": 5}
-        output = model.generate(prompt(50)[:, :30], **with_cache(cache), **options)
-        kv.save(output, cache)
-    assert torch.equal(output, model.generate(prompt(50)[:, :30], max_new_tokens=8))
-    again = reuse(model, store_url, output)
-    assert again.num_loaded == 32
-    assert_same_as_cold(model, output, again)
+        output = kv.generate(input_ids=ids, **options)
+    expected = model.generate(ids, **options)
+    assert type(output) is type(expected)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(output.scores) == 4
+    assert cache_of(output).get_seq_length() == 53
+
+
+def scaling_cache(model):
+    class OwnCache(DynamicCache):
+        def update(self, keys, values, layer, *args, **kwargs):
+            return super().update(keys, values * 1.2, layer, *args, **kwargs)
+
+    return {**with_cache(OwnCache()), "input_ids": prompt(50)}
+
+
+def scaling_layers(model):
+    from transformers import DynamicLayer
+
+    class OwnLayer(DynamicLayer):
+        def update(self, keys, values, *args, **kwargs):
+            step = values.abs().amax(-1, keepdim=True) / 7
+            return super().update(keys, (values / step).round() * step, *args, **kwargs)
+
+    cache = DynamicCache()
+    cache.layers = [OwnLayer() for _ in range(model.config.num_hidden_layers)]
+    return {**with_cache(cache), "input_ids": prompt(50)}
+
+
+def embeddings(model):
+    return {"inputs_embeds": model.get_input_embeddings()(prompt(50))}
+
+
+def embeddings_beside_other_ids(model):
+    return {**embeddings(model), "input_ids": prompt(50, seed=9)}
+
+
+def positions(model):
+    return {"input_ids": prompt(50), "position_ids": torch.arange(50)[None] * 2}
+
+
+def custom(_model, input_ids, **_):
+    return torch.cat((input_ids, input_ids[:, :1]), dim=1)
+
+
+NOT_STORED = {
+    "a cache that scales": scaling_cache,
+    "layers that round": scaling_layers,
+    "an empty cache": lambda model: {**with_cache(DynamicCache()), "input_ids": prompt(50)},
+    "embeddings": embeddings,
+    "embeddings beside ids": embeddings_beside_other_ids,
+    "positions": positions,
+    "no cache": lambda model: {"input_ids": prompt(50), "use_cache": False},
+    "no cache by config": lambda model: {
+        "input_ids": prompt(50),
+        "generation_config": GenerationConfig(use_cache=False),
+    },
+    "a static cache": lambda model: {"input_ids": prompt(50), "cache_implementation": "static"},
+    "prompt look-up": lambda model: {"input_ids": prompt(50), "prompt_lookup_num_tokens": 3},
+    "an assistant": lambda model: {"input_ids": prompt(50), "assistant_model": model},
+    "a prefill in pieces": lambda model: {"input_ids": prompt(50), "prefill_chunk_size": 5},
+    "hidden states": lambda model: {"input_ids": prompt(50), "output_hidden_states": True},
+    "a function of one's own": lambda model: {"inputs": prompt(50), "custom_generate": custom},
+    "no prompt": lambda model: {"bos_token_id": 5},
+}
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-@pytest.mark.parametrize("assistant", ["prompt look-up", "a model"])
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
-def test_assisted_generation_computes_the_prompt_anew(
-    model_dir, load_model, store_url, arch, assistant, is_stored
+@pytest.mark.parametrize("make", NOT_STORED.values(), ids=NOT_STORED)
+def test_what_may_compute_other_kv_runs_as_without_a_store(
+    load_model, store_url, make, is_stored, caplog
 ):
-    """Transformers computes it on top of any cache, which is therefore emptied."""
-    model = load_model(model_dir(arch))
-    options = {"max_new_tokens": 20, "do_sample": False}
+    model, counts = load_model(), Counters()
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     if is_stored:
-        reuse(model, store_url, prompt(60))
-    cold = model.generate(prompt(60), **options)
-    help_of = {"prompt look-up": {"prompt_lookup_num_tokens": 3}}
-    if assistant not in help_of:
-        help_of[assistant] = {"assistant_model": load_model(model_dir(arch, seed=1))}
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(60))
-        assert cache.get_seq_length() == (48 if is_stored else 0)
-        output = model.generate(prompt(60), **with_cache(cache), **options, **help_of[assistant])
-        kv.save(output, cache)
-    assert torch.equal(output, cold)
-    again = reuse(model, store_url, output)
-    assert again.num_loaded >= 64
-    assert_same_as_cold(model, output, again)
-
-
-def test_assisted_generation_with_a_part_of_the_prompt_is_stopped(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(60))
+        reuse(model, store_url, prompt(50))
     with (
-        StoredKV(model, store_url, chunk_tokens=CHUNK) as kv,
-        pytest.raises(ContractError, match=r"pass generate\(\) all of its tokens"),
+        caplog.at_level("INFO"),
+        StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv,
     ):
-        model.generate(
-            prompt(60)[:, 48:],
-            attention_mask=torch.ones((1, 60)),
-            **with_cache(kv.load(prompt(60))),
-            prompt_lookup_num_tokens=3,
-            max_new_tokens=9,
-        )
+        output = kv.generate(**make(model), **options)
+        assert kv.num_loaded == 0
+    expected = model.generate(**make(model), **options)
+    found, cold = (each if torch.is_tensor(each) else each.sequences for each in (output, expected))
+    assert torch.equal(found, cold)
+    assert counts["generated_without_store"] == 1
+    assert counts["put_stored"] == counts["hits"] == 0
+    assert caplog.text.count("generate() runs without the store: ") == 1
 
 
-def test_a_forward_of_the_whole_prompt_is_stopped(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(60))
+def test_a_cache_that_scales_values_has_no_way_into_the_store(load_model, store_url):
+    """Neither by the argument, nor by the cache that a prefill returned."""
+    model, ids = load_model(), prompt(50)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(60))
-        with pytest.raises(ContractError, match="60 tokens are computed on top of 48"):
-            model(prompt(60), **with_cache(cache))
-        model(prompt(60)[:, 48:], **with_cache(cache))
-        assert kv.save(prompt(60), cache) == 0
+        for layer in kv.prefill(ids).layers:
+            layer.values.mul_(1.2)
+        output = kv.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+        for layer in cache_of(output).layers:
+            layer.values.mul_(1.2)
+        kv.generate(**scaling_cache(model), max_new_tokens=2)
+    assert not hasattr(kv, "save")
+    again = reuse(model, store_url, ids, audit="off")
+    assert again.num_loaded == 48
+    assert_same_as_cold(model, ids, again)
 
 
-@pytest.mark.parametrize("run", ["the first run", "the second run"])
-def test_a_conversation_goes_on_in_one_cache(load_model, store_url, run):
-    """Later messages are longer than the first prompt, which a loaded cache was made for."""
-    model = load_model()
-    for number in range(1 if run == "the first run" else 2):
-        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-            token_ids = prompt(40)
-            cache = kv.load(token_ids)
-            assert cache.get_seq_length() == (0, 32)[number]
-            for turn in range(3):
-                sequences, logits = generate(model, token_ids, cache)
-                cold_sequences, cold = generate(model, token_ids)
-                assert torch.equal(sequences, cold_sequences)
-                assert (logits - cold).abs().max() < 1e-4
-                kv.save(sequences, cache)
-                token_ids = torch.cat((sequences, prompt(70, seed=turn + 1)), dim=1)
+def test_a_generate_that_fails_stores_nothing(load_model, store_url):
+    class Abort(Streamer):
+        def put(self, value):
+            raise InterruptedError
+
+    model, counts = load_model(), Counters()
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        with pytest.raises(InterruptedError):
+            kv.generate(prompt(50), streamer=Abort())
+        assert counts["put_stored"] == 0
+        assert_same_as_cold(model, prompt(50), reuse(model, store_url, prompt(50)))
+
+
+def test_a_pipeline_generates_with_the_store(model_dir, load_model, store_url, tmp_path):
+    model, counts = load_model(), Counters()
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = "The clause was executed. " * 20
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cold = pipe(text, **options)
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        model.generate = kv.generate
+        assert [pipe(text, **options) for _ in range(2)] == [cold] * 2
+        assert kv.num_loaded > 0
+    assert counts["model_changed"] == 0
 
 
 CHAT = """
@@ -266,83 +341,64 @@ from transformers import AutoModelForCausalLM
 from kvferry.adapters.transformers import StoredKV
 from tests.adapters.transformers.generating import CHUNK, generate, prompt
 
-num_shared, store_url, *paths = sys.argv[1:]
+store_url, num_turns, *paths = sys.argv[1:]
 for path in paths:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        token_ids = prompt(int(num_shared))
-        cache = kv.load(token_ids)
-        print(cache.get_seq_length())
-        for turn in range(3):
-            token_ids = torch.cat((token_ids, prompt(70, seed=turn + 1)), dim=1)
-            sequences, logits = generate(model, token_ids, cache)
-            cold_sequences, cold = generate(model, token_ids)
+        token_ids = prompt(40)
+        for turn in range(int(num_turns)):
+            sequences, logits = generate(kv, token_ids, new_tokens=20)
+            print(kv.num_loaded, end=" ")
+            cold_sequences, cold = generate(model, token_ids, new_tokens=20)
             assert torch.equal(sequences, cold_sequences)
             assert (logits - cold).abs().max() < 1e-4
-            kv.save(sequences, cache)
-            token_ids = sequences
+            token_ids = torch.cat((sequences, prompt(70, seed=turn + 1)), dim=1)
 """
 
 
-def chat(paths: list[Path], store_url: str, *, num_shared: int) -> list[int]:
-    """Conversations with models in a process of their own and each in a cache of its own, which is
-    loaded for the tokens that all conversations share. Returns how many were, for each model."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHAT, str(num_shared), store_url, *map(str, paths)],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.slow
-def test_a_conversation_behind_shared_tokens_runs_again(model_dir, store_url):
-    """The first forward then brings more tokens than the cache was loaded for."""
+def test_a_conversation_goes_on_in_another_process(model_dir, store_url):
+    """Each turn reads the prompt of the turn before it; the second process also reads that of its
+    last turns, which the first one had."""
     paths = [model_dir(arch) for arch in ("llama", "gemma3_text")]
-    assert chat(paths, store_url, num_shared=40) == [0, 0]
-    assert chat(paths, store_url, num_shared=40) == [32, 32]
 
+    def chat(num_turns):
+        done = subprocess.run(
+            [sys.executable, "-c", CHAT, store_url, str(num_turns), *map(str, paths)],
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        return [int(each) for each in done.stdout.split()]
 
-def test_a_longer_prompt_than_was_loaded_is_generated_from(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(20))
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        cache = kv.load(prompt(20))
-        assert cache.get_seq_length() == 16
-        token_ids = torch.cat((prompt(20), prompt(70, seed=1)), dim=1)
-        sequences, logits = generate(model, token_ids, cache)
-        kv.save(sequences, cache)
-    assert (logits - generate(model, token_ids)[1]).abs().max() < 1e-4
-    again = reuse(model, store_url, token_ids)
-    assert again.num_loaded == 80
-    assert_same_as_cold(model, token_ids, again)
+    # Prompts of 40, 130, 220 and 310 tokens.
+    assert chat(2) == [0, 32] * len(paths)
+    assert chat(4) == [32, 128, 128, 208] * len(paths)
 
 
 def test_eviction_takes_the_ends_of_prompts_first(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(160))
+    reuse(model, store_url, prompt(161))
     directory = Path(store_url.removeprefix("file://"))
     size = max(path.stat().st_size for path in directory.glob("records/*/*"))
     shutil.rmtree(directory)
     store_url += f"?max_bytes={10 * size + size // 2}"
-    reuse(model, store_url, prompt(160))
-    reuse(model, store_url, prompt(80, seed=1))
-    assert reuse(model, store_url, prompt(80, seed=1), save=False).num_loaded == 79
-    assert reuse(model, store_url, prompt(160), save=False).num_loaded == 80
+    reuse(model, store_url, prompt(161))
+    reuse(model, store_url, prompt(81, seed=1))
+    assert reuse(model, store_url, prompt(81, seed=1)).num_loaded == 80
+    assert reuse(model, store_url, prompt(161)).num_loaded == 80
 
 
 def test_token_ids_come_as_tensor_or_list(load_model, store_url):
-    model = load_model()
-    reuse(model, store_url, prompt(40))
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+    with StoredKV(load_model(), store_url, chunk_tokens=CHUNK) as kv:
         ids = prompt(40)
+        loaded(kv, ids)
         for given in (ids, ids[0], ids.numpy(), ids.tolist(), ids[0].tolist(), tuple(ids[0])):
-            assert kv.load(given).get_seq_length() == 32
-        assert kv.load([]).get_seq_length() == 0
+            assert loaded(kv, given) == 32
+        assert kv.prefill([]).get_seq_length() == kv.prefill([5]).get_seq_length() == 0
 
 
 WRITER = """
@@ -351,7 +407,7 @@ from transformers import AutoModelForCausalLM
 from tests.adapters.transformers.generating import prompt, reuse
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print([reuse(model, sys.argv[2], prompt(64, seed=seed)).num_saved for seed in range(4)])
+print([reuse(model, sys.argv[2], prompt(65, seed=seed)).num_saved for seed in range(4)])
 """
 
 
@@ -368,24 +424,24 @@ def test_two_processes_at_once_store_and_another_reads_all(model_dir, load_model
     assert [sum(each) for each in zip(*saved, strict=True)] == [64] * 4
     model = load_model()
     for seed in range(4):
-        read = reuse(model, store_url, prompt(64, seed=seed))
-        assert read.num_loaded == 63
-        assert_same_as_cold(model, prompt(64, seed=seed), read)
+        read = reuse(model, store_url, prompt(65, seed=seed))
+        assert read.num_loaded == 64
+        assert_same_as_cold(model, prompt(65, seed=seed), read)
 
 
 def test_other_options_and_tenants_do_not_meet(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     for options in ({"chunk_tokens": 8}, {"tenant": "b"}, {"weights_version": "2"}):
-        assert reuse(model, store_url, prompt(64), save=False, **options).num_loaded == 0
-    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+        assert reuse(model, store_url, prompt(65), **options).num_loaded == 0
+    assert reuse(model, store_url, prompt(65)).num_loaded == 64
 
 
 def test_a_closed_one_refuses(load_model, store_url):
     kv = StoredKV(load_model(), store_url)
     kv.close()
     kv.close()
-    for use in (lambda: kv.load([5]), lambda: kv.save([5], None)):
+    for use in (lambda: kv.generate(prompt(5)), lambda: kv.prefill([5])):
         with pytest.raises(ContractError, match="closed"):
             use()
 
@@ -411,10 +467,10 @@ def test_impossible_options_are_refused(load_model, store_url, options, message)
 
 def test_a_quota_below_one_chunk_is_refused_before_it_evicts(load_model, store_url):
     model = load_model()
-    reuse(model, store_url, prompt(64))
+    reuse(model, store_url, prompt(65))
     with pytest.raises(ConfigError, match="smaller than one chunk"):
         StoredKV(model, store_url + "?max_bytes=1KiB", chunk_tokens=CHUNK)
-    assert reuse(model, store_url, prompt(64)).num_loaded == 63
+    assert reuse(model, store_url, prompt(65)).num_loaded == 64
 
 
 def test_the_store_knows_what_the_model_is_called(model_dir, load_model, store_url):

@@ -1,19 +1,38 @@
-"""Arguments of `StoredKV` and its methods (options, ids, masks, caches), converted or refused."""
+"""Arguments of `StoredKV` and its methods (options, ids, masks, calls), converted or refused."""
 
-# ruff: noqa: ANN401 - token ids and caches come in many types.
+# ruff: noqa: ANN401 - token ids, masks and the arguments of `generate` come in many types.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.host_model import HostModel, is_plain
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.config import ChunkOptions
 from kvferry.errors import ConfigError
+
+_MODES = {"greedy_search", "sample", "beam_search", "beam_sample"}
+"""Kinds of generation that only append to a cache and reorder the rows of one prompt. Others, such
+as assisted generation, compute the prompt themselves or run code of a hub."""
+
+_NOT_SERVED = (
+    *("cache_implementation", "token_healing", "output_attentions", "output_hidden_states"),
+    "prefill_chunk_size",
+)
+"""Settings of a generation config with which `generate` takes no cache, takes other tokens, or
+computes or returns something for the whole prompt."""
+
+_OF_NO_KV = {
+    *("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "streamer"),
+    *("prefix_allowed_tokens_fn", "synced_gpus", "tokenizer"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask"),
+}
+"""Arguments of `generate` outside its config that leave a prompt's KV and the forwards of its
+tokens as they are. Every other one may change them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +40,7 @@ class StoredKVConfig(ChunkOptions):
     """Options of `StoredKV`, with those of `ChunkOptions`; each has a default.
 
     Attributes:
-        save_timeout_seconds: after this, `save` starts no more records and returns.
+        save_timeout_seconds: after this, a call starts no more writes and returns.
         io_threads: threads for reads, and half as many for writes.
     """
 
@@ -36,13 +55,55 @@ class Prompt(NamedTuple):
     """Hidden tokens in front."""
     token_ids: list[int]
     """The tokens behind them, up to the next hidden token. Their KV depends on them alone."""
+    is_whole: bool = True
+    """Whether no token behind them is hidden, so that their last is the last of the row."""
 
 
-class CacheShape(NamedTuple):
-    """The number of rows and tokens that a cache was computed from."""
+class Prompts(NamedTuple):
+    """The prompts of a call."""
 
-    num_rows: int
-    num_tokens: int  # of each row, padding included
+    rows: list[list[int]]
+    """Token ids, padding included; all rows are of one length."""
+    mask: torch.Tensor
+    """`[rows, tokens]`: 1 where a token is visible, 0 where it is hidden."""
+    num_copies: int = 1
+    """Rows that `generate` computes for each prompt: beams, or several answers."""
+
+    def each(self) -> list[Prompt]:
+        """Return what can be stored of each row."""
+        return [
+            _visible(row, mask) for row, mask in zip(self.rows, self.mask.tolist(), strict=True)
+        ]
+
+
+def read_call(
+    model: HostModel, inputs: Any, generation_config: Any, given: Mapping[str, Any]
+) -> Prompts | str:
+    """Return the prompts of a call of `generate`, or why it has to run without the store.
+
+    Args:
+        inputs, generation_config, given: arguments of `generate`.
+
+    Raises:
+        ConfigError: token ids or a mask that no call can use.
+        ValueError: as `generate`.
+    """
+    config, rest = model.prepare_generation(generation_config, given)
+    input_ids = rest.get("input_ids") if inputs is None else inputs
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+        return "it has no input_ids of the shape [rows, tokens]"
+    others = {name for name, value in rest.items() if value is not None} - _OF_NO_KV
+    asked = [name for name in _NOT_SERVED if getattr(config, name, None)]
+    if config.use_cache is False:
+        asked.append("use_cache=False")
+    mode = config.get_generation_mode().value
+    if mode not in _MODES:
+        asked.append(mode)
+    if others or asked:
+        return f"it uses {', '.join([*sorted(others), *asked])}"
+    rows = read_rows(input_ids, model.vocab_size)
+    mask = read_mask(rest.get("attention_mask"), rows, config)
+    return Prompts(rows, mask, max(config.num_beams or 1, config.num_return_sequences or 1))
 
 
 def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
@@ -74,17 +135,17 @@ def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
     return token_ids
 
 
-def read_prompts(rows: list[list[int]], attention_mask: Any, model: HostModel) -> list[Prompt]:
-    """Return what can be stored of each row: by the mask, else by what looks like padding.
-
-    A mask may be shorter than the rows: generated tokens are visible. One row of it may stand for
-    several of `rows`, which `generate` returned for one prompt.
+def read_mask(attention_mask: Any, rows: list[list[int]], config: Any) -> torch.Tensor:
+    """Return the mask of these rows. Without one, hide padding as `generate` does: the padding
+    token of the generation config, unless it also ends sequences.
 
     Raises:
         ConfigError: the mask cannot be of these rows.
     """
     if attention_mask is None:
-        return [Prompt(0, row[: model.num_visible(row)]) for row in rows]
+        ids, padding, ends = torch.tensor(rows), config.pad_token_id, config.eos_token_id
+        is_end = padding in (ends if isinstance(ends, list) else [ends])
+        return torch.ones_like(ids) if padding is None or is_end else ids.ne(padding).long()
     try:
         mask = torch.as_tensor(attention_mask)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -92,53 +153,17 @@ def read_prompts(rows: list[list[int]], attention_mask: Any, model: HostModel) -
             f"attention_mask is a {type(attention_mask).__name__}; give that of the tokenizer"
         ) from error
     mask = mask[None] if mask.ndim == 1 else mask
-    if mask.ndim != 2 or len(rows) % max(1, len(mask)) or mask.shape[1] > len(rows[0]):
+    if list(mask.shape) != [len(rows), len(rows[0])]:
         raise ConfigError(
             f"attention_mask is {list(mask.shape)}, and the token ids are "
             f"{[len(rows), len(rows[0])]}; give the mask of these tokens"
         )
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ConfigError("attention_mask holds other values than 0 and 1; give the tokenizer's")
-    masks = mask.int().tolist()
-    return [_visible(row, masks[i * len(masks) // len(rows)]) for i, row in enumerate(rows)]
+    return mask.long()
 
 
 def _visible(row: list[int], mask: list[int]) -> Prompt:
-    mask = mask + [1] * (len(row) - len(mask))
     first = mask.index(1) if 1 in mask else len(mask)
     end = mask.index(0, first) if 0 in mask[first:] else len(mask)
-    return Prompt(first, row[first:end])
-
-
-def shape_of(cache: Any, model: HostModel) -> CacheShape:
-    """Return how many rows and tokens a cache of `model` was computed from.
-
-    Raises:
-        ConfigError: a cache of another kind, or of another model.
-    """
-    layers = getattr(cache, "layers", None)
-    if layers is None or not all(is_plain(layer) for layer in layers):
-        kinds = sorted({type(layer).__name__ for layer in layers or (cache,)})
-        raise ConfigError(
-            f"the cache is made of {', '.join(kinds)}; only a DynamicCache can be stored"
-        )
-    if getattr(cache, "offloading", False):
-        raise ConfigError(
-            "the cache is offloaded, so its tensors may be moving between devices; generate with "
-            "the cache of kv.load(input_ids), which is not offloaded, and save that"
-        )
-    if not layers or cache.get_seq_length() == 0:
-        return CacheShape(0, 0)
-    if len(layers) != len(model.layers):
-        raise ConfigError(
-            f"the cache has {len(layers)} layers, the model {len(model.layers)}: they do not fit"
-        )
-    num_rows = int(layers[0].keys.shape[0])
-    for position, (layer, expected) in enumerate(zip(layers, model.layers, strict=True)):
-        mismatch = expected.mismatch(layer, num_rows=num_rows)
-        if mismatch is not None:
-            raise ConfigError(
-                f"layer {position} of the cache is {mismatch[0]}; a cache of this model has "
-                f"{mismatch[1]}"
-            )
-    return CacheShape(num_rows, int(cache.get_seq_length()))
+    return Prompt(first, row[first:end], end == len(row))

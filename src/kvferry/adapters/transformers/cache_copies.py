@@ -5,7 +5,7 @@ sequence of the batch (but `CacheLayer.row` is a layer's index in its group). A 
 holds `[layers, heads, tokens, K|V]`, without padding. For latent attention (MLA), the cache keeps
 latents as keys and rotated keys as values.
 
-Callers: `StoredKV` (`fill`, `gather`), audit.py and recompute.py (`cache_of`, `gather`).
+Callers: `StoredKV` (`filled_cache`, `gather`), audit.py (`cache_of`, `gather`).
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.arguments import Prompt, StoredKVConfig
+from kvferry.adapters.transformers.arguments import StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
@@ -26,9 +26,6 @@ from kvferry.engine.kv_pool import pairs_apart, pairs_together
 from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.record.schema import RecordSchema
-
-if TYPE_CHECKING:
-    from kvferry.adapters.transformers.loaded_cache import LoadedCache
 
 
 def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
@@ -40,23 +37,14 @@ def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, 
     return namespace, RankRows(model.groups, tensor_parallel_shard(model.groups, 0, 1), schema)
 
 
-def first_kept(cache: Any) -> int:
-    """Return the first token that every layer has; sliding-window layers drop earlier ones."""
-    length = int(cache.get_seq_length())
-    return max(int(length - layer.keys.shape[-2]) for layer in cache.layers)
-
-
 def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
     """Make the image of one chunk from one row of a cache: `head | group 0 | ...` as in the record
-    file, with an empty head. Every layer must still have the chunk's tokens (see `first_kept`).
-    `first_token` counts from the row's first token, padding included."""
+    file, with an empty head. `first_token` counts from the row's first token, padding included."""
     image = memoryview(mmap.mmap(-1, rows.slot_bytes))
     into = tensors_of(rows, image)
-    length = cache.get_seq_length()
     for layer, place in zip(cache.layers, model.layers, strict=True):
         target = into[place.group][place.row]
-        start = first_token - (length - layer.keys.shape[-2])
-        tokens = slice(start, start + target.shape[-2])
+        tokens = slice(first_token, first_token + target.shape[-2])
         keys, values = layer.keys[row, :, tokens].detach(), layer.values[row, :, tokens].detach()
         if place.has_pairs_apart:
             values = pairs_together(values)
@@ -73,17 +61,17 @@ class StoredRow(NamedTuple):
     only the last chunk may go past their end."""
 
 
-def fill(
-    cache: LoadedCache,
-    stored: Sequence[StoredRow],
-    rows: RankRows,
-    model: HostModel,
-    num_tokens: int,
-) -> None:
-    """Fill a new cache with `num_tokens` of each row, padding included: zeros, then the chunks."""
+def filled_cache(
+    stored: Sequence[StoredRow], rows: RankRows, model: HostModel, num_tokens: int
+) -> Any:
+    """Make a cache with `num_tokens` of each row, padding included: zeros, then the chunks. Its
+    layers keep all tokens, also where the model's attention has a window."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache()
     tensors = [[tensors_of(rows, image) for image in each.images] for each in stored]
     size = rows.schema.chunk_tokens
-    for number, place in enumerate(model.layers):
+    for number, place in enumerate(model.layers if num_tokens else ()):
         shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)
         both = torch.empty(shape, dtype=place.dtype)
         for row, (num_padding, _) in enumerate(stored):
@@ -96,17 +84,11 @@ def fill(
         keys, values = both[..., : place.key_size], both[..., place.key_size :]
         if place.has_pairs_apart:
             values = pairs_apart(values)
-        cache.fill(number, keys, values)
-
-
-def cache_of(
-    token_ids: list[int], images: Sequence[memoryview], rows: RankRows, model: HostModel
-) -> LoadedCache:
-    """Make a cache of one prompt without padding, filled with its leading chunks."""
-    from kvferry.adapters.transformers.loaded_cache import LoadedCache
-
-    cache = LoadedCache([token_ids], [Prompt(0, token_ids)])
-    if images:
-        num_tokens = len(images) * rows.schema.chunk_tokens
-        fill(cache, [StoredRow(0, list(images))], rows, model, num_tokens)
+        cache.update(keys, values, number)
     return cache
+
+
+def cache_of(images: Sequence[memoryview], rows: RankRows, model: HostModel) -> Any:
+    """Make a cache of the leading chunks of one prompt without padding."""
+    num_tokens = len(images) * rows.schema.chunk_tokens
+    return filled_cache([StoredRow(0, list(images))], rows, model, num_tokens)

@@ -3,8 +3,8 @@
 A model changed after loading (trained, merged, quantised, pruned) computes different KV from the
 model in its directory. This module refuses every change that it can detect, and names it.
 
-`StoredKV` makes a `HostModel`. Its `load` and `save` ask `is_unchanged`, and so do the hooks of
-`Provenance` in the caller's forwards.
+`StoredKV` makes a `HostModel`, asks it at each call whether it `is_unchanged`, and computes with
+it.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
@@ -12,8 +12,7 @@ model in its directory. This module refuses every change that it can detect, and
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +31,13 @@ from kvferry.engine.connector import engine_spec
 from kvferry.engine.model import cache_argument
 from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, first_line
 from kvferry.errors import ConfigError
-from kvferry.observe import Observer
 
-logger = logging.getLogger(__name__)
-
-_OF_STATIC_CACHES = {"_compiled_call", "_last_compile_config", "_previous_max_cache_length"}
-"""Attributes that `generate` sets in a static-cache run; no other call reads them.
-Their changes are ignored."""
+_OF_GENERATE = {
+    *("_compiled_call", "_last_compile_config", "_previous_max_cache_length"),
+    "generate",
+}
+"""Attributes whose changes are ignored. `generate` sets the first in a static-cache run; no other
+call reads them. The last is put on a model for a pipeline; `HostModel` calls the class's."""
 
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
 """Token ids that exist in every vocabulary and are rarely padding."""
@@ -68,21 +67,14 @@ class CacheLayer(NamedTuple):
     """Whether the values are rotated keys as `engine.kv_pool.pairs_apart` makes them."""
     dtype: torch.dtype
 
-    def mismatch(
-        self, layer: Any, num_tokens: int | None = None, *, num_rows: int = 1
-    ) -> tuple[str, str] | None:
+    def mismatch(self, layer: Any, num_tokens: int) -> tuple[str, str] | None:
         """Return the actual and the expected form of the first tensor that does not match; None if
-        keys and values both match. `num_tokens` None accepts any number of tokens."""
+        keys and values of one row match."""
         for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
-            count = tensor.shape[-2] if num_tokens is None else num_tokens
-            shape = (num_rows, self.num_kv_heads, count, size)
+            shape = (1, self.num_kv_heads, num_tokens, size)
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
                 return f"{tensor.dtype} {list(tensor.shape)}", f"{self.dtype} {list(shape)}"
         return None
-
-
-class Watcher:
-    """Base class of objects whose hooks only observe, and so do not count as a change."""
 
 
 class HostModel:
@@ -94,6 +86,7 @@ class HostModel:
         layers: layers in the order of the model's cache.
         layer_devices: the device of each layer's KV.
         vocab_size: bound that all token ids are below.
+        cache_argument: the name of the argument that takes a cache.
 
     Raises:
         ConfigError: the model's KV has no certain identity or no record form; names the reason.
@@ -102,6 +95,8 @@ class HostModel:
     def __init__(self, model: Any, model_dir: Path | None, weights_version: str | None) -> None:
         self._model = model
         _refuse_changed(model)
+        self.cache_argument = cache_argument(model)
+        self._parameters = inspect.signature(model.forward).parameters
         directory = model_dir or _directory_of(model)
         dtype: Any = str(model.dtype).removeprefix("torch.")  # ModelConfig refuses unknown dtypes
         engine = EngineConfig(dtype=dtype)
@@ -132,64 +127,39 @@ class HostModel:
         samples values of a few parameters, different ones each time."""
         return self._look() == self._fingerprint and self._samples_agree()
 
-    def compute(self, token_ids: list[int], cache: Any, observer: Observer) -> bool:
-        """Append the KV of these tokens to a cache of one row, for an audit or a save; False if
-        torch fails (RuntimeError)."""
-        try:
-            with torch.inference_mode():
-                input_ids = torch.tensor([token_ids], device=self._model.device)
-                arguments = {cache_argument(self._model): cache}
-                self._model(input_ids=input_ids, use_cache=True, **arguments)
-        except RuntimeError:  # no memory, for example
-            logger.exception(
-                "KV could not be computed again: what depends on it is not loaded or saved"
-            )
-            observer.count("audit_failed")
-            return False
-        return True
+    def compute(
+        self, input_ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None
+    ) -> None:
+        """Append the KV of these tokens to a cache, as `generate` computes it.
 
-    @property
-    def argument_names(self) -> list[str]:
-        """The names of the forward's parameters, in order."""
-        return list(inspect.signature(self._model.forward).parameters)
-
-    def watch(self, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
-        """Call `before` and `after` around each forward until the caller removes the returned
-        handles. Both must be methods of a `Watcher`: any other hook counts as a change of the
-        model."""
-        return [
-            self._model.register_forward_pre_hook(before, with_kwargs=True),
-            self._model.register_forward_hook(after, with_kwargs=True),
-        ]
-
-    def num_visible(self, token_ids: list[int]) -> int:
-        """Return how many leading tokens are visible if the caller gave no mask: those before the
-        first padding token, which `generate` then masks. Where the padding token also ends
-        sequences, `generate` masks none; two in front then mean a padded batch: nothing is usable.
+        Args:
+            input_ids: `[rows, tokens]`.
+            mask: `[rows, tokens]` of the cached and the new tokens, 0 where one is hidden; None:
+                all are visible.
         """
-        padding, ends = self._padding_and_ends()
-        if padding is None or padding not in token_ids:
-            return len(token_ids)
-        if padding in ends:
-            return 0 if token_ids[:2] == [padding, padding] else len(token_ids)
-        return token_ids.index(padding)
+        device = self._model.device
+        arguments = {self.cache_argument: cache, "use_cache": True}
+        if mask is not None and not mask.all():
+            arguments["attention_mask"] = mask.to(device)
+            if "position_ids" in self._parameters:
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -input_ids.shape[1] :]
+                arguments["position_ids"] = positions.to(device)
+        if "logits_to_keep" in self._parameters:
+            arguments["logits_to_keep"] = 1
+        with torch.no_grad():
+            self._model(input_ids=input_ids.to(device), **arguments)
 
-    def num_answered(self, token_ids: list[int], first: int) -> int:
-        """Return the number of tokens up to the end of the first answer, which starts at `first`:
-        through its end token, or up to padding; all if there is neither. In a batch, padding
-        follows the end token, and a later turn may mask it."""
-        padding, ends = self._padding_and_ends()
-        for position in range(first, len(token_ids)):
-            if token_ids[position] in ends:
-                return position + 1
-            if token_ids[position] == padding:
-                return position
-        return len(token_ids)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's `generate`, also if the caller put another one on the object."""
+        return type(self._model).generate(self._model, *args, **kwargs)
 
-    def _padding_and_ends(self) -> tuple[int | None, list[int | None]]:
-        generation = getattr(self._model, "generation_config", None)
-        ends = getattr(generation, "eos_token_id", None)
-        return getattr(generation, "pad_token_id", None), ends if isinstance(ends, list) else [ends]
+    def prepare_generation(
+        self, generation_config: Any, given: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the config that `generate` makes of its arguments, and those that are not part of
+        it. `generate` itself asks this method of Transformers."""
+        config, rest = self._model._prepare_generation_config(generation_config, **given)
+        return config, rest
 
     def _look(self) -> object:
         """Return a value that changes with an optimizer step, a merge, a move, a cast, a switch to
@@ -250,7 +220,7 @@ class HostModel:
     def _refuse_own_positions(self, run: list[Any], name: str) -> None:
         """Refuse a model whose default positions differ from those of `generate`, which start at 0.
         A forward without positions would compute different KV for the same tokens."""
-        if "position_ids" not in inspect.signature(self._model.forward).parameters:
+        if "position_ids" not in self._parameters:
             return
         positions = torch.arange(len(_PROBES[0]), device=self._model.device)[None]
         placed = _layers_of_run(self._model, _PROBES[0], name, position_ids=positions)
@@ -269,16 +239,11 @@ def _settings(module: Any) -> tuple[Any, ...]:
     return (
         type(module),
         type(module).forward,
-        *(
-            (place, id(hook))
-            for place, each in enumerate(hooks)
-            for hook in (each or {}).values()
-            if not isinstance(getattr(hook, "__self__", None), Watcher)
-        ),
+        *((place, id(hook)) for place, each in enumerate(hooks) for hook in (each or {}).values()),
         *(
             (name, id(value) if callable(value) else value)
             for name, value in own.items()
-            if name not in _OF_STATIC_CACHES
+            if name not in _OF_GENERATE
             and (value is None or isinstance(value, bool | int | float | str) or callable(value))
         ),
     )
