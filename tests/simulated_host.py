@@ -46,6 +46,7 @@ class SimulatedHost:
         tables: block tables; None for one per group of the spec.
         check: check of the connector's own accounts, called after every step; raises if they do not
             add up.
+        num_ranks: number of ranks, if the caller sets `ranks` itself.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class SimulatedHost:
         num_blocks: int = 64,
         tables: Sequence[HostTable] | None = None,
         check: Callable[[], None] = lambda: None,
+        num_ranks: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._check = check
         self._tables = tuple(tables or table_per_group(ranks[0][0].groups))
         self.ranks = [HostRank(spec, worker, self._tables, num_blocks) for spec, worker in ranks]
-        self._fold = WorkerOutputFold(len(ranks))
+        self._fold = WorkerOutputFold(num_ranks or len(ranks))
         self._pool = HostBlockPool(self._tables, num_blocks)
         self._running: dict[str, HostRequest] = {}
         self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))

@@ -136,12 +136,14 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
 
 class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
     """Where the slots of one rank are, and which part of each record they hold. See
-    `kvferry.cache.memory.open_slots`."""
+    `kvferry.cache.memory.open_slots`. `namespace` is the digest that this rank began with: it tells
+    whether the rank describes the model as the scheduler role does."""
 
     name: str
     process: int
     fd: int
     shard: RankShard
+    namespace: bytes
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):

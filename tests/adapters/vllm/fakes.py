@@ -120,7 +120,6 @@ class FullAttentionSpec:
     page_size_padded: int | None = None
     kv_quant_mode: QuantMode = QuantMode.NONE
 
-    prefix_replay_tokens: ClassVar[int] = 0
     extra_bytes: ClassVar[int] = 0
     """Bytes of a page that are neither keys nor values."""
 
@@ -137,12 +136,17 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 @dataclass
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    bounded_replay: bool = False
+
+
+@dataclass
 class MLAAttentionSpec(FullAttentionSpec):
     num_kv_heads: int = 1
 
     @property
     def page_size_bytes(self) -> int:
-        return self.head_size * self.block_size * self.dtype.itemsize
+        return self.head_size * self.num_kv_heads * self.block_size * self.dtype.itemsize
 
 
 @dataclass

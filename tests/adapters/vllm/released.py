@@ -332,6 +332,9 @@ _BASE_BEHAVIOUR = {
     "get_block_ids_with_load_errors": lambda self: set(),
     "request_finished": lambda self, request, block_ids: (False, None),
     "take_events": lambda self: (),
+    "set_xfer_handshake_metadata_pp_aware": lambda self, metadata: self.set_xfer_handshake_metadata(
+        {rank: each for (_, rank), each in metadata.items()}
+    ),
 }
 
 _BASE_PROPERTIES = {

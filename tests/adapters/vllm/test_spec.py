@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kvferry.adapters.vllm.spec import engine_spec
+from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
+from kvferry.adapters.vllm.spec import engine_spec, host_kv
 from kvferry.cache.build import PrefixCache
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
@@ -18,6 +22,7 @@ from .fakes import (
     MambaSpec,
     MLAAttentionSpec,
     QuantMode,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     make_config,
@@ -36,7 +41,10 @@ def model(tmp_path):
 
 def spec_of(config, *groups):
     cache = KVCacheConfig(list(groups)) if groups else None
-    return engine_spec(config, cache, IDENTITY, publishes=False)
+    refuse_parallel(config.parallel_config)
+    layers = [] if cache is None else layers_of(config, cache, "cuda")
+    kv = host_kv(config, layers, None, 128)
+    return engine_spec(config, kv, IDENTITY, publishes=False)
 
 
 def test_one_group_is_one_table(model):
@@ -165,8 +173,8 @@ def test_an_engine_knows_its_place_in_a_data_parallel_group(model, names_of_rele
 REFUSED = {
     "recurrent state": (MambaSpec(), "MambaSpec"),
     "the end of a hit computed again": (
-        odd(SlidingWindowSpec, prefix_replay_tokens=8),
-        "prefix_replay_tokens=8",
+        SlidingWindowMLASpec(bounded_replay=True),
+        "bounded_replay=True",
     ),
     "a type of a platform's own": (
         FullAttentionSpec(dtype=torch.uint8, kv_quant_mode=QuantMode.CUSTOM),
@@ -178,9 +186,131 @@ REFUSED = {
     ),
     "more than keys and values": (
         odd(FullAttentionSpec, extra_bytes=64),
-        "does not store the other bytes",
+        "stores keys and values alone",
     ),
 }
+
+
+def short_and_padded():
+    spec = odd(FullAttentionSpec, extra_bytes=-64)
+    spec.page_size_padded = spec.page_size_bytes
+    return spec
+
+
+@dataclass
+class NewSpec(FullAttentionSpec):
+    """A class of a later vLLM."""
+
+
+@dataclass
+class NewFieldSpec(FullAttentionSpec):
+    """A class that a later vLLM gave another field."""
+
+    swizzle: int = 0
+
+
+NewFieldSpec.__name__ = "FullAttentionSpec"
+
+NOT_KNOWN = {
+    "a class": (NewSpec(), "keeps its KV as a NewSpec, which kvferry does not know"),
+    "a field": (NewFieldSpec(swizzle=2), "FullAttentionSpec with swizzle=2, a field that"),
+    "a field at its default": (NewFieldSpec(), "FullAttentionSpec with swizzle=0"),
+    "no dataclass": (SimpleNamespace(block_size=4), "as a SimpleNamespace, which"),
+    "pages shorter than their content": (
+        odd(FullAttentionSpec, extra_bytes=-64),
+        "a KV block of .* has 192 bytes, its keys and values 256",
+    ),
+    "padded pages shorter than their content": (
+        short_and_padded(),
+        "has 192 bytes, its keys and values 256",
+    ),
+    "latents of two heads": (
+        MLAAttentionSpec(num_kv_heads=2),
+        "has 128 bytes, its keys and values 64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kv_spec", "part"), NOT_KNOWN.values(), ids=NOT_KNOWN.keys())
+def test_a_spec_that_is_not_known_or_lies_is_refused_by_name(model, kv_spec, part):
+    with pytest.raises(ConfigError, match=part) as caught:
+        spec_of(make_config(model), Group(names(0), kv_spec))
+    assert names(0)[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [None, object(), SimpleNamespace(num_kv_heads=1)])
+@pytest.mark.parametrize(("named", "total"), [({"num_key_value_heads": 2}, 2), ({}, 4)])
+def test_a_module_without_a_total_of_heads_leaves_it_to_the_configuration(
+    tmp_path, module, named, total
+):
+    # Without a number that fits alone, each rank has a head of its own: that is never wrong.
+    model = write_model(tmp_path / "m", **{"num_key_value_heads": None, **named})
+    config = make_config(model, parallel_config__tensor_parallel_size=4)
+    config.parallel_config.world_size = 4
+    modules = {} if module is None else {names(0)[0]: module}
+    config.compilation_config = SimpleNamespace(static_forward_context=modules)
+    spec = spec_of(config, Group(names(0), FullAttentionSpec(num_kv_heads=1)))
+    assert spec.groups[0].num_kv_heads == total
+
+
+@pytest.mark.parametrize(
+    ("fields", "total"),
+    [
+        ({"num_key_value_heads": 4}, 4),
+        ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, 8),
+        ({"num_key_value_heads": 16, "num_global_key_value_heads": 4}, 4),
+        ({"num_key_value_heads": 4, "num_attention_heads": 8}, 8),
+        ({"num_key_value_heads": 4, "num_attention_heads": 64, "head_dim": 8}, 4),
+        ({"num_key_value_heads": [4, 8]}, 8),
+        ({"num_key_value_heads": None, "attn_config": {"kv_n_heads": 2}}, 2),
+        (
+            {
+                "num_key_value_heads": 4,
+                "attention_other_setting": {"num_attention_groups": 8},
+            },
+            8,
+        ),
+        ({"num_key_value_heads": 3}, 8),
+        ({"num_key_value_heads": True}, 8),
+    ],
+    ids=str,
+)
+def test_copies_of_heads_need_one_number_that_fits(tmp_path, fields, total):
+    model = write_model(tmp_path / "m", **fields)
+    config = make_config(model, parallel_config__tensor_parallel_size=8)
+    config.parallel_config.world_size = 8
+    spec = spec_of(config, Group(names(0), FullAttentionSpec(num_kv_heads=1)))
+    assert spec.groups[0].num_kv_heads == total
+
+
+def test_what_vllm_knows_of_each_layer_comes_first(model):
+    config = make_config(model, parallel_config__tensor_parallel_size=8)
+    config.parallel_config.world_size = 8
+
+    class Arch(list):
+        per_layer_overrides = ({"total_num_kv_heads": 2}, {})
+
+    config.model_config.model_arch_config = Arch(
+        SimpleNamespace(total_num_kv_heads=n) for n in (2, 4)
+    )
+    spec = spec_of(config, Group(names(0, 1), FullAttentionSpec(num_kv_heads=1)))
+    assert [group.num_kv_heads for group in spec.groups] == [2, 4]
+
+
+def test_a_drafter_is_told_by_its_spec_its_module_or_its_name(model):
+    config = make_config(model)
+    marked = names(1)[0]
+    config.compilation_config = SimpleNamespace(
+        static_forward_context={marked: SimpleNamespace(is_draft_layer=True)}
+    )
+    spec = spec_of(
+        config,
+        Group([*names(0), marked, "mtp.layers.0.self_attn.attn"], FullAttentionSpec()),
+        Group(names(2), odd(FullAttentionSpec, is_draft=True)),
+    )
+    [part] = spec.table_parts
+    assert part.layer_names == tuple(names(0))
 
 
 @pytest.mark.parametrize("mode", [QuantMode.NONE, QuantMode.FP8_PER_TENSOR])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
 NUM_TOKENS = 37
 CHUNK = 6
 """Neither a multiple nor a divisor of the block size, so that chunks straddle blocks."""
+WINDOW = 8
+"""Of the layers of `uniform` that have one."""
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
@@ -128,20 +132,30 @@ def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
     if all(call["positional"] == 2 for call in release.facts["construction"]):
         return None
     heads = HEADS // world
-    spec_class = release.types["FullAttentionSpec"]
-    page = 2 * heads * HEAD_SIZE * BLOCK * 4
-    spec = spec_class.__new__(type("FullAttentionSpec", (spec_class,), {"page_size_bytes": page}))
     values = {
         "block_size": BLOCK,
         "num_kv_heads": heads,
         "head_size": HEAD_SIZE,
         "head_size_v": HEAD_SIZE,
         "dtype": torch.float32,
-        "page_size_padded": None,
-        "sliding_window": None,
-        "attention_chunk_size": None,
     }
-    spec.__dict__.update(values)
+    # In a snapshot, fields without a default look like properties.
+    found = [
+        each
+        for name in ("KVCacheSpec", "AttentionSpec", "FullAttentionSpec")
+        for each in release.facts["types"][name]["fields"]
+    ]
+    fields = {
+        each.rstrip("="): values.get(each.rstrip("="))
+        for each in found
+        if each.endswith("=") or each in values
+    }
+    spec_class = dataclasses.make_dataclass(
+        "FullAttentionSpec",
+        [(name, Any, value) for name, value in fields.items()],
+        namespace={"page_size_bytes": 2 * heads * HEAD_SIZE * BLOCK * 4},
+    )
+    spec = spec_class()
     group = release.record(
         "KVCacheGroupSpec",
         layer_names=layer_names(),
@@ -157,6 +171,20 @@ def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
         kv_cache_groups=[group],
         kv_cache_layout="LBHNC",
     )
+
+
+def uniform(groups: Any) -> Any:
+    """Return the configuration of workers whose first layer attends to all tokens and whose other
+    layers have a window, all in one group."""
+    [group] = groups.kv_cache_groups
+    first, *others = group.layer_names
+    windowed = dataclasses.replace(group.kv_cache_spec, sliding_window=WINDOW)
+    specs = {first: group.kv_cache_spec, **dict.fromkeys(others, windowed)}
+    mixed = copy.copy(group)
+    mixed.kv_cache_spec = SimpleNamespace(block_size=BLOCK, kv_cache_specs=specs)
+    result = copy.copy(groups)
+    result.kv_cache_groups = [mixed]
+    return result
 
 
 def whole_blocks(num_tokens: int) -> int:

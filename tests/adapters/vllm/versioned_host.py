@@ -20,7 +20,7 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.testing.stores.hooks import wait_until
 
 from .released import Release
-from .versioned_config import at_rank, make_kv_cache_config
+from .versioned_config import at_rank, make_kv_cache_config, uniform
 from .versioned_kv import (
     BLOCK,
     HEAD_SIZE,
@@ -43,7 +43,10 @@ class VersionedHost:
         connector_class: a class built on the release's base class.
         vllm_config: a configuration from `make_config`.
         backend: the attention backend, one of `BACKENDS`.
-        in_multi: whether to hand over counters and messages as `MultiConnector` does.
+        in_multi: whether to hand over counters and messages as `MultiConnector` does. Another child
+            has the handshake then.
+        is_uniform: whether the layers differ, in one group. As in vLLM, the scheduler's half then
+            gets the spec of the first layer for all.
         resumes_as_new: whether to show resumed requests as new, as the second model runner does.
         saves_last: whether to ask for a step's report before `wait_for_save`, as with speculative
             decoding.
@@ -57,6 +60,7 @@ class VersionedHost:
         *,
         backend: str = "FlashAttentionBackend",
         in_multi: bool = False,
+        is_uniform: bool = False,
         resumes_as_new: bool = False,
         saves_last: bool = False,
         num_blocks: int = 64,
@@ -75,6 +79,8 @@ class VersionedHost:
         groups = make_kv_cache_config(release, num_blocks, self.world)
         more = release.construction(groups)[-1]
         self.scheduler = connector_class(vllm_config, role.SCHEDULER, *more)
+        if is_uniform:
+            more = release.construction(uniform(groups))[-1]
         self.workers = []
         self.layers: list[list[LayerKV]] = []
         for rank in range(self.world):
@@ -88,11 +94,26 @@ class VersionedHost:
             )
             if release.has("set_host_xfer_buffer_ops"):
                 self.workers[rank].set_host_xfer_buffer_ops(None)
+        if not in_multi:
+            self._shake_hands()
         self._free = list(range(num_blocks - 1, 0, -1))
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self.counters: dict[str, float] = {}
         self.hooks_skipped_at_rest = not release.has("get_transfer_results")
+
+    def _shake_hands(self) -> None:
+        """Bring what the workers say to the scheduler's half, before the first request."""
+        said = {
+            (0, rank): pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+            for rank, worker in enumerate(self.workers)
+        }
+        if self.release.has("set_xfer_handshake_metadata_pp_aware"):
+            self.scheduler.set_xfer_handshake_metadata_pp_aware(said)
+        else:
+            self.scheduler.set_xfer_handshake_metadata(
+                {rank: metadata for (_, rank), metadata in said.items()}
+            )
 
     @staticmethod
     def groups_of(release: Release) -> Any:

@@ -9,7 +9,9 @@ The name is known to vLLM through the entry point `register`; without entry poin
 host.py       the types and functions of the installed vLLM; most differences between versions
 plugin.py     the class that vLLM constructs, on vLLM's own base class
 connector.py  how such a class is made for any host; its options, its log at start
-spec.py       vLLM's configuration as an `EngineSpec`, its tensors in a layout of ours
+kv_specs.py   the specs by which vLLM describes KV, and what each of their fields decides
+layers.py     what each layer keeps, and the models that are refused
+spec.py       the layers as an `EngineSpec`, vLLM's tensors in a layout of ours
 request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events

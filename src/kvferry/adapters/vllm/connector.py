@@ -12,10 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvferry.adapters.vllm.events import EventTranslator
-from kvferry.adapters.vllm.host import Host, computes_like_others, cpu_kernels, own_report
+from kvferry.adapters.vllm.host import (
+    Host,
+    computes_like_others,
+    cpu_kernels,
+    own_report,
+    platform_name,
+    shares_handshake,
+)
+from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel
 from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
-from kvferry.adapters.vllm.spec import engine_spec, layer_views, with_layout
+from kvferry.adapters.vllm.spec import (
+    WorkerSpec,
+    engine_spec,
+    host_kv,
+    layer_views,
+    spec_of_workers,
+)
 from kvferry.cache.build import PrefixCache
 from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
 from kvferry.contract.spec import EngineSpec
@@ -74,20 +88,46 @@ class FerryConnector(OneRole):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         log_as(logging.getLogger("vllm"), logging.getLogger("kvferry"))
-        self._observer = Counters()
         self._gauges_at = 0.0
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
         self._kv_caches: dict[str, torch.Tensor] = {}  # the host's, as registered
-        is_worker = role.name == "WORKER"
-        options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        hands_over = options.pop("handover", True)
-        if not isinstance(hands_over, bool):
-            raise ConfigError(f"{WHERE}: handover is {hands_over!r}; it must be true or false")
-        spec = self._spec(kv_cache_config, options)
-        self._kv_layout = spec.kv_layout
+        self._is_worker = role.name == "WORKER"
+        self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._hands_over = self._options.pop("handover", True)
+        if not isinstance(self._hands_over, bool):
+            raise ConfigError(
+                f"{WHERE}: handover is {self._hands_over!r}; it must be true or false"
+            )
+        refuse_parallel(vllm_config.parallel_config)
+        self._layers: list[Layer] = []
+        if kv_cache_config is not None:
+            self._layers = layers_of(vllm_config, kv_cache_config, platform_name())
+        self._open(self._spec())
+
+    def _spec(self) -> EngineSpec:
+        """Describe this engine as this half sees it. All that can be refused without reading the
+        weights is."""
+        config = self._host_config
+        sizes = {layer.block_size for layer in self._layers} or {config.cache_config.block_size}
+        chunk_tokens = self._options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
+        kv = host_kv(config, self._layers, cpu_kernels(config, sizes), chunk_tokens)
+        version = self._options.get("weights_version")
+        identity = model_identity(
+            config, None if version is None else str(version), self.host.load_config
+        )
+        events = getattr(config, "kv_events_config", None)
+        publishes = events is not None and bool(events.enable_kv_cache_events)
+        spec = engine_spec(config, kv, identity, publishes=publishes)
+        if not computes_like_others(config):
+            spec = replace(spec, loads=False, saves=False, disabled=True)
+        return spec
+
+    def _open(self, spec: EngineSpec) -> None:
+        """Open the cache, and take this half's role of it."""
+        self._observer = Counters()
         self._cache = PrefixCache(
-            spec, options, self._observer, where=WHERE, has_scheduler=not is_worker
+            spec, self._options, self._observer, where=WHERE, has_scheduler=not self._is_worker
         )
         in_memory = self._cache.store.url.startswith("memory:")
         self._translator: EventTranslator | None = None
@@ -96,33 +136,39 @@ class FerryConnector(OneRole):
         if self.host.hit_sources is not None:
             sources = self.host.hit_sources
             self._cache_hit_source = sources.HOST if in_memory else sources.DISK
+        config = self._host_config
         self.attach(
-            self._cache.worker() if is_worker else self._cache.scheduler(log=logger),
+            self._cache.worker() if self._is_worker else self._cache.scheduler(log=logger),
             block_size=self._cache.block_multiple,
             observer=self._observer,
             lora_identity=self._lora_identities,
-            item_identity=ItemIdentities(vllm_config, local_model(vllm_config)),
-            hands_over=hands_over,
-            drafts=getattr(vllm_config, "speculative_config", None) is not None,
+            item_identity=ItemIdentities(config, local_model(config)),
+            hands_over=self._hands_over,
+            drafts=getattr(config, "speculative_config", None) is not None,
         )
-        if not is_worker:
+        if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
             log_start(spec, self._cache)
 
-    def _spec(self, kv_cache_config: object, options: Mapping[str, Any]) -> EngineSpec:
-        config = self._host_config
-        version = options.get("weights_version")
-        identity = model_identity(
-            config, None if version is None else str(version), self.host.load_config
-        )
-        events = getattr(config, "kv_events_config", None)
-        publishes = events is not None and bool(events.enable_kv_cache_events)
-        spec = engine_spec(config, kv_cache_config, identity, publishes=publishes)
-        if not computes_like_others(config):
-            spec = replace(spec, loads=False, saves=False, disabled=True)
-        chunk_tokens = options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
-        kernels = cpu_kernels(config, {part.block_size for part in spec.table_parts})
-        return with_layout(spec, kernels, chunk_tokens)
+    # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
+    # its workers: its half takes their description before the first request.
+
+    def get_handshake_metadata(self) -> WorkerSpec | None:
+        return None if shares_handshake(self) else WorkerSpec(self._cache.spec)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Take the workers' description of the model, and open the cache again if it is another.
+
+        Raises:
+            ConfigError: the workers disagree, or what they describe cannot be served.
+        """
+        told = [each for each in metadata.values() if isinstance(each, WorkerSpec)]
+        spec = spec_of_workers(self._cache.spec, told)
+        if spec is not None:
+            logger.info("kvferry: the scheduler of vLLM sees less of this model than its workers")
+            self._scheduler.role.close()
+            self._cache.close()
+            self._open(spec)
 
     # The host's types.
 
@@ -170,8 +216,9 @@ class FerryConnector(OneRole):
                 "process: shut that engine down first, or set VLLM_ENABLE_V1_MULTIPROCESSING=1"
             )
         self._kv_caches = dict(kv_caches)
-        layers = self._host_config.compilation_config.static_forward_context
-        super().register_kv_caches(layer_views(kv_caches, layers, self._kv_layout))
+        modules = self._host_config.compilation_config.static_forward_context
+        layout = self._cache.spec.kv_layout
+        super().register_kv_caches(layer_views(kv_caches, modules, self._layers, layout))
 
     # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
     # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.

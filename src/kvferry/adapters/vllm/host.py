@@ -151,6 +151,20 @@ def _on_cpu() -> bool:
     return bool(import_module("vllm.platforms").current_platform.is_cpu())
 
 
+def platform_name() -> str:
+    """The device that this vLLM runs on: "cpu", "cuda", "rocm", ..."""
+    platform = import_module("vllm.platforms").current_platform
+    return "cpu" if _on_cpu() else str(getattr(platform, "device_name", "unknown"))
+
+
+def shares_handshake(connector: object) -> bool:
+    """Whether a worker's connector is one of several. vLLM's `MultiConnector` gives the metadata of
+    the first child to all of them, and other connectors refuse what is not their own."""
+    transfer = _module("vllm.distributed.kv_transfer")
+    has_one = getattr(transfer, "has_kv_transfer_group", None)
+    return has_one is not None and has_one() and transfer.get_kv_transfer_group() is not connector
+
+
 def constructing_config() -> Any:  # noqa: ANN401 - a `VllmConfig`, or None
     """Return the configuration of the engine whose connector is being constructed in this thread;
     None if there is none.

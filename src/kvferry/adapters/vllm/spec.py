@@ -7,90 +7,142 @@ starts, `FerryConnector` calls this module, which refuses layers whose KV we can
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvferry.adapters.vllm.layers import Layer, num_target_layers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
-from kvferry.keys import ModelIdentity
+from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
 
 if TYPE_CHECKING:
     import torch
 
-_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-_SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
-_MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
-
-_NUMBER = re.compile(r"\.(\d+)(?:\.|$)")
-_ANY_NUMBER = re.compile(r"(\d+)")
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One attention layer of the model that this vLLM runs.
+class HostKV:
+    """How this vLLM keeps a model's KV, as far as it decides records.
 
     Attributes:
-        name: vLLM's name of the layer.
-        number: position in the model.
-        table: index of its KV group in vLLM, and so of its block table.
-        block_size: tokens per block of that table.
-        table_window: tokens that the table keeps (with a drafter, more than the window); None: all.
-        kind: the form of its KV, as a group of one layer; layers of one kind make a record's group.
+        groups: KV groups of the whole model.
+        tables: the layers' places in the host's block tables; None if it does not say.
+        kv_layout: names the axes of its tensors, see `kvferry.layout.spec`.
+        whole_blocks: what identity says of blocks that can only be stored whole.
     """
 
-    name: str
-    number: int
-    table: int
-    block_size: int
-    table_window: int | None
-    kind: KVGroup
+    groups: tuple[KVGroup, ...]
+    tables: tuple[TablePart, ...] | None
+    kv_layout: str
+    whole_blocks: Mapping[str, JsonValue]
 
 
-def engine_spec(
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker says of its engine in vLLM's handshake, to the scheduler's half."""
+
+    spec: EngineSpec
+
+
+def host_kv(
     vllm_config: Any,  # noqa: ANN401 - the host's
-    kv_cache_config: Any,  # noqa: ANN401 - the host's, or None
-    identity: ModelIdentity,
-    *,
-    publishes: bool,
-) -> EngineSpec:
-    """Return the spec of this engine and this rank, without a layout (see `with_layout`).
+    layers: Sequence[Layer],
+    cpu_kernels: str | None,
+    chunk_tokens: object,
+) -> HostKV:
+    """Describe how this vLLM keeps KV. Nothing here reads the model's files.
 
-    Hosts that do not pass `kv_cache_config` give None: all layers then form one full-attention
-    group.
+    Args:
+        layers: from `layers_of`; empty for hosts that do not pass a `kv_cache_config`. All layers
+            then form one full-attention group.
+        cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
+        chunk_tokens: tokens of a record, as the operator set them.
 
     Raises:
-        ConfigError: a parallel configuration or a kind of layer that is not served.
+        ConfigError: a model that cannot be described, or records that would end within blocks that
+            can only be stored whole.
     """
-    parallel = vllm_config.parallel_config
-    _refuse_parallel(parallel)
-    tp = parallel.tensor_parallel_size
-    layers = [] if kv_cache_config is None else _layers_of(vllm_config, kv_cache_config)
     if layers:
         groups, tables = _sorted_layers(layers)
     else:
         groups, tables = (_only_group(vllm_config),), None
+    sizes = sorted({part.block_size for part in tables or groups})
+    whole: dict[str, JsonValue] = {}
+    layout = _BY_TOKEN
+    if cpu_kernels in _ACROSS_KERNELS and all(g.dtype in _PLAIN_DTYPES for g in groups):
+        layout = _KEYS_ACROSS
+    elif cpu_kernels is not None:
+        layout = _WHOLE_BLOCKS
+        _refuse_part_blocks(chunk_tokens, sizes, f"CPU kernels {cpu_kernels!r} need")
+        whole["cpu_blocks"] = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
+    kept_whole = [layer for layer in layers if layer.whole_blocks is not None]
+    if kept_whole:
+        sizes = sorted({layer.block_size for layer in kept_whole})
+        _refuse_part_blocks(chunk_tokens, sizes, f"layer {kept_whole[0].name} needs")
+        whole["whole_blocks"] = sorted({str(layer.whole_blocks) for layer in kept_whole})
+    return HostKV(groups=groups, tables=tables, kv_layout=layout, whole_blocks=whole)
+
+
+def _refuse_part_blocks(chunk_tokens: object, sizes: Sequence[int], who: str) -> None:
+    if isinstance(chunk_tokens, int) and any(chunk_tokens % size for size in sizes):
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which "
+            f"{who}; use a multiple"
+        )
+
+
+def engine_spec(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    kv: HostKV,
+    identity: ModelIdentity,
+    *,
+    publishes: bool,
+) -> EngineSpec:
+    """Return the spec of this engine and this rank."""
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
     step = getattr(vllm_config, "scheduler_config", None)
     # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
     rank = getattr(parallel, "data_parallel_rank", 0)
     return EngineSpec(
-        identity=identity,
-        groups=groups,
-        shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
+        identity=replace(identity, config={**identity.config, **kv.whole_blocks}),
+        groups=kv.groups,
+        shard=tensor_parallel_shard(kv.groups, parallel.rank % tp, tp),
+        kv_layout=kv.kv_layout,
         multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
         data_parallel_index=getattr(parallel, "data_parallel_index", rank),
         loads=transfer.kv_role != "kv_producer",
         saves=transfer.kv_role != "kv_consumer",
         host_publishes_events=publishes,
         step_tokens=getattr(step, "max_num_batched_tokens", None),
-        tables=tables,
+        tables=kv.tables,
     )
+
+
+def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec | None:
+    """Return the spec that the scheduler's half must take from the workers; None if it has it.
+
+    Raises:
+        ConfigError: the workers disagree among themselves.
+    """
+    specs = sorted((each.spec for each in told), key=lambda spec: spec.shard.rank)
+    for spec in specs[1:]:
+        if _of_all_ranks(spec) != _of_all_ranks(specs[0]):
+            raise ConfigError(
+                f"ranks {specs[0].shard.rank} and {spec.shard.rank} describe the model's KV "
+                "differently, so no record would hold both; serve this model without kvferry"
+            )
+    return specs[0] if specs and _of_all_ranks(specs[0]) != _of_all_ranks(own) else None
+
+
+def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
+    return spec.identity, spec.groups, spec.tables, spec.kv_layout, spec.disabled
 
 
 def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
@@ -116,133 +168,6 @@ def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[
     return tuple(groups), tuple(parts)
 
 
-def _refuse_parallel(parallel: Any) -> None:  # noqa: ANN401 - the host's
-    """Raise ConfigError for a split of KV that is not served."""
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        size = getattr(parallel, name, 1)
-        if isinstance(size, int) and size != 1:
-            raise ConfigError(f"{name}={size} is not served with kvferry; set it to 1")
-
-
-def _layers_of(vllm_config: Any, kv_cache_config: Any) -> list[Layer]:  # noqa: ANN401 - the host's
-    """Return every layer whose KV is stored, in any order. Draft layers of speculative decoding are
-    left out: their KV depends on another model, and a wrong draft only costs time."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    num_layers = _num_target_layers(model)
-    found, place = [], 0
-    for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        if not getattr(group, "enable_kv_transfer", True):
-            continue
-        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        for name in group.layer_names:
-            # A uniform group has a spec for each layer.
-            spec = each[name] if isinstance(each, Mapping) else group.kv_cache_spec
-            number = _number_of(name, place)
-            place += 1
-            if number >= num_layers or name.startswith("draft_model."):
-                continue
-            kind = _kind_of(name, spec, model, parallel.tensor_parallel_size)
-            found.append(
-                Layer(
-                    name=name,
-                    number=number,
-                    table=table,
-                    block_size=group.kv_cache_spec.block_size,
-                    table_window=_table_window(spec),
-                    kind=replace(kind, window=_window_of(number, spec, model)),
-                )
-            )
-    return found
-
-
-def _kind_of(name: str, spec: Any, model: Any, tp: int) -> KVGroup:  # noqa: ANN401 - the host's
-    """Return the form of a layer's KV, without window; block size 0: all sizes are stored alike."""
-    kind = type(spec).__name__
-    if kind not in _FULL | _SLIDING:
-        raise ConfigError(
-            f"layer {name} keeps its KV as a {kind}, which kvferry does not store; serve this "
-            "model without it"
-        )
-    for attribute in ("attention_chunk_size", "state_content_bytes", "num_head_slots"):
-        if getattr(spec, attribute, None) is not None:
-            raise ConfigError(
-                f"layer {name} has {attribute}={getattr(spec, attribute)}, which kvferry does not "
-                "store; serve this model without it"
-            )
-    # Other modes have scales in the blocks or beside them, or belong to one platform.
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    if mode not in ("NONE", "FP8_PER_TENSOR"):
-        raise ConfigError(
-            f"layer {name} keeps its KV as {mode}, which kvferry does not store; set another "
-            "--kv-cache-dtype"
-        )
-    if getattr(spec, "prefix_replay_tokens", 0):
-        raise ConfigError(
-            f"layer {name} has prefix_replay_tokens={spec.prefix_replay_tokens}: it computes the "
-            "end of a hit again, which kvferry does not serve; serve this model without it"
-        )
-    content = spec.head_size
-    if kind not in _MLA:
-        content += getattr(spec, "head_size_v", None) or spec.head_size
-    size = content * spec.num_kv_heads * spec.block_size * spec.dtype.itemsize
-    if getattr(spec, "page_size_padded", None) is None and spec.page_size_bytes != size:
-        raise ConfigError(
-            f"a KV block of layer {name} has {spec.page_size_bytes} bytes, its keys and values "
-            f"only {size}; kvferry does not store the other bytes"
-        )
-    return KVGroup(
-        num_layers=1,
-        num_kv_heads=1 if kind in _MLA else _total_heads(spec.num_kv_heads, model, tp),
-        content_size=content,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        block_size=0,
-    )
-
-
-def _window_of(number: int, spec: Any, model: Any) -> int | None:  # noqa: ANN401 - the host's
-    """Return the window of a layer. vLLM may keep all tokens of layers with and without a window in
-    one group, whose spec does not tell them apart; the model's configuration does."""
-    window = getattr(spec, "sliding_window", None)
-    config = getattr(model, "hf_text_config", None) or model.hf_config
-    kinds = getattr(config, "layer_types", None)
-    if type(spec).__name__ not in _SLIDING and isinstance(kinds, list) and number < len(kinds):
-        window = config.sliding_window if kinds[number] == "sliding_attention" else None
-    return window if isinstance(window, int) else None
-
-
-def _table_window(spec: Any) -> int | None:  # noqa: ANN401 - the host's
-    """Return how many tokens vLLM keeps of a layer; None if all."""
-    if type(spec).__name__ not in _SLIDING:
-        return None
-    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
-
-
-def _total_heads(per_rank: int, model: Any, tp: int) -> int:  # noqa: ANN401 - the host's
-    """Return the distinct kv heads over all ranks; with one per rank, ranks may hold copies."""
-    if per_rank > 1:
-        return per_rank * tp
-    return int(min(tp, max(1, model.get_total_num_kv_heads())))
-
-
-def _num_target_layers(model: Any) -> int:  # noqa: ANN401 - the host's
-    config = getattr(model, "hf_text_config", None) or model.hf_config
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        number = getattr(config, name, None)
-        if isinstance(number, int) and not isinstance(number, bool):
-            return number
-    return 1 << 30
-
-
-def _number_of(name: str, place: int) -> int:
-    """Return the position in the model: the first number in the name, or the host's order."""
-    match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
-    return place if match is None else int(match.group(1))
-
-
 def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
     """Return one full-attention group of all layers, from the model's configuration alone."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -253,7 +178,7 @@ def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
         )
     dtype = str(model.dtype).removeprefix("torch.")
     return KVGroup(
-        num_layers=_num_target_layers(model),
+        num_layers=num_target_layers(model),
         num_kv_heads=model.get_total_num_kv_heads(),
         content_size=2 * model.get_head_size(),
         dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
@@ -285,50 +210,58 @@ _PLAIN_DTYPES = ("float32", "float16", "bfloat16")
 _BLOCKS, _BLOCK_SIZE, _HEADS, _HEAD_SIZE = 1013, 1024, 7, 576
 
 
-def with_layout(spec: EngineSpec, cpu_kernels: str | None, chunk_tokens: object) -> EngineSpec:
-    """Return `spec` with the layout of this vLLM's blocks.
-
-    Args:
-        cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
-        chunk_tokens: tokens of a record, as the operator set them.
-
-    Raises:
-        ConfigError: records would end within blocks that can only be stored whole.
-    """
-    if cpu_kernels is None:
-        return replace(spec, kv_layout=_BY_TOKEN)
-    if cpu_kernels in _ACROSS_KERNELS and all(g.dtype in _PLAIN_DTYPES for g in spec.groups):
-        return replace(spec, kv_layout=_KEYS_ACROSS)
-    sizes = sorted({part.block_size for part in spec.table_parts})
-    if isinstance(chunk_tokens, int) and any(chunk_tokens % size for size in sizes):
-        raise ConfigError(
-            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which "
-            f"CPU kernels {cpu_kernels!r} need; use a multiple"
-        )
-    content = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
-    config = {**spec.identity.config, "cpu_blocks": content}
-    return replace(spec, kv_layout=_WHOLE_BLOCKS, identity=replace(spec.identity, config=config))
+_BLOCK_AND_TOKEN = {3: (0, 1), 4: (0, 2), 5: (1, 2)}
+"""Positions of the axes B and N in tensors of so many axes."""
 
 
 def layer_views(
-    tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Any], layout: str
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, Any],
+    layers: Sequence[Layer],
+    layout: str,
 ) -> dict[str, torch.Tensor]:
     """Return the host's tensors in one of the layouts that `layout` names.
 
     Args:
         tensors: KV tensors by layer name.
-        layers: the host's layers by name; their backends name the order of five axes.
-        layout: from `with_layout`.
+        modules: the host's layers by name; their backends name the order of five axes.
+        layers: what kvferry stores of them.
+        layout: `HostKV.kv_layout`.
 
     Raises:
-        LayoutError: a backend whose shape has other axes than those known.
+        LayoutError: a backend whose shape has other axes than those known, or splits blocks in a
+            way that is not served.
     """
     if layout == _KEYS_ACROSS:
         return dict(tensors)
-    return {
-        name: tensor if tensor.dim() < 5 else tensor.permute(_axes_of(layers[name]))
+    views = {
+        name: tensor if tensor.dim() < 5 else tensor.permute(_axes_of(modules[name]))
         for name, tensor in tensors.items()
     }
+    for layer in layers:
+        if layer.name in views:
+            is_whole = layout == _WHOLE_BLOCKS or layer.whole_blocks is not None
+            views[layer.name] = _of_whole_blocks(views[layer.name], layer, is_whole=is_whole)
+    return views
+
+
+def _of_whole_blocks(tensor: torch.Tensor, layer: Layer, *, is_whole: bool) -> torch.Tensor:
+    """Return a view whose blocks are those of the host's block tables. A backend may split each
+    into several, as many as its kernels need; the tensor then has more and smaller ones."""
+    block, token = _BLOCK_AND_TOKEN.get(tensor.dim(), (0, 0))
+    size = tensor.shape[token]
+    if not 0 < size < layer.block_size or layer.block_size % size:
+        return tensor  # as the tables say, or refused when it is registered
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    if is_whole or strides[block] != size * strides[token]:
+        raise LayoutError(
+            f"layer {layer.name}: the attention backend splits blocks of {layer.block_size} tokens "
+            f"into blocks of {size}, which kvferry cannot join; set --block-size {size}"
+        )
+    num_parts = layer.block_size // size
+    shape[block], shape[token] = shape[block] // num_parts, layer.block_size
+    strides[block] *= num_parts
+    return tensor.as_strided(shape, strides)
 
 
 def _axes_of(layer: Any) -> list[int]:  # noqa: ANN401 - the host's

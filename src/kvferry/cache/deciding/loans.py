@@ -60,10 +60,9 @@ class Loans:
 
     # -- scheduler thread -----------------------------------------------------------------------
 
-    def learn(self, region: SlotRegion) -> None:
-        """Learn where a rank's slots are."""
-        if self._ranks is not None:
-            self._ranks.learn(region)
+    def learn(self, region: SlotRegion) -> bool:
+        """Learn where a rank's slots are. See `RankSlots.learn`."""
+        return self._ranks is None or self._ranks.learn(region)
 
     def expect(self, key: ChunkKey) -> None:
         """Note that a save or a fetch has begun to bring a whole chunk. `lend` answers

@@ -47,7 +47,7 @@ class RankSlots:
 
     Args:
         groups: KV groups of the whole model.
-        schema: layout of the records; its namespace is not used.
+        schema: layout of the records, with the namespace that all ranks must have begun with.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
     """
@@ -63,9 +63,20 @@ class RankSlots:
         self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
 
-    def learn(self, region: SlotRegion) -> None:
+    def learn(self, region: SlotRegion) -> bool:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
-        fails, records of several ranks are not stored, and nothing is lent."""
+        fails, records of several ranks are not stored, and nothing is lent.
+
+        Returns:
+            False if this rank describes the model in another way, so that its slots hold other
+            records; they are not opened.
+        """
+        if region.namespace != self._schema.namespace:
+            return False
+        self._open(region)
+        return True
+
+    def _open(self, region: SlotRegion) -> None:
         rank = region.shard.rank
         known = self._slots.get(rank)
         if (known is not None and known.name == region.name) or (

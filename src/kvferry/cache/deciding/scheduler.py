@@ -121,7 +121,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
-        self._gets_reports = True
+        self._is_running = True
 
     @property
     def ask_again_seconds(self) -> float:
@@ -139,22 +139,26 @@ class SharedStorageScheduler(SchedulerRole):
     def expect_no_reports(self) -> None:
         """Load and save nothing from now on: the host turned out to carry no reports from workers
         to the scheduler. Without reports the contents of slots are unknown."""
-        if self._gets_reports:
-            logger.warning(
-                "this host carries no reports from workers to the scheduler: nothing is loaded or "
-                "saved; a later version of the host may carry them"
-            )
-        self._gets_reports = False
+        self._stop(
+            "this host carries no reports from workers to the scheduler: nothing is loaded or "
+            "saved; a later version of the host may carry them"
+        )
+
+    def _stop(self, why: str) -> None:
+        """Load and save nothing from now on."""
+        if self._is_running:
+            logger.warning(why)
+        self._is_running = False
 
     def _may_load(self, request: RequestView) -> bool:
         spec, handover = self.context.spec, request.handover
         is_asked = spec.loads or (handover is not None and handover.source is not None)
-        is_able = self._gets_reports and not spec.disabled and not self.audits.has_failed
+        is_able = self._is_running and not spec.disabled and not self.audits.has_failed
         return is_asked and is_able and request.options.load
 
     @property
     def _may_save(self) -> bool:
-        return self._gets_reports and not self.context.spec.disabled and self.audits.allow_saves
+        return self._is_running and not self.context.spec.disabled and self.audits.allow_saves
 
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
@@ -352,8 +356,12 @@ class SharedStorageScheduler(SchedulerRole):
                     self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
-        if report.region is not None:
-            self.pool.loans.learn(report.region)
+        if report.region is not None and not self.pool.loans.learn(report.region):
+            self._stop(
+                f"rank {report.rank} stores KV under another namespace than the scheduler looks it "
+                "up: the host describes the model differently to both. Nothing is loaded or saved; "
+                "make kvferry the host's only connector, or a tier of the host's own offloading"
+            )
         if report.timed:
             self.policy.end_step(report.timed)
         for filled in report.filled:

@@ -120,7 +120,9 @@ class SharedStorageWorker(WorkerRole):
         shard = context.spec.shard
         is_shared = context.spec.multi_process or shard.world_size > 1
         self._memory = SlotMemory(num_slots, rows.slot_bytes, is_shared=is_shared)
-        self._region = SlotRegion(self._memory.name, os.getpid(), self._memory.fd, shard)
+        self._region = SlotRegion(
+            self._memory.name, os.getpid(), self._memory.fd, shard, rows.schema.namespace
+        )
         self.io = SlotIO(rows, self._memory, context)
         self._bounds = context.bounds
         self._comparisons = Comparisons(rows, self._memory, context)

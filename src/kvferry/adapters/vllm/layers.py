@@ -1,0 +1,263 @@
+"""What each layer of vLLM keeps, from its spec, and the models that a connector of tokens refuses.
+
+vLLM's scheduler sees less than its workers: for a group of layers of several sizes it gets the spec
+of the first layer, and no modules. So the two halves may describe a model differently;
+`connector.py` has the scheduler's half adopt what the workers' halves say.
+"""
+
+# ruff: noqa: ANN401 - configurations and specs are the host's
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.adapters.vllm.kv_specs import KV_SPECS
+from kvferry.errors import ConfigError
+from kvferry.identity.resolved import unserved_fields
+from kvferry.types import KVGroup
+
+_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+_SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+_MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+
+_BY_TOKEN = re.compile(
+    r"(Flash(Attention|AttentionDiffKV|Infer)|TritonAttention(DiffKV)?|FlexAttention|TreeAttention"
+    r"|(FlashAttn|Flash|FlashInfer|Triton|Cutlass|Tokenspeed|MLACommon)MLA"
+    r"|(FlashAttn|Flash|FlashInfer)MLASparse(TRTLLM|SM120|SM90)?)Backend"
+)
+"""Attention backends (their classes) that keep the KV of each token as the axes of their tensors
+say. Those of others lie in an order of their own, or one that is not known."""
+
+_NUMBER = re.compile(r"\.(\d+)(?:\.|$)")
+_ANY_NUMBER = re.compile(r"(\d+)")
+_NUMBER_OF_HEADS = re.compile(r"(?=.*(head|kv|key_value|attention_group|query_group))(?!.*dim)")
+
+_TIER = "serve it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One attention layer of the model that this vLLM runs.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        number: position in the model.
+        table: index of its KV group in vLLM, and so of its block table.
+        block_size: tokens per block of that table.
+        table_window: tokens that the table keeps (with a drafter, more than the window); None: all.
+        kind: the form of its KV, as a group of one layer; layers of one kind make a record's group.
+        whole_blocks: how its blocks lie, if they can only be stored whole; None: token by token.
+    """
+
+    name: str
+    number: int
+    table: int
+    block_size: int
+    table_window: int | None
+    kind: KVGroup
+    whole_blocks: str | None
+
+
+def refuse_parallel(parallel: Any) -> None:
+    """Raise ConfigError for a split of KV that is not served."""
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if isinstance(size, int) and size != 1:
+            raise ConfigError(
+                f"{name}={size} is not served by kvferry's connector; set it to 1, or {_TIER}"
+            )
+
+
+def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:
+    """Return every layer whose KV is stored, in any order. Draft layers of speculative decoding are
+    left out: their KV depends on another model, and a wrong draft only costs time.
+
+    Args:
+        kv_cache_config: the host's groups.
+        platform: name of the device that vLLM runs on.
+
+    Raises:
+        ConfigError: a kind of layer that is not served.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    compilation = getattr(vllm_config, "compilation_config", None)
+    modules = getattr(compilation, "static_forward_context", {})
+    found, place = [], 0
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            # A uniform group has a spec for each layer.
+            spec = each[name] if isinstance(each, Mapping) else group.kv_cache_spec
+            number = _number_of(name, place)
+            place += 1
+            if number >= num_target_layers(model) or _is_draft(name, spec, modules.get(name)):
+                continue
+            kind = _kind_of(name, number, spec, model, parallel.tensor_parallel_size)
+            found.append(
+                Layer(
+                    name=name,
+                    number=number,
+                    table=table,
+                    block_size=group.kv_cache_spec.block_size,
+                    table_window=_table_window(spec),
+                    kind=replace(kind, window=_window_of(number, spec, model)),
+                    whole_blocks=_whole_blocks(spec, modules.get(name), platform),
+                )
+            )
+    return found
+
+
+def num_target_layers(model: Any) -> int:
+    """The number of layers of the model itself, without drafts; huge if it is not said."""
+    config = _text_config(model)
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and not isinstance(number, bool):
+            return number
+    return 1 << 30
+
+
+def _text_config(model: Any) -> Any:
+    return getattr(model, "hf_text_config", None) or model.hf_config
+
+
+def _number_of(name: str, place: int) -> int:
+    """Return the position in the model: the first number in the name, or the host's order."""
+    match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
+    return place if match is None else int(match.group(1))
+
+
+def _is_draft(name: str, spec: Any, module: Any) -> bool:
+    """Whether a layer is a drafter's. vLLM says so since 0.33; before, only names do."""
+    return (
+        getattr(spec, "is_draft", False)
+        or getattr(module, "is_draft_layer", False)
+        or not {"draft_model", "mtp"}.isdisjoint(name.split("."))
+    )
+
+
+def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
+    """Return the form of a layer's KV, without window; block size 0: all sizes are stored alike."""
+    kind, where = type(spec).__name__, f"layer {name}"
+    if kind in KV_SPECS.keys() - _FULL - _SLIDING:
+        raise ConfigError(
+            f"{where} keeps its KV as a {kind}, which kvferry's connector does not store; {_TIER}"
+        )
+    unserved = unserved_fields(spec, KV_SPECS, where)
+    if unserved:
+        fields = ", ".join(f"{field}={value!r}" for field, value in unserved.items())
+        raise ConfigError(
+            f"{where} has {fields}, which kvferry's connector does not store; {_TIER}"
+        )
+    # Other modes have scales in the blocks or beside them, or belong to one platform.
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if mode not in ("NONE", "FP8_PER_TENSOR"):
+        raise ConfigError(
+            f"{where} keeps its KV as {mode}, which kvferry's connector does not store; set "
+            f"another --kv-cache-dtype, or {_TIER}"
+        )
+    content, heads = spec.head_size, 1
+    if kind not in _MLA:
+        content += getattr(spec, "head_size_v", None) or spec.head_size
+        heads = spec.num_kv_heads
+    size = content * heads * spec.block_size * spec.dtype.itemsize
+    padded = getattr(spec, "page_size_padded", None)
+    if spec.page_size_bytes < size or (padded is None and spec.page_size_bytes != size):
+        raise ConfigError(
+            f"a KV block of {where} has {spec.page_size_bytes} bytes, its keys and values {size}; "
+            f"kvferry's connector stores keys and values alone: {_TIER}"
+        )
+    return KVGroup(
+        num_layers=1,
+        num_kv_heads=1 if kind in _MLA else _total_heads(heads, number, model, tp),
+        content_size=content,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_size=0,
+    )
+
+
+def _window_of(number: int, spec: Any, model: Any) -> int | None:
+    """Return the window of a layer. vLLM may keep all tokens of layers with and without a window in
+    one group, whose spec does not tell them apart; the model's configuration does."""
+    window = getattr(spec, "sliding_window", None)
+    config = _text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if type(spec).__name__ not in _SLIDING and isinstance(kinds, list) and number < len(kinds):
+        window = config.sliding_window if kinds[number] == "sliding_attention" else None
+    return window if isinstance(window, int) else None
+
+
+def _table_window(spec: Any) -> int | None:
+    """Return how many tokens vLLM keeps of a layer; None if all."""
+    if type(spec).__name__ not in _SLIDING:
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def _whole_blocks(spec: Any, module: Any, platform: str) -> str | None:
+    """Say how the blocks of a layer lie, if not token by token; None if they do.
+
+    The indexer of sparse attention keeps all keys of a block before all scales, in another order on
+    each platform; latents of bytes without a mode may do the same. So may backends that are not
+    known. (On a CPU, the kernels decide: see `spec.layout_of`.)
+    """
+    if platform == "cpu":
+        return None
+    ask = getattr(module, "get_attn_backend", None)
+    backend = None if ask is None else str(ask().__name__)
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    role = getattr(getattr(spec, "cache_role", None), "name", None)
+    of_bytes = str(spec.dtype).endswith("int8") and mode == "NONE"
+    by_token = backend is None or _BY_TOKEN.fullmatch(backend) is not None
+    if by_token and role != "INDEXER" and not (of_bytes and type(spec).__name__ in _MLA):
+        return None
+    return f"{backend or role} of {spec.block_size} tokens on {platform}"
+
+
+# --- kv heads of all ranks ------------------------------------------------------------------------
+
+
+def _total_heads(per_rank: int, number: int, model: Any, tp: int) -> int:
+    """Return the distinct kv heads of a layer over all ranks.
+
+    With one head per rank, ranks may hold copies, and neither vLLM's specs nor its modules say so.
+    Ranks count as copies only if one number alone that the model's configuration names for heads
+    fits. Otherwise each rank has a head of its own: that is never wrong, but such records are read
+    only with as many ranks.
+    """
+    if per_rank > 1 or tp == 1:
+        return per_rank * tp
+    fitting = {n for n in _numbers_of_heads(model, number) if 0 < n <= tp and tp % n == 0}
+    return fitting.pop() if len(fitting) == 1 else tp
+
+
+def _numbers_of_heads(model: Any, number: int) -> set[int]:
+    arch = getattr(model, "model_arch_config", None)
+    by_layer = getattr(arch, "per_layer_overrides", None) or ()
+    if number < len(by_layer) and any("total_num_kv_heads" in each for each in by_layer):
+        assert arch is not None, "it has layers"
+        return {int(arch[number].total_num_kv_heads)}
+    config = _text_config(model)
+    return set(_numbers(config.to_dict() if hasattr(config, "to_dict") else vars(config)))
+
+
+def _numbers(value: Any, *, counts: bool = False) -> Iterator[int]:
+    """Yield the integers in a configuration whose name, or the name of what holds them, is one for
+    a number of heads."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _numbers(each, counts=counts or bool(_NUMBER_OF_HEADS.match(str(name))))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each, counts=counts)
+    elif counts and isinstance(value, int) and not isinstance(value, bool):
+        yield value

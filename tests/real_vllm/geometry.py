@@ -1,0 +1,334 @@
+"""A host whose KV lies as real vLLM lays it out: its specs, its grouping, its tensors, its ranks.
+
+What a rank writes follows from the model (which heads it really has), not from what kvferry made of
+vLLM's configuration. So a head that kvferry takes for another one is wrong KV here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.host import HostRequest
+from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
+from kvferry.adapters.vllm.spec import (
+    WorkerSpec,
+    engine_spec,
+    host_kv,
+    layer_views,
+    spec_of_workers,
+)
+from kvferry.cache.build import PrefixCache
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.spec import EngineSpec
+from kvferry.keys import ModelIdentity
+from kvferry.observe import Counters
+from kvferry.types import NULL_BLOCK
+from tests.host_tables import HostTable
+from tests.simulated_host import SimulatedHost
+
+NUM_BLOCKS = 64
+CHUNK = 128
+GARBAGE = 0xA5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """A model as vLLM describes it.
+
+    Attributes:
+        specs: given the number of ranks, the spec of each layer on one rank.
+        heads: kv heads of layers over all ranks, by name; other layers have as many as their spec
+            says times the ranks. Latents are one head on all ranks.
+        config: fields of the model's configuration.
+        backends: class of the attention backend, by the end of a layer's name.
+        kernel_block: tokens per block of the kernels, if the backend splits blocks.
+        layout: vLLM's name of the order in memory.
+        chunk: tokens of a record.
+        refused: what the message says, with these numbers of ranks; empty: served.
+        speculates: whether the model has a drafter.
+    """
+
+    specs: Callable[[int], Mapping[str, Any]]
+    heads: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    backends: Mapping[str, str] = field(default_factory=dict)
+    kernel_block: int | None = None
+    layout: str = "LBNHC"
+    chunk: int = CHUNK
+    refused: str = ""
+    drafts: Collection[str] = ()
+
+    def heads_of(self, name: str, spec: Any, rank: int, tp: int) -> range:
+        """The heads that a rank really has of a layer."""
+        if "MLA" in type(spec).__name__:
+            return range(1)
+        total = self.heads.get(name, spec.num_kv_heads * tp)
+        start = rank * total // tp
+        return range(start, start + max(1, total // tp))
+
+
+def resolved(mix: Mix, tp: int, vllm_config: Any) -> tuple[list[Any], Any]:
+    """Have vLLM group the layers: the `KVCacheConfig` of each worker, and the scheduler's."""
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_configs,
+    )
+
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    config.model_config = copy.copy(vllm_config.model_config)
+    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_config.max_num_encoder_input_tokens = 64
+    config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+    config.cache_config.kv_cache_layout = mix.layout
+    config.model_config.max_model_len = 320
+    specs = dict(mix.specs(tp))
+    found = get_kv_cache_configs(config, [dict(specs) for _ in range(tp)], [1 << 34] * tp)
+    return found, generate_scheduler_kv_cache_config(found)
+
+
+def host_config(mix: Mix, rank: int, tp: int, modules: Mapping[str, Any]) -> Any:
+    """A `VllmConfig`, as far as kvferry's description reads it."""
+    layers = len({name for name in mix.specs(tp) if name not in mix.drafts})
+    fields = {"num_hidden_layers": layers, **mix.config}
+    model = SimpleNamespace(**fields)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=1,
+            rank=rank,
+            world_size=tp,
+            distributed_executor_backend="uni" if tp == 1 else "mp",
+            data_parallel_rank=0,
+        ),
+        model_config=SimpleNamespace(hf_config=model, hf_text_config=model),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+    )
+
+
+def modules_of(mix: Mix, names: Collection[str], specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention modules of a worker: they know their backend, and no total of heads."""
+
+    def backend(name: str) -> str:
+        for end, found in mix.backends.items():
+            if name.endswith(end):
+                return found
+        latent = "MLA" in type(specs[name]).__name__
+        return "FlashMLABackend" if latent else "FlashAttentionBackend"
+
+    return {
+        name: SimpleNamespace(get_attn_backend=lambda name=name: type(backend(name), (), {}))
+        for name in names
+    }
+
+
+def described(
+    mix: Mix, config: Any, groups: Any, platform: str = "cuda"
+) -> tuple[EngineSpec, list[Any]]:
+    """What one half of the connector makes of its configuration."""
+    refuse_parallel(config.parallel_config)
+    layers = layers_of(config, groups, platform)
+    kv = host_kv(config, layers, None, mix.chunk)
+    identity = ModelIdentity(weights=b"w" * 32, config={})
+    return engine_spec(config, kv, identity, publishes=False), layers
+
+
+class RankOfVllm:
+    """One rank: tensors by vLLM's own allocator, and what the model writes into them."""
+
+    def __init__(
+        self, mix: Mix, tp: int, rank: int, groups: Any, vllm_layout: Any, worker: GuardedWorker
+    ) -> None:
+        from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        self.worker = worker
+        self.lifecycle = StepLifecycle(worker, strict=True)
+        self._mix, self._groups = mix, groups.kv_cache_groups
+        sizes = [mix.kernel_block or group.kv_cache_spec.block_size for group in self._groups]
+        self.caches = allocate_kv_cache(groups, torch.device("cpu"), vllm_layout, sizes)
+        self.memory = next(iter(self.caches.values())).untyped_storage()
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(self.memory)
+        self._bytes.fill_(GARBAGE)
+        self._layers: list[list[tuple[str, Any, range]]] = []
+        for group in self._groups:
+            uniform = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+            specs = {
+                name: group.kv_cache_spec.kv_cache_specs[name] if uniform else group.kv_cache_spec
+                for name in group.layer_names
+                if name not in mix.drafts
+            }
+            self._layers.append(
+                [(name, spec, mix.heads_of(name, spec, rank, tp)) for name, spec in specs.items()]
+            )
+
+    def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
+        for cells, values in self._kv(request, seeds, start, stop):
+            cells(values)
+
+    def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
+        return sum(
+            int((cells(None) != values).flatten(1).any(1).sum())
+            for cells, values in self._kv(request, seeds, 0, stop)
+        )
+
+    def _kv(
+        self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
+    ) -> Iterator[tuple[Callable[[Any], Any], torch.Tensor]]:
+        """Yield for each layer a function that reads or writes the tokens that have a block, and
+        their right bytes, `[tokens, heads of this rank, bytes]`."""
+        for group, ids, layers in zip(self._groups, request.block_ids, self._layers, strict=True):
+            size = group.kv_cache_spec.block_size
+            held = [
+                token
+                for token in range(start, min(stop, len(ids) * size))
+                if ids[token // size] != NULL_BLOCK
+            ]
+            if not held:
+                continue
+            blocks = torch.tensor([ids[token // size] for token in held])
+            places = torch.tensor(held) % size
+            wanted = torch.tensor([seeds[token] for token in held]).view(-1, 1, 1)
+            for name, spec, heads in layers:
+                values = self._values(name, spec, heads, wanted)
+                yield self._cells(name, blocks, places, size), values
+
+    def _values(self, name: str, spec: Any, heads: range, seeds: torch.Tensor) -> torch.Tensor:
+        content = torch.arange(self.caches[name].shape[-1] * spec.dtype.itemsize)
+        layer = sum(name.encode())
+        value = seeds * 31 + layer * 1009 + torch.tensor(heads).view(1, -1, 1) * 97 + content * 7
+        return (value % 251).to(torch.uint8)
+
+    def _cells(
+        self, name: str, blocks: torch.Tensor, places: torch.Tensor, size: int
+    ) -> Callable[[Any], Any]:
+        cache = self.caches[name].view(torch.uint8)
+        kernel = cache.shape[2]
+        at = blocks * (size // kernel) + places // kernel, places % kernel
+        if not name.endswith(self._keys_first):
+
+            def by_token(values: torch.Tensor | None) -> torch.Tensor | None:
+                if values is None:
+                    return cache[at[0], :, at[1]]
+                cache[at[0], :, at[1]] = values
+                return None
+
+            return by_token
+        # The indexer's kernel keeps all keys of a block before all scales, 4 bytes each.
+        flat = cache[:, 0].reshape(cache.shape[0], -1)
+        assert flat.data_ptr() == cache.data_ptr(), "a view"
+        keys = cache.shape[-1] - 4
+        offsets = torch.cat(
+            [
+                (at[1] * keys).view(-1, 1) + torch.arange(keys),
+                (kernel * keys + at[1] * 4).view(-1, 1) + torch.arange(4),
+            ],
+            dim=1,
+        )
+
+        def by_block(values: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
+                return flat[at[0].view(-1, 1), offsets].unsqueeze(1)
+            flat[at[0].view(-1, 1), offsets] = values[:, 0]
+            return None
+
+        return by_block
+
+    _keys_first = ("k_cache",)
+
+    def poison(self, blocks: Collection[int]) -> None:
+        for layers, group in zip(self._layers, self._groups, strict=True):
+            for name, _, _ in layers:
+                cache = self.caches[name].view(torch.uint8)
+                parts = group.kv_cache_spec.block_size // cache.shape[2]
+                for block in blocks:
+                    cache[block * parts : (block + 1) * parts] = GARBAGE
+
+    def check_null_block(self) -> None:
+        for layers, group in zip(self._layers, self._groups, strict=True):
+            for name, _, _ in layers:
+                cache = self.caches[name].view(torch.uint8)
+                parts = group.kv_cache_spec.block_size // cache.shape[2]
+                if not bool((cache[:parts] == GARBAGE).all()):
+                    raise AssertionError("the null block was written")
+
+
+class EngineOfVllm:
+    """An engine over kvferry's roles, on the description of its own halves.
+
+    Args:
+        told: whether the scheduler's half takes the workers' description, as in vLLM's handshake.
+
+    Raises:
+        ConfigError, LayoutError: the mix is refused.
+    """
+
+    def __init__(
+        self, mix: Mix, tp: int, vllm_config: Any, store: Path, *, told: bool = True
+    ) -> None:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        workers, scheduler = resolved(mix, tp, vllm_config)
+        names = [name for group in workers[0].kv_cache_groups for name in group.layer_names]
+        modules = modules_of(mix, names, mix.specs(tp))
+        halves = [
+            described(mix, host_config(mix, rank, tp, modules), groups)
+            for rank, groups in enumerate(workers)
+        ]
+        own, _ = described(mix, host_config(mix, 0, tp, modules if tp == 1 else {}), scheduler)
+        adopted = spec_of_workers(own, [WorkerSpec(spec) for spec, _ in halves])
+        self.spec = adopted if told and adopted is not None else own
+        self.counters = Counters()
+        options = {
+            "store": f"file://{store}?max_bytes=256MiB",
+            "chunk_tokens": mix.chunk,
+            "audit": "off",
+            "memory_bytes": 16 << 20,
+        }
+        self._caches = [PrefixCache(self.spec, options, self.counters)]
+        role = GuardedScheduler(
+            self._caches[0].scheduler(prefetch_recent=False),
+            self.counters,
+            block_size=self._caches[0].block_multiple,
+        )
+        layout, ranks = KVCacheLayout[mix.layout], []
+        for rank, ((spec, layers), groups) in enumerate(zip(halves, workers, strict=True)):
+            cache = PrefixCache(spec, options, self.counters, has_scheduler=False)
+            self._caches.append(cache)
+            worker = GuardedWorker(cache.worker(), self.counters)
+            ranks.append(RankOfVllm(mix, tp, rank, groups, layout, worker))
+            views = layer_views(ranks[rank].caches, modules, layers, spec.kv_layout)
+            worker.register_kv_caches(views)
+        tables = [
+            HostTable(
+                block_size=group.kv_cache_spec.block_size,
+                window=next((p.window for p in spec.table_parts if p.table == index), None),
+                layers=tuple((p.group, p.layers) for p in spec.table_parts if p.table == index),
+            )
+            for index, group in enumerate(workers[0].kv_cache_groups)
+            for spec in [halves[0][0]]
+        ]
+        self.host = SimulatedHost(role, [], num_blocks=NUM_BLOCKS, tables=tables, num_ranks=tp)
+        self.host.ranks = ranks
+        self._caches[0].wait_ready(10)
+
+    def run(self, tokens: Sequence[int], budget: int) -> int:
+        """Run a request, check every byte, and return how many tokens were hit."""
+        request = self.host.run(f"r{self.host.num_steps}", tokens, budget=budget)
+        self.host.settle()
+        return int(request.num_external_tokens)
+
+    def close(self) -> None:
+        self.host.close()
+        for cache in self._caches:
+            cache.close()

@@ -1,0 +1,445 @@
+"""vLLM's real geometry, without an engine: each mix of specs is served and byte-equal through the
+store and back, or refused by name. None is accepted and never hit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
+
+from kvferry.adapters.vllm import layers
+from kvferry.adapters.vllm.kv_specs import KV_SPECS
+from kvferry.errors import ConfigError, LayoutError
+from kvferry.identity.resolved import Use, describe_spec
+from kvferry.keys import Namespace
+from kvferry.keys.encoding import canonical
+
+from .geometry import EngineOfVllm, Mix, described, host_config, resolved
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
+BF16, BYTES = torch.bfloat16, torch.uint8
+FP8 = {"dtype": BYTES, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+TOKENS = [(7 * index) % 251 for index in range(300)]
+
+
+def attn(number):
+    return f"model.layers.{number}.self_attn.attn"
+
+
+def indexer(number):
+    return f"model.layers.{number}.self_attn.indexer.k_cache"
+
+
+def share(heads, tp):
+    return max(1, heads // tp)
+
+
+def full(tp, heads, **more):
+    values = {"block_size": 16, "head_size": 16, "dtype": BF16} | more
+    return FullAttentionSpec(num_kv_heads=share(heads, tp), **values)
+
+
+def window(tp, heads, **more):
+    values = {"block_size": 16, "head_size": 16, "dtype": BF16, "sliding_window": 128} | more
+    return SlidingWindowSpec(num_kv_heads=share(heads, tp), **values)
+
+
+def mla(**more):
+    values = {"block_size": 64, "head_size": 72, "dtype": BF16, "max_tp_shards": 1} | more
+    return MLAAttentionSpec(num_kv_heads=1, **values)
+
+
+def index(**more):
+    values = {"block_size": 64, "head_size": 36, "dtype": BYTES, "max_tp_shards": 1} | more
+    return MLAAttentionSpec(num_kv_heads=1, cache_role=SparseCacheRole.INDEXER, **values)
+
+
+def mamba(shapes=((4, 32), (8, 16)), kind=MambaAttentionBackendEnum.MAMBA2, **more):
+    return MambaSpec(block_size=16, shapes=shapes, dtypes=(BF16,) * 2, mamba_type=kind, **more)
+
+
+def plain(heads, number=2, **more):
+    """A model of equal layers of full attention."""
+    return Mix(
+        specs=lambda tp: {attn(i): full(tp, heads, **more) for i in range(number)},
+        heads={attn(i): heads for i in range(number)},
+        config={"num_key_value_heads": heads, "num_attention_heads": 64},
+    )
+
+
+def sparse(block=64, **more):
+    """Latents and the indexer's keys in one group, as in DeepSeek V3.2 and GLM-5."""
+    return Mix(
+        specs=lambda _: {
+            name: spec
+            for i in range(2)
+            for name, spec in (
+                (attn(i), mla(block_size=block)),
+                (indexer(i), index(block_size=block)),
+            )
+        },
+        config={"num_hidden_layers": 2},
+        backends={"k_cache": "DeepseekV32IndexerBackend", "attn": "FlashMLASparseBackend"},
+        **more,
+    )
+
+
+def two_kinds(first, second, kinds=("sliding_attention", "full_attention"), **config):
+    """Layers of two kinds in turn; each is a function of the ranks, and its heads."""
+    makes = [first, second, first, second]
+    return Mix(
+        specs=lambda tp: {attn(i): make(tp) for i, (make, _) in enumerate(makes)},
+        heads={attn(i): heads for i, (_, heads) in enumerate(makes)},
+        config={"layer_types": list(kinds) * 2, "sliding_window": 128, **config},
+    )
+
+
+def one(spec, **more):
+    """A model with one layer, whose spec is not served."""
+    return Mix(specs=lambda _: {attn(0): spec}, **more)
+
+
+def with_draft(name, spec):
+    base = plain(8)
+    return Mix(
+        specs=lambda tp: {**base.specs(tp), name: spec(tp)},
+        heads=base.heads,
+        config=base.config,
+        drafts=(name,),
+    )
+
+
+MIXES = {
+    "8 heads": plain(8),
+    "16 heads in float32": plain(16, dtype=torch.float32),
+    "2 heads, copied on 4 ranks and more": plain(2),
+    "1 head": plain(1),
+    "fp8 with one scale": plain(8, **FP8),
+    "keys longer than values": plain(8, head_size=24, head_size_v=16),
+    "odd head size": plain(8, head_size=12),
+    "blocks of 32": plain(8, block_size=32),
+    "gpt-oss": two_kinds(
+        (lambda tp: window(tp, 8), 8), (lambda tp: full(tp, 8), 8), num_key_value_heads=8
+    ),
+    "window longer than a chunk": two_kinds(
+        (lambda tp: window(tp, 4, sliding_window=160), 4),
+        (lambda tp: full(tp, 4), 4),
+        num_key_value_heads=4,
+        sliding_window=160,
+    ),
+    "MiMo-V2: more heads in window layers": two_kinds(
+        (lambda tp: window(tp, 8, head_size=24, head_size_v=16), 8),
+        (lambda tp: full(tp, 4, head_size=24, head_size_v=16), 4),
+        num_key_value_heads=4,
+        swa_num_key_value_heads=8,
+    ),
+    "MiMo-V2, its configuration names no other number": two_kinds(
+        (lambda tp: window(tp, 8), 8), (lambda tp: full(tp, 4), 4)
+    ),
+    "Gemma 4: fewer and longer heads in full layers": two_kinds(
+        (lambda tp: window(tp, 16), 16),
+        (lambda tp: full(tp, 4, head_size=64), 4),
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+    ),
+    "Nemotron-NAS: heads differ by layer": Mix(
+        specs=lambda tp: {attn(i): full(tp, n) for i, n in enumerate((8, 2, 4, 8))},
+        heads={attn(i): n for i, n in enumerate((8, 2, 4, 8))},
+        config={
+            "num_attention_heads": 64,
+            "block_configs": [{"attention": {"n_heads_in_group": 64 // n}} for n in (8, 2, 4, 8)],
+        },
+    ),
+    "some layers in fp8": Mix(
+        specs=lambda tp: {attn(i): full(tp, 8, **(FP8 if i % 2 else {})) for i in range(4)},
+        heads={attn(i): 8 for i in range(4)},
+        config={"num_key_value_heads": 8},
+    ),
+    "latents": Mix(specs=lambda _: {attn(i): mla() for i in range(2)}),
+    "latents in fp8": Mix(specs=lambda _: {attn(i): mla(**FP8) for i in range(2)}),
+    "latents of bytes without a mode": Mix(
+        specs=lambda _: {attn(i): mla(dtype=BYTES) for i in range(2)}
+    ),
+    "latents with a window": Mix(
+        specs=lambda _: {
+            attn(0): SlidingWindowMLASpec(
+                block_size=64, num_kv_heads=1, head_size=72, dtype=BF16, sliding_window=64
+            ),
+            attn(1): mla(),
+        },
+        config={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+    ),
+    "DeepSeek V3.2: latents and an indexer": sparse(),
+    "an indexer whose blocks a chunk cuts": sparse(
+        chunk=96, refused="chunk_tokens=96 is no multiple of the block size 64"
+    ),
+    "an indexer whose blocks are split": sparse(
+        block=128, kernel_block=64, refused="set --block-size 64"
+    ),
+    "MiniMax-M3: heads and an indexer": Mix(
+        specs=lambda tp: {
+            name: spec
+            for i in range(2)
+            for name, spec in ((attn(i), full(tp, 8, block_size=64)), (indexer(i), index()))
+        },
+        heads={attn(i): 8 for i in range(2)},
+        config={"num_hidden_layers": 2, "num_key_value_heads": 8},
+        backends={"k_cache": "SomeIndexerBackend"},
+    ),
+    "latents in blocks that are split": Mix(
+        specs=lambda _: {attn(i): mla(block_size=128) for i in range(2)}, kernel_block=64
+    ),
+    "heads in blocks that are split": Mix(
+        specs=lambda tp: {attn(i): full(tp, 16, block_size=128) for i in range(2)},
+        heads={attn(i): 16 for i in range(2)},
+        kernel_block=64,
+    ),
+    "heads before tokens, in blocks that are split": Mix(
+        specs=lambda tp: {attn(i): full(tp, 16, block_size=128) for i in range(2)},
+        heads={attn(i): 16 for i in range(2)},
+        layout="LBHNC",
+        kernel_block=64,
+        refused="set --block-size 64",
+    ),
+    "a backend whose blocks are not known": Mix(
+        specs=lambda tp: {attn(i): full(tp, 8) for i in range(2)},
+        heads={attn(i): 8 for i in range(2)},
+        config={"num_key_value_heads": 8},
+        backends={"attn": "RocmAttentionBackend"},
+    ),
+    "all layers of a block side by side": Mix(
+        specs=lambda tp: {attn(i): full(tp, 8) for i in range(2)},
+        heads={attn(i): 8 for i in range(2)},
+        layout="BLNHC",
+    ),
+    "a draft layer behind the others": with_draft(attn(2), lambda tp: full(tp, 8)),
+    "a draft layer of other heads": with_draft(attn(2), lambda tp: full(tp, 16)),
+    "a draft layer with a number of the model's": with_draft(
+        "mtp.layers.0.self_attn.attn", lambda tp: full(tp, 8)
+    ),
+    "a draft model": with_draft("draft_model.model.layers.0.attn", lambda tp: full(tp, 8)),
+    "Mamba and attention": Mix(
+        specs=lambda tp: {attn(0): full(tp, 8), "model.layers.1.mixer": mamba()},
+        refused="MambaSpec.*KVFerryTier",
+    ),
+    "gated delta nets": one(mamba(kind=MambaAttentionBackendEnum.GDN_ATTN), refused="MambaSpec"),
+    "states with speculation": one(mamba(num_speculative_blocks=2), refused="MambaSpec"),
+    "chunked attention": one(
+        ChunkedLocalAttentionSpec(
+            block_size=16, num_kv_heads=8, head_size=16, dtype=BF16, attention_chunk_size=64
+        ),
+        refused="ChunkedLocalAttentionSpec.*KVFerryTier",
+    ),
+    "DeepSeek V4": one(
+        mla(block_size=256, tokens_per_state=4, alignment=512, model_version="deepseek_v4"),
+        refused="tokens_per_state=4, model_version='deepseek_v4'.*KVFerryTier",
+    ),
+    "fp8 with a scale for each token": one(
+        full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),
+        refused="FP8_PER_TOKEN_HEAD.*--kv-cache-dtype",
+    ),
+    "fp8 latents of FlashMLA": one(
+        mla(**FP8, state_content_bytes=656), refused="content_bytes=656"
+    ),
+    "nvfp4": one(
+        full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=9),
+        refused="state_content_bytes=9",
+    ),
+    "cross attention": one(
+        CrossAttentionSpec(block_size=16, num_kv_heads=8, head_size=16, dtype=BF16),
+        refused="CrossAttentionSpec",
+    ),
+    "attention to later tokens": one(full(1, 8, non_causal=True), refused="non_causal=True"),
+    "the end of a hit computed again": one(
+        SlidingWindowMLASpec(
+            block_size=64,
+            num_kv_heads=1,
+            head_size=72,
+            dtype=BF16,
+            sliding_window=64,
+            bounded_replay=True,
+        ),
+        refused="bounded_replay=True",
+    ),
+    "a reference window": one(
+        RSWASpec(block_size=16, num_kv_heads=8, head_size=16, dtype=BF16, rswa_window=64),
+        refused="RSWASpec",
+    ),
+    "sinks in the cache": one(
+        SinkFullAttentionSpec(block_size=16, num_kv_heads=8, head_size=16, dtype=BF16, sink_len=4),
+        refused="SinkFullAttentionSpec",
+    ),
+}
+
+CELLS = [(name, tp) for name in MIXES for tp in (1, 4, 8)]
+
+
+@pytest.mark.parametrize(("name", "tp"), CELLS, ids=[f"{name}, TP {tp}" for name, tp in CELLS])
+def test_each_mix_is_served_byte_by_byte_or_refused_by_name(name, tp, vllm_config, tmp_path):
+    mix = MIXES[name]
+    if mix.refused:
+        with pytest.raises((ConfigError, LayoutError), match=mix.refused) as caught:
+            EngineOfVllm(mix, tp, vllm_config, tmp_path)
+        assert "\n" not in str(caught.value)
+        return
+    hits = []
+    for _ in range(2):
+        engine = EngineOfVllm(mix, tp, vllm_config, tmp_path)
+        try:
+            hits += [engine.run(TOKENS, budget=budget) for budget in (96, 300)]
+            counted = engine.counters.pop_all()
+            assert [each for each in counted if "hook_failed" in each or "violation" in each] == []
+        finally:
+            engine.close()
+    assert hits == [0, 256, 256, 256]
+
+
+# Where the halves disagree without vLLM's handshake.
+OTHER_VIEWS = [
+    "DeepSeek V3.2: latents and an indexer",
+    "MiniMax-M3: heads and an indexer",
+    "Nemotron-NAS: heads differ by layer",
+    "some layers in fp8",
+]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", OTHER_VIEWS)
+def test_halves_that_see_different_layers_serve_nothing_and_say_so(
+    name, tp, vllm_config, tmp_path, caplog
+):
+    caplog.set_level(logging.WARNING)
+    engine = EngineOfVllm(MIXES[name], tp, vllm_config, tmp_path, told=False)
+    try:
+        assert [engine.run(TOKENS, budget=300) for _ in range(3)] == [0, 0, 0]
+        assert not [each for each in engine.counters.pop_all() if "hook_failed" in each]
+    finally:
+        engine.close()
+    said = [record for record in caplog.records if "another namespace" in record.getMessage()]
+    assert len(said) == 1
+
+
+PORTABLE = {
+    "8 heads": 256,
+    "2 heads, copied on 4 ranks and more": 256,
+    "gpt-oss": 256,
+    "Gemma 4: fewer and longer heads in full layers": 256,
+    "latents": 256,
+    "DeepSeek V3.2: latents and an indexer": 256,
+    # With 8 ranks it is not known which layers' heads are copies.
+    "MiMo-V2: more heads in window layers": 0,
+    "MiMo-V2, its configuration names no other number": 0,
+    "Nemotron-NAS: heads differ by layer": 0,
+}
+
+
+@pytest.mark.parametrize("tp", [4, 1])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_fewer_ranks_read_what_more_ranks_stored_or_compute_it(name, tp, vllm_config, tmp_path):
+    hits = []
+    for ranks in (8, tp):
+        engine = EngineOfVllm(MIXES[name], ranks, vllm_config, tmp_path)
+        hits.append(engine.run(TOKENS, budget=300))  # checks every byte
+        engine.close()
+    assert hits == [0, PORTABLE[name]]
+
+
+CHANGED = {
+    "block_size": 128,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "head_size_v": 8,
+    "dtype": torch.float32,
+    "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD,
+    "page_size_padded": 1 << 16,
+    "num_head_slots": 4,
+    "state_content_bytes": 80,
+    "tokens_per_state": 4,
+    "max_tp_shards": 2,
+    "dcp_sharded": False,
+    "block_stride_alignment": 64,
+    "sliding_window": 32,
+    "attention_chunk_size": 64,
+    "non_causal": True,
+    "cache_dtype_str": "fp8",
+    "alignment": 4096,
+    "model_version": "deepseek_v4",
+    "cache_role": SparseCacheRole.INDEXER,
+    "is_index_group_leader": True,
+    "non_causal_multi_token_decode": True,
+    "extra_retained_tokens": 2,
+    "bounded_replay": True,
+}
+SERVED = [
+    full(1, 8, block_size=64),
+    window(1, 8, block_size=64),
+    mla(),
+    SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, head_size=72, dtype=BF16, sliding_window=128
+    ),
+]
+EACH_FIELD = [(spec, field.name) for spec in SERVED for field in fields(spec)]
+IDS = [f"{type(spec).__name__}.{name}" for spec, name in EACH_FIELD]
+
+
+def namespace_of(spec):
+    """The namespace of a model whose only layer has this spec, without its modules."""
+    mix = one(spec)
+    groups = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([attn(0)], spec)]
+    )
+    found, _ = described(mix, host_config(mix, 0, 1, {}), groups)
+    return Namespace.of(found.identity, found.groups, mix.chunk).digest
+
+
+@pytest.mark.parametrize(("spec", "name"), EACH_FIELD, ids=IDS)
+def test_each_field_makes_another_namespace_or_is_refused_if_it_decides_the_kv_of_a_token(
+    spec, name
+):
+    use = KV_SPECS[type(spec).__name__][name]
+    changed = replace(spec, **{name: CHANGED[name]})
+    rows = [canonical(describe_spec(each, KV_SPECS, "x")) for each in (spec, changed)]
+    assert (rows[0] == rows[1]) is (use is Use.NOTHING)
+    try:
+        found = namespace_of(changed)
+    except ConfigError as error:
+        found = str(error)
+    if use is Use.UNSERVED:
+        assert f"{name}={CHANGED[name]!r}" in found
+    else:
+        assert (found == namespace_of(spec)) is (use in (Use.PAGE, Use.NOTHING))
+
+
+@pytest.mark.parametrize(("spec", "name"), EACH_FIELD, ids=IDS)
+def test_a_field_that_the_table_lacks_refuses_the_model(spec, name, monkeypatch):
+    known = KV_SPECS[type(spec).__name__]
+    lacking = {type(spec).__name__: {k: use for k, use in known.items() if k != name}}
+    monkeypatch.setattr(layers, "KV_SPECS", lacking)
+    with pytest.raises(ConfigError, match=f"layer {attn(0)} keeps its KV as .* with {name}="):
+        namespace_of(spec)
+
+
+def test_vllm_groups_layers_of_several_sizes_as_the_mixes_expect(vllm_config):
+    for name in OTHER_VIEWS:
+        [worker], scheduler = resolved(MIXES[name], 1, vllm_config)
+        assert hasattr(worker.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs"), name
+        assert not hasattr(scheduler.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs"), name
