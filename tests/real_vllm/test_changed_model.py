@@ -138,6 +138,39 @@ def test_an_engine_that_slept_reads_nothing_from_before(
     assert_same(before, again)
 
 
+@does("resets the connector when it goes to sleep", since=(0, 28))
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_engine_that_slept_reads_what_it_stored_if_a_file_names_the_same_weights(
+    level: int, changes: bool, tmp_path: Path, models: Models, make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    prompt, name, store = make_prompt(400), tmp_path / "name", tmp_path / "store"
+    name.write_text("step 1")
+    with first.engine(models["plain"], kvferry(store, weights_version_file=str(name))) as engine:
+        before = engine.generate([prompt])
+        stored = wait_for_records(store, 3)
+        engine.wait_until_known(stored)
+        first.call("sleep", 60, level=level)
+        if changes:
+            change_weights(first, "apply_model", models)
+            name.write_text("step 2")
+        after = engine.generate([prompt])
+        assert (after.local, after.external) == (0, 0 if changes else 384)
+        if changes:
+            with pytest.raises(AssertionError):
+                assert_same(before, after)
+            wait_for_records(store, 6)
+        else:
+            assert_same(before, after)
+            assert records(store) == stored
+    # Another engine with the weights of the files reads what they computed, and that alone.
+    with second.engine(models["plain"], kvferry(store)) as engine:
+        others = engine.generate([prompt])
+    assert others.external == 384
+    assert_same(before, others)
+
+
 def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
     tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process, second: Process
 ) -> None:

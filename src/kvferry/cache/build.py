@@ -183,7 +183,8 @@ class PrefixCache:
             log: gets a line for each request that another engine prefills or decodes.
 
         Raises:
-            ConfigError: the journal cannot be written, or peers cannot be served.
+            ConfigError: the journal cannot be written, peers cannot be served, or
+                `weights_version_file` cannot be read.
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size

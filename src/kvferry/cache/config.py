@@ -44,6 +44,9 @@ class SharedStorageConfig(ChunkOptions):
             `host:port?key_file=/path&advertise=host:port`, and files for TLS; see
             docs/disaggregation.md, "Peers". A port other than 0 grows by
             `EngineSpec.data_parallel_index`.
+        weights_version_file: file whose text names the weights that the engine runs, for programs
+            that change them in place or put engines to sleep. As long as it says what it said at
+            the start, a reset does not end the use of what was stored.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
@@ -52,6 +55,7 @@ class SharedStorageConfig(ChunkOptions):
     start_timeout_seconds: float = 10.0
     record: str | None = None
     serve: str | None = None
+    weights_version_file: str | None = None
 
 
 def default_memory_bytes(token_bytes: float, step_tokens: int | None, machine_bytes: int) -> int:

@@ -151,7 +151,8 @@ def test_two_adapters_of_one_id_have_no_identity(tmp_path, adapter, clock):
     assert "has the id" in settled(identities, Lora(other))
     clock.advance(RECHECK_SECONDS)
     assert "has the id" in settled(identities, Lora(adapter))
-    identities.close()
+    identities.close()  # a look at the files, if there were one, has ended
+    assert "has the id" in settled(identities, Lora(adapter))
 
 
 def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(

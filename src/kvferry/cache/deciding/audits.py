@@ -185,6 +185,11 @@ class Audits:
             self.forget(request_id)
 
     @property
+    def is_sound(self) -> bool:
+        """Whether no record of this epoch is in doubt."""
+        return not (self.has_failed or self.is_undecided or self.suspects)
+
+    @property
     def allow_saves(self) -> bool:
         """Whether the engine may write under this identity."""
         return not (self.has_failed or self.is_undecided)

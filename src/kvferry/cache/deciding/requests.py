@@ -259,7 +259,6 @@ class Requests:
 
     Args:
         namespace: digest that roots the chunk keys.
-        new_namespace: makes another digest when a new epoch begins: cached KV became invalid.
         clock: monotonic seconds.
 
     Attributes:
@@ -271,12 +270,10 @@ class Requests:
     def __init__(
         self,
         namespace: bytes,
-        new_namespace: Callable[[], bytes],
         chunk_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         self.namespace = namespace
-        self._new_namespace = new_namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
         self.unreadable = UnreadableKeys(clock)
@@ -300,8 +297,8 @@ class Requests:
         state.keys.extend(request.all_token_ids)
         return state
 
-    def begin_epoch(self) -> None:
-        """Forget all requests. New ones get keys of another namespace."""
-        self.namespace = self._new_namespace()
+    def begin_epoch(self, namespace: bytes) -> None:
+        """Forget all requests. New ones get keys of that namespace."""
+        self.namespace = namespace
         self.by_id.clear()
         self.unreadable.clear()

@@ -35,6 +35,7 @@ from kvferry.cache.deciding.requests import (
 )
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.deciding.weights_file import WeightsFile
 from kvferry.cache.messages import (
     EMPTY_PLAN,
     Filled,
@@ -44,6 +45,7 @@ from kvferry.cache.messages import (
     SharedStoragePlan,
 )
 from kvferry.contract.messages import (
+    ASK_AGAIN,
     FREE_NOW,
     FinishResult,
     LookupMiss,
@@ -83,7 +85,8 @@ class SharedStorageScheduler(SchedulerRole):
         pool, requests, policy, saves, audits: parts of the role, open for tests and benchmarks.
 
     Raises:
-        ConfigError: the file of the option `record` cannot be written.
+        ConfigError: the file of the option `record` cannot be written, or that of
+            `weights_version_file` not read.
     """
 
     is_asynchronous = False
@@ -105,9 +108,9 @@ class SharedStorageScheduler(SchedulerRole):
         journal = None
         if config.record is not None:
             journal = Journal(Path(config.record), config.chunk_tokens)
-        self.requests = Requests(
-            schema.namespace, new_namespace, config.chunk_tokens, context.clock
-        )
+        self.requests = Requests(schema.namespace, config.chunk_tokens, context.clock)
+        self._first_namespace, self._new_namespace = schema.namespace, new_namespace
+        self._weights = WeightsFile(config.weights_version_file, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
@@ -193,6 +196,12 @@ class SharedStorageScheduler(SchedulerRole):
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if not self._follow(request):
             return LookupResult(0, False, request.extra_keys.reason)
+        if self._weights.is_open:
+            is_unchanged = self._weights.is_unchanged()
+            if is_unchanged is None:
+                return ASK_AGAIN
+            if is_unchanged:
+                self._begin_epoch(self._first_namespace)
         if self._recent is not None:
             self._recent.is_engine_in_use = True
         self._handovers.early.pop(request.request_id, None)
@@ -433,7 +442,13 @@ class SharedStorageScheduler(SchedulerRole):
     def reset(self) -> bool:
         """Begin another epoch, with new chunk keys, as when the weights changed. Stored records
         stay for other engines, but this one does not read them again. The pool is emptied. Saves
-        under way carry the old namespace, so they cannot come back."""
+        under way carry the old namespace, so they cannot come back. If the weights turn out to be
+        those of the start, the first look-up goes back to the first epoch."""
+        self._weights.ask(is_sound=self.audits.is_sound)
+        self._begin_epoch(self._new_namespace())
+        return True
+
+    def _begin_epoch(self, namespace: bytes) -> None:
         for request_id, state in self.requests.by_id.items():
             self._lookup.release(state)
             self._forget_load(request_id)
@@ -441,14 +456,14 @@ class SharedStorageScheduler(SchedulerRole):
         self._end_recent()
         self.pool.clear()
         self._handovers.early.clear()
-        self.requests.begin_epoch()
+        self.requests.begin_epoch(namespace)
         self.saves.begin_epoch()
-        return True
 
     def close(self) -> None:
         self._end_recent(RECENT_CLOSE_SECONDS)
         self.saves.close()
         self.audits.close()
+        self._weights.close()
         self._accounts.close()
 
     def _end_recent(self, timeout: float = 0.0) -> None:
