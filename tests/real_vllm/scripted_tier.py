@@ -18,8 +18,17 @@ from kvferry.testing.stores.hooks import wait_until
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, as it is imported
     pytest.importorskip("vllm.v1.kv_offload.config")  # as of 0.29
-    from vllm.config import set_current_vllm_config
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
     from vllm.v1.kv_offload.base import (
         Locality,
         LookupResult,
@@ -37,7 +46,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["EngineArgs", "JobResult", "Locality", "TransferJob"]
+__all__ = ["EngineArgs", "JobResult", "Locality", "MambaSpec", "TransferJob"]
 
 TIER = {"type": "KVFerryTier", "module_path": "kvferry.adapters.vllm.tier"}
 SECONDS = 60.0
@@ -78,6 +87,34 @@ def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig
         parallel=parallel,
     )
     return replace(config, **changes)
+
+
+def kv_caches(*specs: Any) -> KVCacheConfig:
+    """Return what vLLM's scheduler knows of KV caches with one layer for each spec."""
+    groups = [
+        KVCacheGroupSpec(layer_names=[chr(ord("a") + number)], kv_cache_spec=spec)
+        for number, spec in enumerate(specs or [attention()])
+    ]
+    return KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def attention(**changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        **{
+            "block_size": 16,
+            "num_kv_heads": 2,
+            "head_size": 32,
+            "dtype": torch.float32,
+            **changes,
+        }
+    )
+
+
+class Connector(OffloadingConnector):
+    """As far as a tier that it constructs sees it."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
+        self.scripted = Scripted(spec)
 
 
 def key(number: int) -> bytes:
@@ -211,13 +248,16 @@ def content(number: int, size: int, epoch: int = 0) -> bytes:
 
 @contextmanager
 def scripted(
-    vllm_config: Any, store: str | list[str], options: dict[str, Any] | None = None, **changes: Any
+    vllm_config: Any,
+    store: str | list[str],
+    options: dict[str, Any] | None = None,
+    kv_cache_config: Any = None,
+    **changes: Any,
 ) -> Iterator[Scripted]:
     patient = {"load_timeout_seconds": SECONDS}  # a machine may stall
     tiers = [{**TIER, "store": store, **patient, **(options or {})}]
     spec = TieringOffloadingSpec(offloading_config({"secondary_tiers": tiers}, **changes))
-    with set_current_vllm_config(vllm_config):
-        one = Scripted(spec)
+    one = Connector(vllm_config, kv_cache_config or kv_caches(), spec).scripted
     try:
         yield one
     finally:

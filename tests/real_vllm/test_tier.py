@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.adapters.rows import RowsOptions
-from kvferry.adapters.vllm.host import load_host
+from kvferry.adapters.vllm import tier_identity
+from kvferry.adapters.vllm.host import device_name, load_host
+from kvferry.adapters.vllm.kv_specs import KV_SPECS
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import TierRows
 from kvferry.errors import ConfigError
+from kvferry.identity.resolved import Use
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import (
     ROW,
     TIER,
     EngineArgs,
+    FullAttentionSpec,
+    KVCacheConfig,
     LookupResult,
+    MambaSpec,
     OffloadingCacheConfig,
     OffloadingModelConfig,
     TieringOffloadingSpec,
+    attention,
     content,
     key,
+    kv_caches,
     offloading_config,
     scripted,
 )
@@ -110,9 +121,141 @@ def test_rows_of_another_meaning_are_never_found(
         assert one.lookup(1)[0] is LookupResult.HIT
 
 
-def _digest(vllm_config: Any, release: str = "0.32.0", **changes: Any) -> bytes:
+def _digest(
+    vllm_config: Any, release: str = "0.32.0", kv: KVCacheConfig | None = None, **changes: Any
+) -> bytes:
     config, options = offloading_config({}, **changes), RowsOptions(store="memory://x")
-    return rows_namespace(vllm_config, config, load_host(), release, options, row_bytes=ROW).digest
+    found = rows_namespace(
+        vllm_config, kv or kv_caches(), config, load_host(), release, options, row_bytes=ROW
+    )
+    return found.digest
+
+
+MAMBA = MambaSpec(
+    block_size=16,
+    shapes=((3, 64), (4, 8, 16)),
+    dtypes=(torch.bfloat16, torch.float16),
+    page_size_padded=1 << 14,  # as attention's, whatever the states
+    mamba_cache_mode="align",
+)
+STATES: dict[str, Any] = {
+    # `mamba_ssm_cache_dtype`, from float16 and from float32; `mamba_cache_dtype`.
+    "temporal dtype": {"dtypes": (torch.bfloat16, torch.bfloat16)},
+    "wide temporal dtype": {"dtypes": (torch.bfloat16, torch.float32)},
+    "conv dtype": {"dtypes": (torch.float16, torch.float16)},
+    # VLLM_SSM_CONV_STATE_LAYOUT; `num_speculative_tokens` adds columns.
+    "conv layout": {"shapes": ((64, 3), (4, 8, 16))},
+    "conv columns": {"shapes": ((5, 64), (4, 8, 16))},
+    "padding": {"page_size_padded": 1 << 15},
+    "mode": {"mamba_cache_mode": "all"},
+    "block": {"block_size": 32},
+    "drafts' blocks": {"num_speculative_blocks": 2},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_recurrent_states_of_another_kind_are_of_another_namespace(
+    name: str, vllm_config: Any
+) -> None:
+    first, again = (_digest(vllm_config, kv=kv_caches(attention(), MAMBA)) for _ in range(2))
+    other = replace(MAMBA, **STATES[name])
+    assert first == again != _digest(vllm_config, kv=kv_caches(attention(), other))
+
+
+@pytest.mark.parametrize("spec", [attention(), MAMBA], ids=["attention", "mamba"])
+def test_each_field_of_a_spec_that_decides_bytes_is_of_the_namespace(
+    spec: Any, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _digest(vllm_config, kv=kv_caches(spec))
+    decide = {
+        each
+        for each, use in KV_SPECS[type(spec).__name__].items()
+        if use is not Use.NOTHING and hasattr(spec, each)
+    }
+    of_class = {field.name for field in fields(spec)}
+    for each in decide & of_class:
+        other = replace(spec, **{each: _another(getattr(spec, each))})
+        assert _digest(vllm_config, kv=kv_caches(other)) != first, each
+    for each in decide - of_class:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(spec), each, property(lambda _spec: 12345))
+            assert _digest(vllm_config, kv=kv_caches(spec)) != first, each
+    assert len(decide & of_class) > 7
+
+
+def _another(value: Any) -> Any:
+    match value:
+        case enum.Enum():
+            return next(each for each in type(value) if each is not value)
+        case bool():
+            return not value
+        case int():
+            return 2 * value + 2
+        case str():
+            return "all"
+        case None:
+            return 1 << 15
+        case torch.dtype():
+            return torch.float64
+        case tuple():
+            return (_another(value[0]), *value[1:])
+
+
+def test_a_spec_that_is_not_known_is_refused_by_name(vllm_config: Any) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class NewSpec(FullAttentionSpec):
+        rotated_by: int = 3
+
+    spec = NewSpec(**vars(attention()))
+    with pytest.raises(ConfigError, match="keeps its KV as a NewSpec, which kvferry does not know"):
+        _digest(vllm_config, kv=kv_caches(spec))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_kernels_count_where_a_blocks_bytes_depend_on_them(
+    layout: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = copy.deepcopy(vllm_config)
+    object.__setattr__(on_gpu.device_config, "device_type", "cuda")
+    found = set()
+    for name in ("one GPU", "another GPU"):
+        monkeypatch.setattr(tier_identity, "device_name", lambda name=name: name)
+        found.add(_digest(on_gpu, kv_cache_layout=layout))
+        assert _digest(on_gpu, kv_cache_layout=layout, canonical_layout=True) not in found
+    assert len(found) == (1 if layout == "LBNHC" else 2)
+    monkeypatch.undo()
+    assert device_name() == device_name()
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        ("attention_config", "backend", "another"),
+        ("attention_config", "indexer_kv_dtype", "bf16"),
+        ("mamba_config", "enable_stochastic_rounding", True),
+        ("speculative_config", "num_speculative_tokens", 5),
+    ],
+)
+def test_options_of_which_nothing_is_seen_in_a_spec_are_of_the_namespace(
+    config: str, field: str, value: Any, vllm_config: Any
+) -> None:
+    with_drafts = copy.deepcopy(vllm_config)
+    drafts = SimpleNamespace(method="ngram", model=None, num_speculative_tokens=2)
+    object.__setattr__(with_drafts, "speculative_config", drafts)
+    changed = copy.deepcopy(with_drafts)
+    object.__setattr__(getattr(changed, config), field, value)
+    assert _digest(with_drafts) != _digest(changed)
+
+
+def test_the_conv_layout_that_vllm_resolved_is_of_the_namespace(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
+    found = set()
+    for layout in ("SD", "DS"):
+        monkeypatch.setattr(utils, "get_conv_state_layout", lambda layout=layout: layout)
+        found.add(_digest(vllm_config))
+    assert len(found) == 2
 
 
 def test_rows_of_another_release_are_never_found(vllm_config: Any) -> None:

@@ -21,7 +21,8 @@ def layout(num_ranks, *, certified=True, canonical=False, replicated=False):
         canonical_layout=canonical,
         replicated_layout=replicated,
     )
-    return _layout(SimpleNamespace(), config)
+    on_cpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    return _layout(on_cpu, config)
 
 
 def test_rows_of_the_direct_layout_are_of_one_number_of_ranks():

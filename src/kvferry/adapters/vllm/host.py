@@ -9,11 +9,14 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from kvferry.errors import ConfigError
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+_CONV_LAYOUT = "get_conv_state_layout"
 
 _NEEDED_HOOKS = (
     "register_kv_caches",
@@ -165,22 +168,32 @@ def shares_handshake(connector: object) -> bool:
     return has_one is not None and has_one() and transfer.get_kv_transfer_group() is not connector
 
 
-def constructing_config() -> Any:  # noqa: ANN401 - a `VllmConfig`, or None
-    """Return the configuration of the engine whose connector is being constructed in this thread;
-    None if there is none.
+def conv_state_layout() -> str | None:
+    """The order of axes of Mamba's convolution states in this vLLM; None if it has but one."""
+    found = getattr(_module("vllm.model_executor.layers.mamba.mamba_utils"), _CONV_LAYOUT, None)
+    return None if found is None else str(found())
 
-    vLLM hands a tier names and sizes, but neither the running model's configuration nor where its
-    weights are. If vLLM has no current configuration, look for the connector among the callers.
+
+def device_name() -> str:
+    """The device, and whether its own kernels are installed: vLLM chooses kernels by both."""
+    name = import_module("vllm.platforms").current_platform.get_device_name()
+    return f"{name}, {'with' if find_spec('flashinfer') else 'without'} FlashInfer"
+
+
+def constructing() -> tuple[Any, Any] | None:
+    """Return the configuration of the engine whose connector is being constructed in this thread,
+    and what became of its KV caches (a `KVCacheConfig`); None if none is.
+
+    vLLM hands a tier names and sizes, but neither the running model's configuration, nor where its
+    weights are, nor its KV specs. So this looks for the connector among the callers.
     """
-    current = getattr(_module("vllm.config"), "get_current_vllm_config_or_none", None)
-    config = None if current is None else current()
     frame = inspect.currentframe()
-    while config is None and frame is not None:
+    while frame is not None:
+        names = frame.f_locals
         is_connector = any(
-            base.__name__ == "KVConnectorBase_V1"
-            for base in type(frame.f_locals.get("self")).__mro__
+            base.__name__ == "KVConnectorBase_V1" for base in type(names.get("self")).__mro__
         )
-        if is_connector and frame.f_code.co_name == "__init__":
-            config = frame.f_locals.get("vllm_config")
+        if is_connector and frame.f_code.co_name == "__init__" and names.get("kv_cache_config"):
+            return names["vllm_config"], names["kv_cache_config"]
         frame = frame.f_back
-    return config
+    return None

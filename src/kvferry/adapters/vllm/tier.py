@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.version import __version__
 
 from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
-from kvferry.adapters.vllm.host import constructing_config, load_host
+from kvferry.adapters.vllm.host import constructing, load_host
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
@@ -125,14 +125,14 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         )
 
     def _namespace(self, options: RowsOptions, row_bytes: int) -> Namespace:
-        vllm_config = constructing_config()
-        if vllm_config is None:
+        found = constructing()
+        if found is None:
             raise ConfigError(
                 "this vLLM gives its tiers no engine configuration, so kvferry cannot identify the "
                 "model; use KVFerryConnector, or report the release"
             )
         return rows_namespace(
-            vllm_config,
+            *found,
             self._offloading_spec.config,
             load_host(),
             str(__version__),

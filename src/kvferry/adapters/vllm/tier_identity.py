@@ -15,7 +15,9 @@ import sys
 from typing import Any
 
 from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
-from kvferry.adapters.vllm.host import Host, cpu_kernels
+from kvferry.adapters.vllm.host import Host, conv_state_layout, cpu_kernels, device_name
+from kvferry.adapters.vllm.kv_specs import describe_groups
+from kvferry.identity.resolved import describe_value
 from kvferry.keys import JsonValue, Namespace
 
 logger = logging.getLogger("vllm.kvferry")
@@ -23,9 +25,19 @@ logger = logging.getLogger("vllm.kvferry")
 _PICKLED = ("sha256", "xxhash")
 """Algorithms that hash a pickle, which differs between versions of Python."""
 
+_TOKENS_FIRST = "LBNHC"
+"""The layout in which a block's bytes are those of its tokens, one after the other. In others, and
+where a kernel packs a block's latents or indices, they depend on the size of the kernel's blocks.
+vLLM's workers choose that by device and attention backend, and do not tell its scheduler."""
+
+_PLACEMENT = ("layers", "shared_by", "host_resident")
+"""Fields of vLLM's KV tensors that say which pages lie in a block, in what order. The others follow
+from the specs, the layout and the number of blocks."""
+
 
 def rows_namespace(
     vllm_config: Any,
+    kv_cache_config: Any,
     config: Any,
     host: Host,
     release: str,
@@ -37,6 +49,7 @@ def rows_namespace(
 
     Args:
         vllm_config: the whole configuration of the engine.
+        kv_cache_config: what this vLLM made of it, as its scheduler gets it.
         config: the engine's `OffloadingConfig`.
         release: vLLM's version.
 
@@ -52,6 +65,7 @@ def rows_namespace(
             **_hashing(vllm_config),
             **_chunking(config),
             **_layout(vllm_config, config),
+            **_states(vllm_config, kv_cache_config),
             **_more(vllm_config, options),
         },
         row_bytes=row_bytes,
@@ -110,14 +124,40 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
         ranks = {name: int(getattr(parallel, name, 1)) for name in names}
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     sizes = {group.tokens_per_block for group in config.groups}
+    layout = str(getattr(config, "kv_cache_layout", None))
+    kernels = None
+    if device == "cpu":
+        kernels = cpu_kernels(vllm_config, sizes) if sizes else None
+    elif not is_canonical and (layout != _TOKENS_FIRST or vllm_config.model_config.use_mla):
+        kernels = device_name()
     return {
         "dtype": str(config.model.dtype),
         "canonical": is_canonical,
-        "layout": str(getattr(config, "kv_cache_layout", None)),
+        "layout": layout,
         "replicated": is_replicated,
         "ranks": ranks,
         "device": str(device),
-        "kernels": cpu_kernels(vllm_config, sizes) if device == "cpu" and sizes else None,
+        "kernels": kernels,
+    }
+
+
+def _states(vllm_config: Any, kv_cache_config: Any) -> dict[str, JsonValue]:
+    """Return what lies in the blocks: each KV group's spec as vLLM made it of options, variables,
+    model and backend, and where the layers' pages lie in a block.
+
+    Raises:
+        ConfigError: a spec, or a field of one, that is not known.
+    """
+    return {
+        "specs": describe_groups(kv_cache_config),
+        "tensors": [
+            {name: describe_value(getattr(tensor, name, None), name) for name in _PLACEMENT}
+            for tensor in kv_cache_config.kv_cache_tensors
+        ],
+        "conv_state_layout": conv_state_layout(),
+        # Which backend is chosen, and what it packs into bytes, is not in the specs.
+        "attention": repr(getattr(vllm_config, "attention_config", None)),
+        "mamba": repr(getattr(vllm_config, "mamba_config", None)),
     }
 
 
@@ -127,7 +167,9 @@ def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
     has_adapters = getattr(vllm_config, "lora_config", None) is not None
     items = getattr(vllm_config.model_config, "multimodal_config", None)
     return {
-        "drafts": None if drafts is None else [str(drafts.method), str(drafts.model)],
+        "drafts": None
+        if drafts is None
+        else [str(getattr(drafts, each)) for each in ("method", "model", "num_speculative_tokens")],
         "adapters": adapters_name(options, logger) if has_adapters else None,
         "items": None if items is None else repr(items),
     }
