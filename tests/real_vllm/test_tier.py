@@ -357,7 +357,8 @@ def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
         one.store(1)
     two = replace(offloading_config({}).parallel, world_size=2, tp_size=2)
     halves = {"parallel": two, "worker_kv_bytes_per_block": ROW // 2}
-    with scripted(vllm_config, tmp_path.as_uri(), **layout, **halves) as one:
+    half = kv_caches(attention(num_kv_heads=1))
+    with scripted(vllm_config, tmp_path.as_uri(), None, half, **layout, **halves) as one:
         assert one.row_bytes == ROW
         assert one.lookup(1)[0] is (LookupResult.HIT if canonical else LookupResult.MISS)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
@@ -29,6 +30,9 @@ _TOKENS_FIRST = "LBNHC"
 """The layout in which a block's bytes are those of its tokens, one after the other. In others, and
 where a kernel packs a block's latents or indices, they depend on the size of the kernel's blocks.
 vLLM's workers choose that by device and attention backend, and do not tell its scheduler."""
+
+_PER_RANK = ("num_kv_heads", "page_size_bytes", "page_size_padded")
+"""Fields of specs that say which part of a page a rank holds; the size of a row is of all ranks."""
 
 _PLACEMENT = ("layers", "shared_by", "host_resident")
 """Fields of vLLM's KV tensors that say which pages lie in a block, in what order. The others follow
@@ -65,7 +69,7 @@ def rows_namespace(
             **_hashing(vllm_config),
             **_chunking(config),
             **_layout(vllm_config, config),
-            **_states(vllm_config, kv_cache_config),
+            **_states(vllm_config, kv_cache_config, _PER_RANK if _is_portable(config) else ()),
             **_more(vllm_config, options),
         },
         row_bytes=row_bytes,
@@ -119,7 +123,7 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
     is_canonical = bool(getattr(config, "canonical_layout", False))
     is_replicated = bool(getattr(config, "replicated_layout", False))
     ranks: JsonValue = None
-    if not (is_canonical and parallel.is_parallelism_agnostic) and not is_replicated:
+    if not _is_portable(config) and not is_replicated:
         names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
         ranks = {name: int(getattr(parallel, name, 1)) for name in names}
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
@@ -141,15 +145,27 @@ def _layout(vllm_config: Any, config: Any) -> dict[str, JsonValue]:
     }
 
 
-def _states(vllm_config: Any, kv_cache_config: Any) -> dict[str, JsonValue]:
+def _is_portable(config: Any) -> bool:
+    """Whether a row is the same for any number of ranks."""
+    return bool(getattr(config, "canonical_layout", False)) and bool(
+        config.parallel.is_parallelism_agnostic
+    )
+
+
+def _states(
+    vllm_config: Any, kv_cache_config: Any, left_out: Collection[str]
+) -> dict[str, JsonValue]:
     """Return what lies in the blocks: each KV group's spec as vLLM made it of options, variables,
     model and backend, and where the layers' pages lie in a block.
+
+    Args:
+        left_out: fields that do not count.
 
     Raises:
         ConfigError: a spec, or a field of one, that is not known.
     """
     return {
-        "specs": describe_groups(kv_cache_config),
+        "specs": _without(left_out, describe_groups(kv_cache_config)),
         "tensors": [
             {name: describe_value(getattr(tensor, name, None), name) for name in _PLACEMENT}
             for tensor in kv_cache_config.kv_cache_tensors
@@ -159,6 +175,14 @@ def _states(vllm_config: Any, kv_cache_config: Any) -> dict[str, JsonValue]:
         "attention": repr(getattr(vllm_config, "attention_config", None)),
         "mamba": repr(getattr(vllm_config, "mamba_config", None)),
     }
+
+
+def _without(names: Collection[str], value: JsonValue) -> JsonValue:
+    if isinstance(value, Mapping):
+        return {name: _without(names, each) for name, each in value.items() if name not in names}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_without(names, each) for each in value]
+    return value
 
 
 def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
