@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
-from kvferry.adapters.vllm.spec import engine_spec, host_kv
+from kvferry.adapters.vllm.spec import engine_spec, host_kv, layer_views
 from kvferry.cache.build import PrefixCache
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
@@ -311,6 +312,67 @@ def test_a_drafter_is_told_by_its_spec_its_module_or_its_name(model):
     )
     [part] = spec.table_parts
     assert part.layer_names == tuple(names(0))
+
+
+def module_of(backend):
+    """An attention module whose backend is a class of this name."""
+    return SimpleNamespace(get_attn_backend=lambda: type(backend, (), {}))
+
+
+def described_with(model, *, backend="RocmAttentionBackend", block_size=4, platform="rocm"):
+    config = make_config(model)
+    config.compilation_config = SimpleNamespace(
+        static_forward_context=dict.fromkeys(names(0), module_of(backend))
+    )
+    cache = KVCacheConfig([Group(names(0), FullAttentionSpec(block_size=block_size))])
+    layers = layers_of(config, cache, platform)
+    kv = host_kv(config, layers, None, 128)
+    spec = engine_spec(config, kv, IDENTITY, publishes=False)
+    return Namespace.of(spec.identity, spec.groups, 128).digest
+
+
+def test_blocks_that_are_stored_whole_are_for_their_like_only(model):
+    changes = [{}, {"backend": "OtherBackend"}, {"block_size": 8}, {"platform": "xpu"}]
+    assert len({described_with(model, **change) for change in changes}) == len(changes)
+    by_token = [{"backend": "FlashAttentionBackend", **change} for change in changes if change]
+    by_token[0] = {"backend": "TritonFlashAttentionBackend"}
+    assert len({described_with(model, **change) for change in by_token}) == 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("axes", ["BND", "BHNC", "2BNHD"])
+def test_blocks_that_a_backend_splits_are_joined_in_a_view(axes, num_parts):
+    blocks, size = 3, 8
+    sizes = {"2": 2, "B": blocks * num_parts, "H": 2, "N": size // num_parts, "D": 4, "C": 4}
+    memory_order = "2BNHD" if axes == "2BNHD" else "BNHC" if "H" in axes else "BND"
+    memory = torch.arange(
+        math.prod(sizes[axis] for axis in memory_order), dtype=torch.float32
+    ).view([sizes[axis] for axis in memory_order])
+    tensor = memory.permute([memory_order.index(axis) for axis in axes])
+    [layer] = layers_of(
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(num_hidden_layers=1)),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        ),
+        KVCacheConfig([Group(names(0), FullAttentionSpec(block_size=size))]),
+        "cuda",
+    )
+
+    class Backend:
+        @staticmethod
+        def get_kv_cache_shape(num_blocks, block_size, heads, head_size):
+            return (2, num_blocks, block_size, heads, head_size)
+
+    modules = {layer.name: SimpleNamespace(get_attn_backend=lambda: Backend)}
+    view = layer_views({layer.name: tensor}, modules, [layer], "BHNC|BND|2BNHD")[layer.name]
+    block, token = axes.index("B"), axes.index("N")
+    assert (view.shape[block], view.shape[token]) == (blocks, size)
+    assert view.data_ptr() == tensor.data_ptr()
+    for b in range(blocks):
+        for n in range(size):
+            part, slot = divmod(n, size // num_parts)
+            expected = tensor.select(token, slot).select(block, b * num_parts + part)
+            assert torch.equal(view.select(token, n).select(block, b), expected)
 
 
 @pytest.mark.parametrize("mode", [QuantMode.NONE, QuantMode.FP8_PER_TENSOR])

@@ -24,9 +24,9 @@ _SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 _MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 
 _BY_TOKEN = re.compile(
-    r"(Flash(Attention|AttentionDiffKV|Infer)|TritonAttention(DiffKV)?|FlexAttention|TreeAttention"
-    r"|(FlashAttn|Flash|FlashInfer|Triton|Cutlass|Tokenspeed|MLACommon)MLA"
-    r"|(FlashAttn|Flash|FlashInfer)MLASparse(TRTLLM|SM120|SM90)?)Backend"
+    r"((Triton)?Flash(Attention|Infer)|(Flash|Triton)AttentionDiffKV|(Triton|Flex|Tree)Attention"
+    r"|(FlashAttn|Flash|FlashInfer|Triton|Cutlass|Tokenspeed)MLA"
+    r"|(FlashAttn|Flash|FlashInfer)MLASparse(FA4|TRTLLM|SM120|SM90)?)Backend"
 )
 """Attention backends (their classes) that keep the KV of each token as the axes of their tensors
 say. Those of others lie in an order of their own, or one that is not known."""
