@@ -66,6 +66,16 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def is_same_host(one: str, other: str) -> bool:
+    """Whether two texts name one host, as far as the texts alone show it: nothing is looked up. All
+    addresses of this machine's loopback count as one."""
+    try:
+        is_equal = ipaddress.ip_address(one) == ipaddress.ip_address(other)
+    except ValueError:
+        is_equal = one.lower().rstrip(".") == other.lower().rstrip(".")
+    return is_equal or (is_loopback(one) and is_loopback(other))
+
+
 def join_host(host: str, port: int | None) -> str:
     """`host:port`, or `host` alone, with brackets around an IPv6 address."""
     return (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
+from kvferry.cache.deciding.handovers import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult
@@ -363,6 +364,136 @@ def test_requests_that_wait_leave_half_of_the_slots(make_engine):
     assert host.admit(awaited.request) == 40
 
 
+AT_ONCE = {"do_remote_prefill": True}
+"""Of a proxy that asks prefill and decode at one time."""
+
+LOOK = 0.25
+
+
+class Waiting:
+    """A decode whose requests wait for a prefill, on a clock of the test."""
+
+    def __init__(self, make_engine, client) -> None:
+        self.clock = FakeClock()
+        self.host = make_engine(client, self.clock)
+        self.num_requests = 0
+
+    def begin(self, params=AT_ONCE):
+        self.num_requests += 1
+        prompt = [self.num_requests, *PROMPT[1:]]
+        return self.host.add(str(self.num_requests), prompt, handover=read_handover(params))
+
+    def wait(self, request) -> float:
+        """How long a request waits until it is admitted, in seconds."""
+        began_at = self.clock()
+        while self.host.scheduler.lookup(request, 0).num_tokens is None:
+            self.host.step([])
+            self.clock.advance(0.01)
+        seconds = self.clock() - began_at
+        self.host.admit(request)
+        self.host.prefill(request)
+        self.host.finish(request)
+        return seconds
+
+    def waits(self, count: int) -> list[float]:
+        return [pytest.approx(self.wait(self.begin()), abs=0.02) for _ in range(count)]
+
+
+@pytest.fixture
+def apart(make_engine, server):
+    """A decode that shares no store with its prefill."""
+    return Waiting(make_engine, server)
+
+
+def test_who_waits_in_vain_soon_only_looks_and_now_and_then_waits_again(apart, caplog):
+    assert apart.waits(4) == [LIMIT, LOOK, LOOK, LOOK]
+    for pause in (2, 4, 8, 16, 32, 60, 60):
+        assert caplog.text.count("nothing came of 3 handovers") == (pause > 4)
+        apart.clock.advance(pause * LIMIT - 4)
+        assert apart.waits(1) == [LOOK]
+        apart.clock.advance(4)
+        assert apart.waits(3) == [LIMIT, LOOK, LOOK]
+    [line] = [text for text in caplog.messages if "nothing came of 3 handovers" in text]
+    assert "memory://server" in line
+    assert "serve" in line
+
+
+def test_of_requests_that_come_together_one_tries(apart):
+    apart.waits(1)
+    apart.clock.advance(2 * LIMIT)
+    requests = [apart.begin() for _ in range(3)]
+    for request in requests:
+        assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+    apart.clock.advance(LOOK)
+    answers = [apart.host.scheduler.lookup(request, 0).num_tokens for request in requests]
+    assert answers == [None, 0, 0]
+
+
+def test_a_burst_of_waits_in_vain_counts_once(apart, caplog):
+    requests = [apart.begin() for _ in range(FEW + 1)]
+    for request in requests:
+        assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+    apart.clock.advance(LIMIT)
+    assert [apart.wait(request) for request in requests] == [0] * (FEW + 1)
+    assert "nothing came of" not in caplog.text
+    apart.clock.advance(2 * LIMIT)
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
+@pytest.mark.parametrize("comes", ["at a look", "at a try"])
+def test_a_chunk_that_comes_ends_the_doubt(make_engine, comes):
+    client = SlowClient()
+    apart = Waiting(make_engine, client)
+    assert apart.waits(2) == [LIMIT, LOOK]
+    if comes == "at a try":
+        apart.clock.advance(2 * LIMIT)
+    request = apart.begin()
+    assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+    prefill(make_engine(client), request.all_token_ids)
+    client.release()
+    assert apart.host.admit(request) == 40
+    apart.host.prefill(request)
+    apart.host.finish(request)
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
+def test_a_peer_that_is_about_to_have_chunks_for_ever_is_no_other_store(make_engine, monkeypatch):
+    """It says itself what it lacks."""
+    monkeypatch.setattr(RemoteStore, "reads_from", lambda *_: True)
+    client = SlowClient()
+    prefiller, apart = make_engine(client), Waiting(make_engine, client)
+    for number in range(1, 3):
+        prompt = [number, *PROMPT[1:]]
+        answer = prefill(prefiller, prompt, name=str(number))
+        request = apart.begin({**answer, "remote_host": "10.0.0.1", "remote_port": 7100})
+        assert apart.wait(request) == pytest.approx(LIMIT, abs=0.02)
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
+def test_a_prefill_that_stops_in_the_middle_is_no_wait_in_vain(make_engine):
+    awaited = Awaited(make_engine)
+    awaited.come_late(2)
+    awaited.clock.advance(LIMIT + 0.1)
+    assert awaited.host.admit(awaited.request) == 16
+    apart = Waiting(make_engine, awaited.client)
+    apart.host, apart.clock = awaited.host, awaited.clock
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
+def test_what_is_there_at_the_first_look_is_no_wait(make_engine, server):
+    """Nor is one that the host did not need: it had the prompt itself."""
+    apart = Waiting(make_engine, server)
+    answer = prefill(make_engine(server))
+    for name in ("once", "twice"):
+        assert decode(apart.host, answer, name=name) == 40
+        apart.clock.advance(LIMIT + 1)
+    request = apart.begin()
+    apart.host.scheduler.lookup(request, 40)
+    apart.clock.advance(LIMIT + 1)
+    apart.host.admit(request, num_local_tokens=40)
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
 def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):
     monkeypatch.setattr("kvferry.cache.deciding.handovers.MOST_WAITS", 2)
     awaited = Awaited(make_engine)
@@ -434,6 +565,29 @@ def test_a_mismatch_is_a_miss_with_its_reason_and_without_a_wait(make_engine, ch
     assert decode(host, answer) == 0
     assert host.observer[f"miss_tokens/{reason}"] == 40
     assert any(words in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((b"weights 1", b"weights 1"), 40), ((b"weights 1", b"weights 2"), 0), (None, 0)],
+    ids=["same weights", "other weights", "weights without a name"],
+)
+def test_after_a_reset_a_prefill_hands_over_if_its_weights_are_the_same(
+    make_engine, server, tmp_path, names, expected
+):
+    file = tmp_path / "weights"
+    options = {"weights_version_file": str(file)} if names else {}
+    if names:
+        file.write_bytes(names[0])
+    prefiller = make_engine(server, **options)
+    prefill(prefiller, list(range(100, 141)))
+    if names:
+        file.write_bytes(names[1])
+    assert prefiller.scheduler.reset()
+    answer = prefill(prefiller, name="after the reset")
+    host = make_engine(server, FakeClock())  # in whose time nothing can be waited for
+    assert decode(host, answer) == expected
+    assert host.observer["miss_tokens/other_producer"] == 40 - expected
 
 
 def test_the_journal_has_the_reason_and_the_log_one_line(make_engine, tmp_path, caplog):

@@ -18,8 +18,9 @@ from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
-from kvferry.testing.faults import Gate
+from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, flip_bit
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.transfer import client
 from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, is_tail
 from tests.cache.hosts import make_groups
 from tests.cache.pools import held_keys
@@ -45,12 +46,12 @@ def peers(make_host, tmp_path):
     key_file.write_bytes(b"k" * 32)
     made = []
 
-    def make(port=0, reads=(), tiers=False, tls="", **options):
+    def make(port=0, reads=(), tiers=False, tls="", at=LOCALHOST, **options):
         options.setdefault("bounds", PATIENT)
         if port is not None:
             options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}{tls}"
         if reads:
-            hosts = ",".join(f"{LOCALHOST}:{each}" for each in reads)
+            hosts = ",".join(f"{at}:{each}" for each in reads)
             url = f"peer://{hosts}?key_file={key_file}{tls}"
             options["store"] = url if tiers else None
             namespace = made[0].scheduler.requests.namespace if made else b""
@@ -154,6 +155,116 @@ def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answe
     reader = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
     assert decode(reader, answer) == HIT
     assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
+
+
+@pytest.fixture
+def fail(peers, tmp_path):
+    """Makes a decode whose first reads of what a prefill stored fail, and the prefill's answer."""
+
+    def make(medium, num_failures):
+        prefiller = peers(store=open_directory(tmp_path / "store"))
+        answer = prefill(prefiller)
+        inner = open_directory(tmp_path / "store")
+        if medium == "peer":
+            key_file = prefiller.parts[0].config.serve.partition("?")[2]
+            url = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
+            inner = open_one(url, Opening(namespace=prefiller.scheduler.requests.namespace))
+        store = FailingStore(inner, operations={"read"}, num_failures=num_failures)
+        return peers(None, store=store, load_timeout_seconds=30.0), answer, store
+
+    return make
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+@pytest.mark.parametrize("medium", ["peer", "directory"])
+def test_a_failed_read_of_what_was_handed_over_is_tried_again(fail, medium, num_failures):
+    decoder, answer, store = fail(medium, num_failures)
+    assert decode(decoder, answer) == HIT
+    assert store.num_failed == num_failures
+    assert_settles(decoder)
+
+
+@pytest.mark.parametrize("medium", ["peer", "directory"])
+def test_reads_that_fail_for_ever_end(fail, medium):
+    decoder, answer, store = fail(medium, None)
+    assert decode(decoder, answer) == 0
+    assert store.num_failed <= NUM_CHUNKS + 3
+    assert_settles(decoder)
+
+
+def test_a_failed_read_of_another_request_is_not_tried_again(fail):
+    decoder, _answer, store = fail("directory", 1)
+    assert decoder.run("not handed over", PROMPT).num_external_tokens < HIT
+    assert store.num_failed == 1
+
+
+def test_a_wrong_record_is_not_read_again(peers, tmp_path):
+    answer = prefill(peers(store=open_directory(tmp_path / "store")))
+    store = CorruptingStore(open_directory(tmp_path / "store"), damage=flip_bit(9000))
+    decoder = peers(None, store=store, load_timeout_seconds=1e6)
+    assert decode(decoder, answer) == 0
+    assert decoder.observer["records_corrupt"] <= NUM_CHUNKS
+
+
+# -- names of one address -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The names that readers look up. Each is this machine."""
+    names = []
+
+    def look_up(host, _seconds):
+        names.append(host)
+        return [LOCALHOST]
+
+    monkeypatch.setattr(client, "addresses_of", look_up)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("listed", "stamped"),
+    [
+        ("localhost", LOCALHOST),
+        (LOCALHOST, "localhost"),
+        (LOCALHOST, "LocalHost"),
+        (LOCALHOST, "::1"),
+        ("localhost", "0:0:0:0:0:0:0:1"),
+        ("prefill-0.svc", LOCALHOST),
+        ("prefill-0.svc", "Prefill-0.SVC."),
+    ],
+)
+def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, listed, stamped):
+    """Only the peer has the tail."""
+    answer = prefill(peers(), LONGER) | {"remote_host": stamped}
+    reads = [answer["remote_port"]]
+    decoder = peers(None, reads, at=listed, tiers=True, load_timeout_seconds=30.0)
+    decoder.run("before", [*range(900, 909)])
+    wait_until(lambda: looked_up, "it connects, and so knows the addresses of the listed name")
+    assert decode(decoder, answer, LONGER) == 44
+    assert set(looked_up) == {listed}
+
+
+@pytest.mark.parametrize("stamped", ["prefill-0.svc", "169.254.169.254", "10.0.0.1"])
+def test_a_peer_that_is_not_listed_is_told_once_and_never_looked_up(
+    peers, looked_up, stamped, caplog
+):
+    answer = prefill(peers(), LONGER) | {"remote_host": stamped}
+    options = {"tiers": True, "load_timeout_seconds": 30.0}
+    decoder = peers(None, [answer["remote_port"]], **options)
+    for name in ("first", "second"):
+        assert decode(decoder, answer, LONGER, name) == 40
+    lines = [line for line in caplog.messages if "is not listed in peer://" in line]
+    assert len(lines) == 1
+    assert lines[0].isprintable()
+    assert set(looked_up) == {LOCALHOST}
+
+
+def test_of_a_decode_without_peers_no_address_is_listed_and_none_missed(peers, tmp_path, caplog):
+    shared = (tmp_path / "store").as_uri()
+    answer = prefill(peers(store=shared), LONGER)
+    assert decode(peers(None, store=shared), answer, LONGER) == 40
+    assert "is not listed" not in caplog.text
 
 
 # -- the tail behind the whole chunks -------------------------------------------------------------

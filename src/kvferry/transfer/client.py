@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvferry.config import printable
 from kvferry.errors import TransferError, TransferTimeout
-from kvferry.network import addresses_of, join_host, reason_of, seconds_left
+from kvferry.network import addresses_of, is_same_host, join_host, reason_of, seconds_left
 from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.messages import (
@@ -78,6 +78,7 @@ class PeerClient:
         self.host = host
         self.port = port
         self.incarnation = b""
+        self._found_at: list[str] = []  # addresses of `host`
         self._namespace = namespace
         self._key = key
         self._tls = tls
@@ -85,6 +86,13 @@ class PeerClient:
         self._idle: list[_PeerConnection] = []
         self._busy: set[_PeerConnection] = set()
         self._closed = False
+
+    def is_at(self, host: str, port: int) -> bool:
+        """Whether an address is that of this peer, also in another spelling. Looks up nothing:
+        knows the addresses of its own host since it last connected."""
+        return port == self.port and any(
+            is_same_host(host, each) for each in (self.host, *self._found_at)
+        )
 
     def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
         """Ask for the state of each key. Without keys, only find out which server answers."""
@@ -187,7 +195,8 @@ class PeerClient:
     def _connect(self, deadline: float) -> _PeerConnection:
         limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
         fault: Exception = OSError("it has no address")
-        for address in addresses_of(self.host, seconds_left(limit)):
+        self._found_at = addresses_of(self.host, seconds_left(limit))
+        for address in self._found_at:
             try:
                 stream = socket.create_connection((address, self.port), seconds_left(limit))
             except OSError as error:

@@ -8,24 +8,38 @@ the store that both share or from the producer's memory for `load_timeout_second
 producer says that it has them in memory, each chunk that comes restarts this time, until
 `MOST_WAITS` times as much is over. The tail, the whole blocks behind the last whole chunk, comes
 from memory only.
+
+A producer whose chunks never come may store them elsewhere. So after a wait in vain, requests only
+look for `ASK_SECONDS`. Now and then one of them waits as long as the first, until chunks come.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from contextlib import suppress
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState, Tail
 from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.config import printable
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
 from kvferry.errors import ContractError
-from kvferry.store.base import Address
+from kvferry.network import join_host
+from kvferry.store.base import ASK_SECONDS, Address
 from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
+
+logger = logging.getLogger(__name__)
 
 MOST_WAITS = 10
 """A request waits for a producer that makes progress for so many `load_timeout_seconds` at most."""
+
+FEW = 3
+"""After so many waits in vain, one after the other, a warning says what to do."""
+
+LONGEST_LOOKS_SECONDS = 300.0
+"""The longest time without a whole wait: `load_timeout_seconds`, doubled by each wait in vain."""
 
 
 class Handovers:
@@ -47,6 +61,9 @@ class Handovers:
         self.early: dict[str, RequestView] = {}
         self.address: tuple[str, int] | None = None
         self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
+        self._num_in_vain = 0
+        self._only_looks_until = 0.0
+        self._has_told = False
 
     def begin(self, request: RequestView, state: RequestState, limit: int) -> None:
         """Plan the handover of a request, and expect the chunks that another engine computes for
@@ -93,9 +110,70 @@ class Handovers:
         now, seconds = self._context.clock(), self._context.config.load_timeout_seconds
         holder = _holder(source)
         is_held = holder is not None and self._context.store.reads_from(holder)
-        plan.until = now + seconds
+        if holder is not None and not is_held:
+            self._tell_unlisted(holder)
+        plan.until = now + (seconds if is_held else self._patience(now))
         plan.latest = plan.until if is_held else now + MOST_WAITS * seconds
         plan.miss, plan.why = LookupMiss.NOT_PRODUCED, "the rest did not come"
+
+    def _patience(self, now: float) -> float:
+        """How long a request waits until the first chunk comes, in seconds."""
+        seconds = self._context.config.load_timeout_seconds
+        if now < self._only_looks_until:
+            return min(ASK_SECONDS, seconds)
+        if self._num_in_vain:
+            self._only_looks_until = now + seconds  # one request at a time tries
+        return seconds
+
+    def end_wait(self, plan: HandoverPlan) -> None:
+        """Note that a request is admitted: it waits for nothing more. Learn from how it waited, but
+        not of a peer (`until` is `latest` there), which says itself what it lacks."""
+        now = self._context.clock()
+        if plan.wait in ("waits", "came"):  # it waits no more, so what it waited for came
+            self._num_in_vain, self._only_looks_until = 0, 0.0
+        elif plan.wait == "in vain" and plan.until < plan.latest and now >= self._only_looks_until:
+            self._num_in_vain += 1
+            seconds = self._context.config.load_timeout_seconds
+            looks_seconds = min(LONGEST_LOOKS_SECONDS, seconds * 2**self._num_in_vain)
+            self._only_looks_until = now + looks_seconds
+            if self._num_in_vain == FEW:
+                logger.warning(
+                    "nothing came of %d handovers, each waited for %g s: the engines that prefill "
+                    "seem to store elsewhere than in %s. Give them and this engine one store, or "
+                    "list the address that they serve (option `serve`) as peer://HOST:PORT in "
+                    "`store` here. Until chunks come, most requests wait for %g s only",
+                    FEW,
+                    seconds,
+                    self._context.store.url,
+                    ASK_SECONDS,
+                )
+        plan.end_wait()
+
+    def reads_again(self, key: ChunkKey) -> bool:
+        """Whether a chunk whose read failed is to be read again: a request waits for it that may
+        still have such reads. This uses one of them up."""
+        now = self._context.clock()
+        for state in self._requests.by_id.values():
+            plan, search = state.handover, state.search
+            if plan is None or search is None or key not in search.fetched:
+                continue
+            if now < plan.until and plan.num_reads_left:
+                plan.num_reads_left -= 1
+                return True
+        return False
+
+    def _tell_unlisted(self, holder: Address) -> None:
+        """Say once that the peer which has the chunks is not one that this engine reads from."""
+        is_peer = any(tier.name.startswith("peer") for tier in self._context.store.tiers())
+        if is_peer and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "a prefill is served at %s, as a request says, which is not listed in %s. If it is "
+                "listed under another name, give `advertise` of its `serve` the same name: else "
+                "the end of prompts is computed here",
+                printable(join_host(*holder)),
+                self._context.store.url,
+            )
 
     def _tail(
         self, source: KVSource, stamp: ProducerStamp, request: RequestView, state: RequestState

@@ -158,19 +158,26 @@ class Lookup:
         if known == len(state.keys.keys):
             plan.tail_until = plan.tail_until or self._clock() + self._tail_seconds
             until = min(until, plan.tail_until)
-        return (
+        waits = (
             self._clock() < until
             and self._usable(state, plan.num_chunks, num_tokens) > search.num_local
             and self._store.awaits(state.chain[known])
             and self._choose(state, search, known) == known
         )
+        if plan.wait in ("none", "waits"):
+            was_in_vain = plan.wait == "waits" and self._clock() >= plan.until
+            plan.wait = "waits" if waits else "in vain" if was_in_vain else "none"
+        return waits
 
     def _note_progress(self, state: RequestState, plan: HandoverPlan, known: int) -> None:
         """If chunks came since the last look-up, the others have as much time again."""
         before = plan.num_known
         plan.num_known = max(known, before or 0)
         until = min(self._clock() + self._wait_seconds, plan.latest)
-        if before is not None and known > before and until > plan.until:
+        if before is None or known <= before:
+            return
+        plan.wait = "came"
+        if until > plan.until:
             plan.until = until
             self._store.expect(state.chain[known : plan.num_chunks], until)
 

@@ -90,6 +90,9 @@ class HandoverPlan:
         num_known: number of leading chunks that had come at the last look-up; None before it.
         until: when the wait for chunks ends, if no more of them come before.
         latest: when it ends although chunks still come.
+        wait: what came of the wait: none was needed yet, or the last look-up waits, or chunks came
+            meanwhile, or none came in time.
+        num_reads_left: number of failed reads of its chunks that are tried again.
         miss: the reason given for a chunk that the store lacks.
         why: details of `miss` in words, or empty.
     """
@@ -103,6 +106,8 @@ class HandoverPlan:
     num_known: int | None = None
     until: float = 0.0
     latest: float = 0.0
+    wait: Literal["none", "waits", "came", "in vain"] = "none"
+    num_reads_left: int = 3
     miss: LookupMiss = LookupMiss.ABSENT
     why: str = ""
 

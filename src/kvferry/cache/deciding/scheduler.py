@@ -228,7 +228,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         if state.handover is not None:
-            state.handover.end_wait()
+            self._handovers.end_wait(state.handover)
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
         search = state.search or Search()
@@ -405,6 +405,8 @@ class SharedStorageScheduler(SchedulerRole):
         elif is_missed and filled.missed != MissReason.CANCELLED:
             if filled.missed == MissReason.ABSENT and self.context.store.awaits(slot.key):
                 return  # a peer has it soon, and the search waits once more
+            if filled.missed == MissReason.IO_ERROR and self._handovers.reads_again(slot.key):
+                return
             seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
             self.requests.unreadable.add((slot.key,), seconds)
 

@@ -105,7 +105,7 @@ class PeerStore(ServerStore):
                 self._keys.learn(key)
 
     def reads_from(self, peer: Address) -> bool:
-        return peer == (self._client.host, self._client.port)
+        return self._client.is_at(*peer)
 
     def _find(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
         deadline = self._clock() + self._bounds.probe_seconds
