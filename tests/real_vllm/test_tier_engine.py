@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.real_vllm.harness import (
 )
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import SECONDS, TIER
+from tests.real_vllm.test_identity import make_adapter
 from tests.real_vllm.test_proxy import model_with_tokenizer
 from tests.real_vllm.test_ranks import TWO_RANKS
 
@@ -118,3 +120,30 @@ def test_the_example_reads_in_a_second_process(tmp_path: Path) -> None:
     [tokens] = {int(number) for number in re.findall(r"(\d+) prompt tokens", out)}
     read = [int(number) for number in re.findall(r"(\d+) read by the tier", out)]
     assert read == [0, tokens // 128 * 128]
+
+
+def test_rows_of_requests_under_an_adapter_are_kept_under_a_weights_version_alone(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process, second: Process,
+) -> None:  # fmt: skip
+    adapters = [make_adapter(tmp_path / name, seed) for seed, name in enumerate(("a", "b"))]
+    place = shutil.copytree(adapters[0], tmp_path / "served")
+    tuned = {"name": "tuned", "id": 1, "path": str(place)}
+    prompts = [make_prompt(length) for length in LENGTHS]
+    requests = [{"token_ids": prompt, "lora": tuned} for prompt in prompts]
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    connector = offloading(tmp_path / "store")
+    with first.engine(models["plain"], connector, **lora) as engine:
+        engine.generate(requests)
+        # Rows of the same engine without an adapter are stored as ever.
+        store_all(engine, tmp_path / "store", prompts, make_prompt, CHUNKS)
+    shutil.copytree(adapters[1], place, dirs_exist_ok=True)
+    with second.engine(models["plain"], connector, **lora) as engine:
+        assert engine.generate(requests).external == 0
+        assert engine.generate(prompts).external == HITS
+    connector["kv_connector_extra_config"]["secondary_tiers"][0]["weights_version"] = "b"
+    with first.engine(models["plain"], connector, **lora) as engine:
+        engine.generate(requests)
+        engine.generate([make_prompt(20)])
+        wait_for_records(tmp_path / "store", 2 * CHUNKS)
+    with second.engine(models["plain"], connector, **lora) as engine:
+        assert engine.generate(requests).external == HITS

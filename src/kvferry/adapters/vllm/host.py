@@ -180,6 +180,19 @@ def device_name() -> str:
     return f"{name}, {'with' if find_spec('flashinfer') else 'without'} FlashInfer"
 
 
+def adds_request_of_adapter() -> bool:
+    """Whether the request that is being added in this thread is one under a LoRA adapter; True if
+    it is not found among the callers' variables. vLLM tells its tiers a request's id alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        request: Any = frame.f_locals.get("request")
+        if hasattr(request, "lora_request"):
+            is_of_adapter: bool = request.lora_request is not None
+            return is_of_adapter
+        frame = frame.f_back
+    return True
+
+
 def constructing() -> tuple[Any, Any] | None:
     """Return the configuration of the engine whose connector is being constructed in this thread,
     and what became of its KV caches (a `KVCacheConfig`); None if none is.

@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.version import __version__
 
 from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
-from kvferry.adapters.vllm.host import constructing, load_host
+from kvferry.adapters.vllm.host import adds_request_of_adapter, constructing, load_host
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
@@ -53,6 +53,9 @@ EVENTS = f"{PREFIX}_tier_events"
 # vLLM 0.29 has another name for the rows of a job, and its results hold no number of bytes.
 _PLACES = "chunk_ids" if "chunk_ids" in TransferJob.__dataclass_fields__ else "block_ids"
 _TAKES_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+
+_IS_KEPT = "kvferry_is_kept"
+"""An attribute that the tier sets on vLLM's context of a request, which outlives the request."""
 
 R = TypeVar("R")
 
@@ -131,6 +134,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 "this vLLM gives its tiers no engine configuration, so kvferry cannot identify the "
                 "model; use KVFerryConnector, or report the release"
             )
+        has_adapters = getattr(found[0], "lora_config", None) is not None
+        self._keeps_all = not has_adapters or options.weights_version is not None
         return rows_namespace(
             *found,
             self._offloading_spec.config,
@@ -144,6 +149,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        if not self._is_kept(req_context):
+            return LookupResult.MISS
         found = self._rows.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
@@ -151,7 +158,15 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        if not self._keeps_all and not adds_request_of_adapter():
+            setattr(req_context, _IS_KEPT, True)
         return RequestOffloadingContext()
+
+    def _is_kept(self, req_context: Any) -> bool:
+        """Whether the rows of a request are stored and read. Those under a LoRA adapter are not,
+        unless the operator names the weights: the host's hashes cover no adapter's content, and
+        another may be loaded in place under the same name and path."""
+        return self._keeps_all or getattr(req_context, _IS_KEPT, False)
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -183,6 +198,10 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """Submit a job. If that fails, report it as failed: vLLM keeps the rows of a job pinned
         until it is reported."""
         try:
+            if not self._is_kept(job.req_context):
+                self.counters.count("stores_dropped", len(job.keys))
+                self._refused.append(job.job_id)
+                return
             submit(list(job.keys), [int(place) for place in getattr(job, _PLACES)])
         except Exception:  # the host boundary
             self.counters.count("hook_failed")

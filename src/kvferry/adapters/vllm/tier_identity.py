@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
+from kvferry.adapters.rows import RowsModel, RowsOptions
 from kvferry.adapters.vllm.host import Host, conv_state_layout, cpu_kernels, device_name
 from kvferry.adapters.vllm.kv_specs import describe_groups
 from kvferry.identity.resolved import describe_value
@@ -189,11 +189,18 @@ def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
     """Return what a block hash leaves out, or covers by name and not by content."""
     drafts = getattr(vllm_config, "speculative_config", None)
     has_adapters = getattr(vllm_config, "lora_config", None) is not None
+    keeps_adapters = options.weights_version is not None
+    if has_adapters and not keeps_adapters:
+        logger.warning(
+            "kvferry: block hashes name LoRA adapters without their content, so the tier neither "
+            "stores nor reads rows of requests under an adapter; use KVFerryConnector, or set "
+            '"weights_version" to a name that changes whenever an adapter does'
+        )
     items = getattr(vllm_config.model_config, "multimodal_config", None)
     return {
         "drafts": None
         if drafts is None
         else [str(getattr(drafts, each)) for each in ("method", "model", "num_speculative_tokens")],
-        "adapters": adapters_name(options, logger) if has_adapters else None,
+        "keeps_adapters": keeps_adapters if has_adapters else None,
         "items": None if items is None else repr(items),
     }
