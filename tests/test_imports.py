@@ -27,7 +27,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"cli", "demo", "doctor", "explain", "prompt_file", "readings", "report", "simulate"},
+    {"cli", "demo", "doctor", "explain", "readings", "report", "simulate"},
 ]
 
 # Rooms of one layer do not know each other, but for these.
@@ -44,7 +44,6 @@ SIDEWAYS = {
     ("cli", "demo"),
     ("cli", "doctor"),
     ("cli", "explain"),
-    ("cli", "prompt_file"),
     ("cli", "readings"),
     ("cli", "report"),
     ("cli", "simulate"),
@@ -79,7 +78,6 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
-        "prompt_file.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [
@@ -100,7 +98,6 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
-        "prompt_file.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
@@ -128,7 +125,6 @@ ONLY_FROM = {
         "doctor",
         "explain.py",
         "report",
-        "prompt_file.py",
     ],
     "testing": [],
 }
@@ -361,7 +357,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "def f():\n  from kvferry.types import X", "inside a function"),
         ("journal.py", "def f():\n  import_module('kvferry.store.url')", "inside a function"),
         ("store/base.py", "importlib.import_module('kvferry.engine')", "above store"),
-        ("cli/size.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
+        ("cli/copy.py", "from benchmarks import BENCHMARKS", "benchmarks is not for cli"),
         ("store/base.py", "if TYPE_CHECKING:\n  import kvferry.engine", "above store"),
         ("attic/x.py", "", "room 'attic' stands in no layer"),
         ("store/base.py", "import kvferry.attic", "kvferry.attic stands in no layer"),

@@ -2,7 +2,7 @@
 
 Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
 of tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
-once a second. The commands `explain`, `simulate`, `top`, `report` and `doctor` read the file.
+once a second. The commands `explain`, `simulate`, `status`, `report` and `doctor` read the file.
 """
 
 from __future__ import annotations

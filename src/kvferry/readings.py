@@ -1,4 +1,4 @@
-"""Reads what a running cache does from its metrics or its journal, for `kvferry top`."""
+"""Reads what a running cache does from its metrics or its journal, for `kvferry status`."""
 
 from __future__ import annotations
 

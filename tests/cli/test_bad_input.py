@@ -28,8 +28,12 @@ def _make_newer(root: Path) -> None:
     (root / "kvferry.json").write_text(json.dumps({**marker, "version": 99}))
 
 
-LOOKS = ["ls", "show", "stat", "verify", "gc", "report"]
-EXTRA = {"show": ["abc"], "gc": ["--max-bytes", "1GiB"], "report": ["--html", "never.html"]}
+LOOKS = ["ls", "status", "verify", "rm", "report", "copy"]
+EXTRA = {
+    "rm": ["--max-bytes", "1GiB"],
+    "report": ["--html", "never.html"],
+    "copy": ["file:///nowhere/to/copy"],
+}
 
 
 @pytest.mark.parametrize("command", LOOKS)
@@ -93,12 +97,16 @@ def test_a_store_of_a_newer_format(make_store, run, command):
         (["ls", "--sort", "colour", "file:///x"], "colour"),
         (["ls", "--limit", "few", "file:///x"], "--limit"),
         (["ls"], "URL"),
-        (["ls", "file:///x", "file:///y"], "file:///y"),
-        (["gc", "file:///x"], "--max-bytes"),
-        (["gc", "file:///x", "--older-than", "soon"], "'soon'"),
-        (["gc", "file:///x", "--max-bytes", "3G"], "gib"),
-        (["gc", "file:///x", "--max-bytes", "512"], "no unit; write for example 512MiB"),
-        (["gc", "file:///x", "--max-bytes", "1e9"], "no unit; write for example 512MiB"),
+        (["ls", "file:///x", "00", "file:///y"], "file:///y"),
+        (["ls", "file:///x", "00", "--removed"], "give one of them"),
+        (["stat", "file:///x"], "kvferry ls URL --by namespace"),
+        (["gc", "file:///x", "--max-bytes", "1GiB"], "kvferry rm URL --max-bytes SIZE"),
+        (["bench"], "make bench NAME=stores"),
+        (["rm", "file:///x"], "--max-bytes"),
+        (["rm", "file:///x", "--older-than", "soon"], "'soon'"),
+        (["rm", "file:///x", "--max-bytes", "3G"], "gib"),
+        (["rm", "file:///x", "--max-bytes", "512"], "no unit; write for example 512MiB"),
+        (["rm", "file:///x", "--max-bytes", "1e9"], "no unit; write for example 512MiB"),
         (["generate", "/nowhere/at/all"], "--prompt-file"),
         (["generate", "/nowhere/at/all", "Hello"], "/nowhere/at/all"),
         (["generate", "/etc", "Hello"], "/etc"),
@@ -178,7 +186,7 @@ def test_json_into_a_directory_that_is_not_there(make_store, run):
 def test_a_json_file_that_cannot_be_is_refused_before_the_work(make_store, run, target):
     made = make_store()
     before = made.snapshot()
-    ran = run("gc", made.url, "--max-bytes", "0", "--json", target)
+    ran = run("rm", made.url, "--max-bytes", "0", "--json", target, "--yes")
     assert ran.code == 2
     assert "cannot write" in ran.error_line
     assert made.snapshot() == before
@@ -285,7 +293,7 @@ def test_the_help_loads_neither_torch_nor_numpy():
     [
         ["--sort", "valkey://u:s3cr3t@host/kv"],
         ["--sort=valkey://u:s3cr3t@host/kv"],
-        ["file:///nowhere", "valkey://u:s3cr3t@host/kv"],
+        ["file:///nowhere", "00", "valkey://u:s3cr3t@host/kv"],
     ],
 )
 def test_a_password_in_a_wrong_place_is_not_shown(run, arguments):

@@ -27,7 +27,6 @@ INTERRUPTED = (130, -signal.SIGINT)
 DEMO = ["--document-tokens", "3000", "--chunk-tokens", "32", "--dir", "{place}/demo"]
 COMMANDS = {
     "simulate": ["{place}/trace", "--sizes", "100,1000,3000"],
-    "size": ["{model}"],
     "generate": ["{model}", "Hello", "--max-tokens", "3000", "--store", "file://{place}/store"],
     "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],
     "demo": ["--model-dir", "{model}", *DEMO],
@@ -126,7 +125,6 @@ def runs(what: str, number: int = 1) -> Callable[[Running], bool]:
 
 
 MOMENTS = [
-    ("size", "imports", maps("/torch/")),
     ("simulate", "reads", maps("numpy")),
     ("generate", "imports", maps("/torch/")),
     ("generate", "streams", says),
@@ -139,7 +137,7 @@ LATE_MOMENTS = [
 
 
 def test_every_command_that_works_for_long_is_here():
-    assert {name for name, _, _ in MOMENTS} == set(COMMANDS) == set(OF_FILES) - {"import"}
+    assert {name for name, _, _ in MOMENTS} == set(COMMANDS) == set(OF_FILES)
 
 
 @pytest.mark.slow

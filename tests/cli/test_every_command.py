@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvferry.cli.main import build_app, main
+from kvferry.cli.main import build_app
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.file.store import FileStore
 from kvferry.store.url import open_one
@@ -28,8 +28,6 @@ from kvferry.testing.models import make_tiny_model
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import put_records
 from tests.cli.test_hostile_names import NAMES, is_plain
-from tests.cli.test_prompt_files import SPACE as PROMPT_SPACE
-from tests.cli.test_prompt_files import TOKENS, put_prompt
 from tests.servers.process import LOCALHOST, free_ports
 
 COMMANDS = typer.main.get_command(build_app()).commands
@@ -37,28 +35,23 @@ OF_STORES = [
     name
     for name, command in COMMANDS.items()
     if any("URL" in (each.metavar or "") for each in command.params if each.opts[0][0] != "-")
-    and name != "import"  # it makes a store
 ]
 """Those with the URL of a store as an argument, which any new one is expected to be."""
 
 OF_FILES = {
     "simulate": ["{path}"],
-    "size": ["{path}"],
     "generate": ["{path}", "Hello"],
     "warm": ["{path}", "--store", "file:///nowhere", "--prompts", "{path}"],
-    "import": ["{path}/missing", "file:///nowhere"],
     "demo": ["--model-dir", "{path}"],
 }
 """The others, with what they take for a directory of which nothing can be made."""
 
 DIGEST = hashlib.sha256(b"space").hexdigest()
 OPTIONS = {
-    "show": ["00" * 32],
-    "gc": ["--max-bytes", "1GiB"],
-    "clear": ["--tenant", "nobody", "--yes"],
+    "copy": ["file://{tokens}.copy"],
+    "rm": ["--tenant", "nobody", "--yes"],
     "pin": ["--until", "1h", "--namespace", "{digest}"],
     "explain": ["--namespace", "{digest}", "--tokens", "{tokens}"],
-    "export": ["--namespace", "{digest}", "--tokens", "{tokens}", "{tokens}.kv"],
     "report": ["--html", "{tokens}.html"],
 }
 """What a command needs besides a store."""
@@ -158,7 +151,7 @@ def test_a_store_in_use(run, arguments, store_in_use):
     for command in OF_STORES:
         ran = run(*arguments(command, store_in_use))
         # Its values are no records, and its keys have no namespace.
-        expected = {"verify": 1, "show": 2, "clear": 2, "explain": 2, "export": 2, "pin": 2}
+        expected = {"verify": 1, "rm": 2, "explain": 2, "copy": 1, "pin": 2}
         # The writer may have removed what `verify` put into quarantine before `doctor` sees it.
         allowed = (0, 1) if command == "doctor" else (expected.get(command, 0),)
         assert ran.code in allowed, (command, ran)
@@ -203,7 +196,7 @@ def test_a_large_store(tmp_path, arguments):
     root = tmp_path / "large"
     root.mkdir(mode=0o700)
     make_large_store(root, LARGE)
-    dry = {"gc", "clear", "pin", "verify"}
+    dry = {"rm", "pin", "verify", "copy"}
     jobs = []
     for command in OF_STORES:
         if command == "doctor":  # it writes, and so finds that the files are not there
@@ -214,7 +207,7 @@ def test_a_large_store(tmp_path, arguments):
     jobs.append(["ls", root.as_uri(), "--sort", "size"])
     shows_all = ["ls", root.as_uri(), "--limit", "0"]
     jobs += [shows_all, [*shows_all, "--json", "-"]]
-    codes = {"show": 2, "export": 1}
+    codes: dict[str, int] = {}
     for job, ended in zip(jobs, ran_apart(tmp_path, jobs, "one-by-one"), strict=True):
         assert ended["code"] == codes.get(job[0], 0), (job, ended)
         grown_per_record = 50
@@ -274,21 +267,18 @@ def url_of(scheme: str, server: socket.socket) -> str:
 
 
 def test_every_command_gives_up_on_a_server_that_accepts_and_says_nothing(tmp_path, arguments):
-    put_prompt((tmp_path / "store").as_uri())
-    tokens, file = tmp_path / "tokens.json", str(tmp_path / "prompt.kv")
-    tokens.write_text(json.dumps(list(TOKENS)))
-    export = ["export", (tmp_path / "store").as_uri(), "--namespace", PROMPT_SPACE.digest.hex()]
-    assert main([*export, "--tokens", str(tokens), file]) == 0
-    warm = ["warm", str(make_tiny_model(tmp_path / "model")), "--prompts", file + "l", "--store"]
-    (tmp_path / "prompt.kvl").write_text(json.dumps(list(range(3, 200))))
+    put_records((tmp_path / "store").as_uri(), num_records=1)
+    prompts = str(tmp_path / "prompts")
+    warm = ["warm", str(make_tiny_model(tmp_path / "model")), "--prompts", prompts, "--store"]
+    (tmp_path / "prompts").write_text(json.dumps(list(range(3, 200))))
 
     def job(command: str, url: str) -> list[str]:
-        given = {"import": ["import", file, url], "warm": [*warm, url]}
+        given = {"copy to": ["copy", (tmp_path / "store").as_uri(), url], "warm": [*warm, url]}
         return given.get(command) or arguments(command, url)
 
-    commands = [*OF_STORES, "import", "warm"]
+    commands = [*OF_STORES, "copy to", "warm"]
     # All open a bucket as they open the other; a process for each would take long.
-    all_of = [("valkey", name) for name in commands] + [("s3", name) for name in ("ls", "import")]
+    all_of = [("valkey", name) for name in commands] + [("s3", name) for name in ("ls", "copy to")]
     with servers(len(all_of)) as held:
         jobs = [
             job(command, url_of(scheme, server))
@@ -356,7 +346,6 @@ def test_hostile_descriptions(run, arguments, hostile_store):
 
 def test_a_terminal_of_60_columns(tmp_path, arguments, hostile_store):
     jobs = of_hostile(arguments, hostile_store)
-    jobs = [[*job, "--once"] if job[0] == "top" else job for job in jobs]
     for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="tty"), strict=True):
         assert ended["code"] in (0, 1, 2), (job, ended)
         shown = re.sub(r"\x1b\[[0-9;]*m", "", ended["out"]).replace("\r\n", "\n")
@@ -367,7 +356,7 @@ def test_a_terminal_of_60_columns(tmp_path, arguments, hostile_store):
 
 def test_a_reader_that_left(tmp_path, arguments, hostile_store):
     jobs = of_hostile(arguments, hostile_store)
-    jobs = [[*job, *(["--dry-run"] if job[0] in ("clear", "gc") else [])] for job in jobs]
+    jobs = [[*job, *(["--dry-run"] if job[0] == "rm" else [])] for job in jobs]
     for job, ended in zip(jobs, ran_apart(tmp_path, jobs, stdout="closed"), strict=True):
         # They run side by side: one that finds the index held by another warns that it lists.
         said = [line for line in ended["err"].splitlines() if not line.startswith("WARNING")]

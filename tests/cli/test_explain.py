@@ -595,58 +595,7 @@ def test_differences_are_fields_by_path():
     }
 
 
-# -- kvferry size ---------------------------------------------------------------------------------
-
-
-def sized(run, model, *options):
-    ran = run("size", model, *options, "--json", "-")
-    assert ran.code == 0, ran.err
-    return json.loads(ran.out)
-
-
-@pytest.mark.parametrize(
-    ("arch", "token_bytes"),
-    [
-        ("llama", 3 * 2 * 4 * 8 * 4),  # layers, K and V, kv heads (of 8 heads), head_dim, float32
-        ("deepseek_v3", 3 * (16 + 8) * 4),  # layers, latent and rotated key, float32
-        ("gemma3_text", 4 * 2 * 2 * 8 * 4),
-    ],
-)
-def test_the_size_of_a_token_by_the_config_alone(run, tmp_path, arch, token_bytes):
-    model = make_tiny_model(tmp_path / "model", arch)
-    for path in model.iterdir():
-        if path.name != "config.json":
-            path.unlink()
-    value = sized(run, model / "config.json", "--tokens", 300, "--chunk-tokens", 16)
-    assert value["token_bytes"] == token_bytes
-    assert value["whole_chunks"] == 18
-    assert value["stored_bytes"] == 18 * value["record_bytes"] >= 288 * token_bytes
-    assert value["tokens_per_gib"] == 2**30 // value["record_bytes"] * 16
-    # A window of 29: after 288 tokens, 28 of them are in reach, which are two chunks.
-    read = 288 * token_bytes if arch != "gemma3_text" else (288 + 32) * token_bytes // 2
-    assert value["read_for_a_hit_bytes"] == read
-    assert "token bytes" in run("size", model, "--tokens", 300).out
-
-
-def test_the_break_even_rate_and_another_dtype(run, tmp_path):
-    model = make_tiny_model(tmp_path / "model")
-    value = sized(run, model, "--tokens", 1280, "--prefill-tokens-per-second", 8000)
-    assert value["loading_beats_computing_from_gb_per_second"] == pytest.approx(
-        value["token_bytes"] * 8000 / 1e9, rel=1e-3
-    )
-    assert "loading_beats" not in json.dumps(sized(run, model, "--tokens", 1280))
-    assert sized(run, model, "--dtype", "bfloat16")["token_bytes"] * 2 == value["token_bytes"]
-
-
-def test_what_has_no_size_is_one_line(run, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "text").write_text("{}")
-    for model in (tmp_path, tmp_path / "none", tmp_path / "text"):
-        ran = run("size", model, "--tokens", 10)
-        assert ran.code == 2
-        assert is_plain(ran.error_line)
-    rate = run("size", tmp_path, "--prefill-tokens-per-second", "nan")
-    assert (rate.code, "must be from" in rate.error_line) == (2, True)
+# -- opaque rows -----------------------------------------------------------------------------------
 
 
 def put_row(url: str) -> Namespace:

@@ -374,7 +374,7 @@ def other_from_the_second_chunk_on(prompt):
 
 
 def made_room(prompt):
-    ran = prompt.run("gc", prompt.url, "--max-bytes", 0, "--yes")
+    ran = prompt.run("rm", prompt.url, "--max-bytes", 0, "--yes")
     assert ran.code == 0, ran.err
     return {}
 

@@ -24,10 +24,9 @@ NAMES = [
 COMMANDS = {
     "ls": [],
     "ls --removed": [],
-    "show": ["00"],
-    "stat": [],
+    "ls --by namespace": [],
     "verify": ["--dry-run"],
-    "gc": ["--max-bytes", "1GiB"],
+    "rm --yes": ["--max-bytes", "1GiB"],
 }
 
 
@@ -40,7 +39,7 @@ def is_plain(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "show"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_store_of_any_name_is_looked_at(make_store, run, command, name):
     made = make_store(num_records=1, name=name)
     with open_store(url_of(made.root)) as store:
@@ -48,7 +47,7 @@ def test_a_store_of_any_name_is_looked_at(make_store, run, command, name):
     ran = run(*command.split(), url_of(made.root), *COMMANDS[command])
     assert ran.code == 0, ran.err
     assert is_plain(ran.out)
-    shown = run("show", url_of(made.root), made.keys[0].hex())
+    shown = run("ls", url_of(made.root), made.keys[0].hex())
     assert (shown.code, is_plain(shown.out)) == (0, True)
 
 
@@ -64,14 +63,13 @@ def test_a_refusal_that_names_such_a_path_is_one_plain_line(run, command, name, 
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-@pytest.mark.parametrize("option", ["--json", "--dir", "--prompt-file", "--wheel"])
+@pytest.mark.parametrize("option", ["--json", "--prompt-file", "--wheel"])
 def test_any_option_with_such_a_path_is_refused_in_one_plain_line(
     make_store, run, option, name, tmp_path
 ):
     missing = tmp_path / name / "missing" / "file"
     command = {
         "--json": ["ls", make_store(num_records=1).url],
-        "--dir": ["bench", "stores"],
         "--prompt-file": ["generate", tmp_path],
         "--wheel": ["demo", "--dir", tmp_path / "cache"],
     }[option]
@@ -88,12 +86,12 @@ def test_a_model_of_such_a_name_is_shown_as_it_is(make_store, run, name):
     made = make_store(num_records=1, namespace=space.digest)
     with open_store(made.url) as store:
         store.describe(space.digest, space.as_text())
-    for command in ("ls", "stat"):
-        out = run(command, made.url).out
+    for options in ([], ["--by", "namespace"]):
+        out = run("ls", made.url, *options).out
         assert is_plain(out)
         assert name.encode("unicode_escape").decode() in out
-        value = json.loads(run(command, made.url, "--json", "-").out)
-        assert (value[0] if command == "ls" else value["namespaces"][0])["model"] == name
+        value = json.loads(run("ls", made.url, *options, "--json", "-").out)
+        assert (value[0] if not options else value["namespaces"][0])["model"] == name
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -116,7 +114,7 @@ def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path, command):
 def test_a_log_line_that_names_such_a_path_is_one_plain_line(make_store, name):
     made = make_store(num_records=1, name=name)
     (made.root / "index.sqlite3").write_bytes(b"damaged" * 1000)
-    command = ["gc", url_of(made.root), "--max-bytes", "1GiB"]
+    command = ["rm", url_of(made.root), "--max-bytes", "1GiB", "--yes"]
     done = subprocess.run(
         [sys.executable, "-m", "kvferry.cli", *command], capture_output=True, text=True, check=True
     )
@@ -135,7 +133,7 @@ def test_the_text_of_an_exception_in_a_log_line_is_plain():
         "        logging.getLogger('kvferry').exception('it %s', error)\n"
         "        raise\n"
         "records.query_store = fails\n"
-        "sys.exit(main.main(['stat', 'file:///x']))\n"
+        "sys.exit(main.main(['ls', 'file:///x']))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -158,10 +156,9 @@ def test_names_in_a_store_that_are_no_text_are_passed_over(make_store, run):
         os.close(os.open(directory + b"/caf\xe9\x1b[31m", os.O_CREAT | os.O_WRONLY))
         os.mkdir(directory + b"/[red]\xff")
     for command, options in COMMANDS.items():
-        if command != "show":
-            ran = run(*command.split(), made.url, *options)
-            assert ran.code == 0, ran.err
-            assert is_plain(ran.out)
+        ran = run(*command.split(), made.url, *options)
+        assert ran.code == 0, ran.err
+        assert is_plain(ran.out)
 
 
 def test_a_store_under_a_path_that_is_no_text_has_an_index(tmp_path):

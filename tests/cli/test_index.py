@@ -17,7 +17,14 @@ from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.url import open_store
 from kvferry.types import KVGroup
 
-LOOKS = ["ls", "ls --sort size", "ls --sort token", "ls --removed", "stat", "verify --dry-run"]
+LOOKS = [
+    "ls",
+    "ls --sort size",
+    "ls --sort token",
+    "ls --removed",
+    "ls --by namespace",
+    "verify --dry-run",
+]
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
 
 
@@ -47,7 +54,7 @@ def test_ls_and_stat_name_the_model_of_each_record(make_store, run):
     with open_store(made.url) as store:
         store.describe(space.digest, space.as_text())
     assert {row["model"] for row in asked(run, "ls", made.url)} == {"org/model-7b"}
-    assert asked(run, "stat", made.url)["namespaces"] == [
+    assert asked(run, "ls", made.url, "--by", "namespace")["namespaces"] == [
         {
             "namespace": space.digest.hex(),
             "model": "org/model-7b",
@@ -56,7 +63,7 @@ def test_ls_and_stat_name_the_model_of_each_record(make_store, run):
         }
     ]
     assert run("ls", made.url).out.count("org/model-7b") == 1
-    assert run("stat", made.url).out.count("org/model-7b") == 1
+    assert run("ls", made.url, "--by", "namespace").out.count("org/model-7b") == 1
 
 
 def test_a_model_without_a_name_is_called_by_its_config(make_store, run):
@@ -87,7 +94,9 @@ def test_a_description_of_another_namespace_is_not_shown(make_store, run, text):
     (made.root / "namespaces").mkdir()
     (made.root / "namespaces" / f"{made.schema.namespace.hex()}.json").write_text(text)
     assert asked(run, "ls", made.url)[0]["model"] == "(unreadable)"
-    assert asked(run, "stat", made.url)["namespaces"][0]["model"] == "(unreadable)"
+    assert (
+        asked(run, "ls", made.url, "--by", "namespace")["namespaces"][0]["model"] == "(unreadable)"
+    )
 
 
 def test_what_went_is_listed_with_reason_and_process(make_store, run):
@@ -117,12 +126,12 @@ def test_stat_counts_what_went_by_reason(make_store, run):
         store.delete(made.keys[0])
         store.delete(made.keys[1])
         store.discard(made.keys[2], "bad_leaf")
-    found = asked(run, "stat", made.url)
+    found = asked(run, "ls", made.url, "--by", "namespace")
     size = made.schema.record_bytes
     counted = {row["reason"]: (row["num_records"], row["num_bytes"]) for row in found["removed"]}
     assert counted == {"quarantined": (1, size), "deleted": (2, 2 * size)}
     assert found["removed_since"] <= found["removed"][0]["last_at"]
-    assert "removed in the last" in run("stat", made.url).out
+    assert "removed in the last" in run("ls", made.url, "--by", "namespace").out
 
 
 def damage_none(_index: Path) -> None:
@@ -180,12 +189,12 @@ def test_a_store_is_looked_at_whatever_became_of_its_index(make_store, run, dama
     assert not any("error" in row for row in rows)
     assert len(asked(run, "ls", made.url, "--sort", "size", "--limit", 3)) == 3
     assert asked(run, "ls", "--removed", made.url) == []
-    found = asked(run, "stat", made.url)
+    found = asked(run, "ls", made.url, "--by", "namespace")
     assert (found["num_records"], found["index_complete"]) == (4, True)
     assert sum(each["num_records"] for each in found["namespaces"]) == 4
-    assert asked(run, "show", made.url, made.keys[2].hex())["verdict"] == "right"
+    assert asked(run, "ls", made.url, made.keys[2].hex())["verdict"] == "right"
     assert asked(run, "verify", made.url, "--dry-run")["records"] == 4
-    assert asked(run, "gc", made.url, "--max-bytes", 0, "--dry-run")["removed_records"] == 4
+    assert asked(run, "rm", made.url, "--max-bytes", 0, "--dry-run")["records"] == 4
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -217,8 +226,8 @@ def test_looking_at_many_records_takes_memory_for_those_shown(make_store, run):
             "INSERT INTO records (key, num_bytes, last_used, namespace) VALUES (?, ?, 1.0, ?)",
             ((rng.randbytes(32), rng.randrange(1, 9), bytes(32)) for _ in range(num_records)),
         )
-    run("stat", made.url)  # loads what is loaded once
-    for command in (["ls"], ["ls", "--sort", "size"], ["stat"]):
+    run("ls", made.url, "--by", "namespace")  # loads what is loaded once
+    for command in (["ls"], ["ls", "--sort", "size"], ["ls", "--by", "namespace"]):
         tracemalloc.start()
         try:
             ran = run(command[0], made.url, *command[1:])

@@ -35,12 +35,11 @@ __all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 KINDS = ["valkey", "s3", "mooncake"]
 COMMANDS = {
     "ls": [],
-    "show": ["00"],
-    "stat": [],
+    "ls --by namespace": [],
     "verify": [],
     "verify --dry-run": [],
-    "gc": ["--max-bytes", "1GiB"],
-    "gc --dry-run": ["--max-bytes", "1GiB"],
+    "rm --yes": ["--max-bytes", "1GiB"],
+    "rm --dry-run": ["--max-bytes", "1GiB"],
 }
 SECRET = "correct-horse"
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
@@ -150,14 +149,13 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
     assert "2 of 3 records" in out
     assert "org/model-7b" in out
 
-    shown = asked(run, "show", made.url, made.keys[1].hex()[:10])
+    shown = asked(run, "ls", made.url, made.keys[1].hex()[:10])
     assert (shown["key"], shown["verdict"]) == (made.keys[1].hex(), "right")
     assert shown["first_token"] == CHUNK_TOKENS
-    assert made.keys[1].hex() in run("show", made.url, made.keys[1].hex()).out
+    assert made.keys[1].hex() in run("ls", made.url, made.keys[1].hex()).out
 
-    found = asked(run, "stat", made.url)
-    memory_bytes, url = found.pop("memory_bytes"), found.pop("url")
-    assert (memory_bytes, url) == (2**30, made.url.partition("?")[0])
+    found = asked(run, "ls", made.url, "--by", "namespace")
+    assert found.pop("url") == made.url.partition("?")[0]
     space = {"namespace": SPACE.digest.hex(), "model": "org/model-7b"}
     assert found == {
         "num_records": 3,
@@ -166,7 +164,7 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
         "removed": [],
         "removed_since": None,
     }
-    assert "org/model-7b" in run("stat", made.url).out
+    assert "org/model-7b" in run("ls", made.url, "--by", "namespace").out
 
 
 # Valid JSON that is no description of a namespace, deep nesting, megabytes, and no text.
@@ -199,11 +197,11 @@ def test_a_hostile_description_is_unreadable_and_the_rest_is_shown(fill, run, te
         prefix = store.name_of(made.keys[0]).partition(SPACE.digest.hex())[0]
         about = f"{prefix}{hostile.hex()}/about.json"
         client_of(store).put(about, [text], time.monotonic() + 20)
-    for command in ("ls", "stat"):
-        value = asked(run, command, made.url)
-        rows = value if command == "ls" else value["namespaces"]
+    for options in ([], ["--by", "namespace"]):
+        value = asked(run, "ls", made.url, *options)
+        rows = value if not options else value["namespaces"]
         assert {row["model"] for row in rows} == {"org/model-7b", UNREADABLE}
-        out = run(command, made.url).out
+        out = run("ls", made.url, *options).out
         assert UNREADABLE in out
         assert out.replace("\n", "").isprintable()
 
@@ -227,7 +225,7 @@ def test_verify_deletes_what_is_wrong(fill, run, kind):
     made = fill(kind)
     made.flip_last_bit(1)
     bad = {"key": made.keys[1].hex(), "reason": "bad_leaf"}
-    assert asked(run, "show", made.url, made.keys[1].hex(), code=1)["verdict"] == "bad_leaf"
+    assert asked(run, "ls", made.url, made.keys[1].hex(), code=1)["verdict"] == "bad_leaf"
     found = asked(run, "verify", made.url, "--dry-run", code=1)
     assert (found["records"], found["bad"]) == (3, [{**bad, "action": "left"}])
     assert made.kept() == [True, True, True]
@@ -250,38 +248,38 @@ def test_gc_keeps_what_fits_while_an_engine_uses_the_store(fill, run, kind):
     made = fill(kind, num_records=5)
     size = made.schema.record_bytes
     options = ["--max-bytes", f"{2 * size + 1}B"]
-    counts = {"removed_records": 3, "removed_bytes": 3 * size, "used_bytes": 2 * size}
+    counts = {"records": 3, "num_bytes": 3 * size, "used_bytes": 2 * size}
     with made.opened() as engine:
-        assert asked(run, "gc", made.url, *options, "--dry-run") == {"dry_run": True, **counts}
+        assert asked(run, "rm", made.url, *options, "--dry-run") == {"dry_run": True, **counts}
         assert made.kept() == [True] * 5
-        assert asked(run, "gc", made.url, *options) == {"dry_run": False, **counts}
+        assert asked(run, "rm", made.url, *options, "--yes") == {"dry_run": False, **counts}
         assert [engine.read(key, ()) is not None for key in made.keys] == made.kept()
         assert sum(made.kept()) == 2
-    assert asked(run, "gc", made.url, *options)["removed_records"] == 0
+    assert asked(run, "rm", made.url, *options, "--yes")["records"] == 0
 
 
 def test_gc_goes_by_last_use(fill, run, set_idle):
     made = fill(num_records=4)
     for index, hours in ((0, 1), (1, 5), (3, 30)):
         set_idle(made, index, hours * 3600)
-    assert asked(run, "gc", made.url, "--older-than", "1d")["removed_records"] == 1
-    assert asked(run, "gc", made.url, "--max-bytes", f"{2 * made.schema.record_bytes}B")
+    assert asked(run, "rm", made.url, "--older-than", "1d", "--yes")["records"] == 1
+    assert asked(run, "rm", made.url, "--max-bytes", f"{2 * made.schema.record_bytes}B", "--yes")
     assert made.kept() == [True, False, True, False]
 
 
 def test_gc_of_a_bucket_goes_by_the_time_of_writing(fill, run):
     made = fill("s3")
-    assert asked(run, "gc", made.url, "--older-than", "1h")["removed_records"] == 0
-    assert asked(run, "gc", made.url, "--older-than", "0s", "--yes")["removed_records"] == 3
+    assert asked(run, "rm", made.url, "--older-than", "1h", "--yes")["records"] == 0
+    assert asked(run, "rm", made.url, "--older-than", "0s", "--yes")["records"] == 3
 
 
 def test_gc_by_age_where_no_last_use_is_known(fill, run, caplog):
     made = fill("mooncake")
     for options in (["--dry-run"], []):
-        ran = run("gc", made.url, "--older-than", "1d", *options)
+        ran = run("rm", made.url, "--older-than", "1d", *options, "--yes")
         assert ran.code == 2
         assert "does not say when its records were used" in ran.error_line
-    run("gc", made.url, "--max-bytes", "1GiB", "--dry-run")
+    run("rm", made.url, "--max-bytes", "1GiB", "--dry-run")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "3 of its records" in caplog.text
     assert made.kept() == [True] * 3
@@ -299,10 +297,10 @@ def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
     with made.opened() as store:
         store.describe(made.schema.namespace, "an engine was here")
     made.empty()
-    for command in ("ls", "verify", "gc --max-bytes 0 --yes"):
+    for command in ("ls", "verify", "rm --max-bytes 0 --yes"):
         name, *options = command.split()
         assert run(name, made.url, *options).code == 0
-    assert asked(run, "stat", made.url)["num_records"] == 0
+    assert asked(run, "ls", made.url, "--by", "namespace")["num_records"] == 0
     scheme, _, rest = made.url.partition("://")
     host, _, options = rest.partition("?")
     for command, extra in COMMANDS.items():
@@ -389,7 +387,7 @@ def test_no_credential_is_shown(run, guarded, tmp_path):
     for command, extra in COMMANDS.items():
         ran = run(*command.split(), url, *extra)
         assert SECRET not in ran.out + ran.err
-    assert asked(run, "stat", url)["url"] == f"valkey://***@{place}"
+    assert asked(run, "ls", url, "--by", "namespace")["url"] == f"valkey://***@{place}"
 
 
 def test_a_record_that_may_not_be_deleted_is_left_and_said(run, guarded, tmp_path):
@@ -399,7 +397,7 @@ def test_a_record_that_may_not_be_deleted_is_left_and_said(run, guarded, tmp_pat
     made.flip_last_bit(0)
     reader = f"valkey://reader:{SECRET}@{place}"
     assert asked(run, "verify", reader, code=1)["bad"][0]["action"] == "left"
-    ran = run("gc", reader, "--max-bytes", 0, "--yes")
+    ran = run("rm", reader, "--max-bytes", 0, "--yes")
     assert ran.code == 2
     assert "check your permission to delete (0 records" in ran.error_line
     assert made.kept() == [True] * 3
@@ -424,7 +422,7 @@ def test_a_cluster(run, valkey_cluster, tmp_path):
     made = Filled(url, *put_records(url, num_records=20))
     made.flip_last_bit(7)
     assert {row["key"] for row in asked(run, "ls", url)} == {key.hex() for key in made.keys}
-    assert asked(run, "stat", url)["num_records"] == 20
+    assert asked(run, "ls", url, "--by", "namespace")["num_records"] == 20
     assert asked(run, "verify", url, code=1)["reasons"] == {"bad_leaf": 1}
-    assert asked(run, "gc", url, "--max-bytes", 0, "--yes")["removed_records"] == 19
+    assert asked(run, "rm", url, "--max-bytes", 0, "--yes")["records"] == 19
     assert made.kept() == [False] * 20

@@ -42,7 +42,7 @@ def test_a_store_becomes_a_page_and_a_line(make_store, run, tmp_path):
 def test_a_store_without_records_has_a_page(make_store, run, tmp_path):
     made = make_store(num_records=1)
     page = tmp_path / "page.html"
-    assert run("gc", made.url, "--max-bytes", "0", "--yes").code == 0
+    assert run("rm", made.url, "--max-bytes", "0", "--yes").code == 0
     journal = tmp_path / "journal"
     journal.write_text("")
     assert run("report", made.url, "--html", page, "--journal", journal).code == 0

@@ -11,7 +11,7 @@ from benchmarks.pair import Round
 from benchmarks.vllm_servers import Server
 from examples.cpu.disaggregated import Result, lines, main
 from kvferry.testing.models import make_tiny_model
-from tests.cli.test_top import says, served
+from tests.cli.test_status import says, served
 from tests.tokenizers import save_tiny_tokenizer
 
 

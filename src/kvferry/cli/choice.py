@@ -1,4 +1,4 @@
-"""Finds the records that `clear`, `pin` and `export` mean: by namespace, tenant, prompt or age."""
+"""Finds the records that `rm`, `pin` and `copy` mean: by namespace, tenant, prompt or age."""
 
 from __future__ import annotations
 
@@ -101,8 +101,18 @@ def read_choice(
     )
 
 
+def count(store: Store, choice: Choice) -> tuple[int, int]:
+    """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
+    num_records = num_bytes = 0
+    for entry in chosen(store, choice):
+        num_records += 1
+        num_bytes += entry.num_bytes
+    return num_records, num_bytes
+
+
 def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
-    """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use.
+    """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
+    pinned record is never too old.
 
     Raises:
         ConfigError: no such namespace exists, nothing is stored on a server under this URL, or the
@@ -123,7 +133,7 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
                 raise ConfigError(
                     f"{store.url} does not say when its records were used; leave --older-than out"
                 )
-            if entry.last_used > unused_since:
+            if entry.last_used > unused_since or entry.pinned_until > time.time():
                 continue
         yield entry
 
@@ -178,7 +188,7 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
             continue
         found[digest] = space
     if not found:
-        raise ConfigError(f"no such namespace in {store.url}; `kvferry stat` shows those there are")
+        raise ConfigError(f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`")
     if choice.digits is not None and len(found) > 1:
         raise ConfigError(f"{len(found)} namespaces start with {choice.digits}; give more digits")
     return found

@@ -19,6 +19,7 @@ from kvferry.cli.output import (
     make_fact_table,
     make_namespace_table,
     read_text,
+    require_extra,
 )
 from kvferry.cli.prompts import model_identity
 from kvferry.store.url import read_options
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvferry.doctor.stores import Model, StoreReport
     from kvferry.store.base import Store
     from kvferry.store.kind import StoreUrl
+    from kvferry.types import KVGroup
 
 _MAX_TEXT = 400
 
@@ -115,7 +117,6 @@ def _check_vllm(findings: list[Finding]) -> list[str]:
 
 def _model(directory: Path, prefill: float | None) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
-    from kvferry.cli.size import groups_of
     from kvferry.doctor.stores import CHUNK_TOKENS, Model
     from kvferry.record.schema import RecordSchema
 
@@ -131,6 +132,17 @@ def _model(directory: Path, prefill: float | None) -> Model:
         context_tokens=context if type(context) is int and context > 0 else None,
         prefill=prefill,
     )
+
+
+def groups_of(model: Path) -> tuple[KVGroup, ...]:
+    """The KV groups of a model, by its config alone. Raises ConfigError if there is none."""
+    require_extra("reading a config", "transformers", "transformers")
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.connector import kv_groups
+    from kvferry.engine.model_config import ModelConfig
+
+    engine = EngineConfig()
+    return kv_groups(ModelConfig(model, engine).geometry, engine.block_size)
 
 
 def _show(
@@ -149,6 +161,7 @@ def _show(
         about["optional hooks of vllm"] = ", ".join(hooks) or "none"
     if model is not None:
         about["token_bytes"] = model.token_bytes
+        about["record_bytes"] = model.record_bytes
         about["context_tokens"] = model.context_tokens
     rows: list[JsonRow] = [
         {"where": _cut(each.where), "wrong": _cut(each.what), "todo": _cut(each.todo)}

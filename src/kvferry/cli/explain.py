@@ -194,7 +194,7 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
         matches = [each for each in store.described() if each.hex() == digits]
     if not matches:
         stores.namespaces(store)  # raises where the prefix is wrong
-        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry stat`")
+        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry ls`")
     if len(matches) > 1:
         raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
     if found is not None and found.is_opaque:

@@ -8,23 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import typer
 
 import kvferry
-from kvferry.cli.clear import clear, pin
+from kvferry.cli.change import pin, rm
+from kvferry.cli.copy import copy
 from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
-from kvferry.cli.prompt_files import export, import_
-from kvferry.cli.records import gc, ls, show, stat, verify
+from kvferry.cli.records import ls, verify
 from kvferry.cli.report import report
 from kvferry.cli.simulate import simulate
-from kvferry.cli.size import size
-from kvferry.cli.top import top
+from kvferry.cli.status import status
 from kvferry.cli.warm import warm
 from kvferry.config import printable
 from kvferry.errors import KVError
@@ -39,6 +38,29 @@ EXIT_READER_LEFT = 141
 # ClickException, the base of click's errors. Newer releases of typer bundle their own click, so the
 # class is taken from the bases of a public exception of typer. Both classes have what is used here.
 _CLICK_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+
+
+_COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
+    "Try it": (demo, generate),
+    "Look": (ls, status, explain, doctor, report),
+    "Change": (rm, pin, copy, verify),
+    "Plan and fill": (simulate, warm),
+}
+"""All commands, by their heading in the help."""
+
+_RENAMED = {
+    "bench": "make bench NAME=stores, in the repository",
+    "clear": "kvferry rm URL",
+    "demo-disaggregated": "make demo-disaggregated, in the repository",
+    "export": "kvferry copy URL TO --prompt-file FILE",
+    "gc": "kvferry rm URL --max-bytes SIZE --older-than AGE",
+    "import": "kvferry copy URL TO",
+    "show": "kvferry ls URL KEY",
+    "size": "kvferry doctor --model DIR",
+    "stat": "kvferry ls URL --by namespace",
+    "top": "kvferry status URL --watch",
+}
+"""What does now what a command of an earlier name did."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,11 +91,9 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (
-        demo, generate, ls, show, stat, verify, gc, clear, pin, export, import_,
-        doctor, explain, top, report, simulate, size, warm,
-    ):  # fmt: skip
-        app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
+    for panel, commands in _COMMANDS.items():
+        for command in commands:
+            app.command(command.__name__, rich_help_panel=panel)(command)
     return app
 
 
@@ -97,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _CLICK_ERROR as error:
         message = _without_urls(error.format_message(), arguments)
+        first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+        if first in _RENAMED:
+            message = f"`kvferry {first}` is gone; its work does: {_RENAMED[first]}"
         # The message is empty if there were no arguments: then the help was printed.
         return _fail(message, error.exit_code) if message else error.exit_code
     except (KVError, OSError) as error:

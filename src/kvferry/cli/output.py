@@ -123,7 +123,7 @@ _MAX_COLUMN = 40
 _SHOWN_NAMESPACES = 20
 
 _KEY_DIGITS = 16
-"""Digits of a key or namespace in a table; `kvferry show` finds a record by them."""
+"""Digits of a key or namespace in a table; `kvferry ls URL KEY` finds a record by them."""
 
 _DIGEST_DIGITS = 64
 

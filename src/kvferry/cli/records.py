@@ -1,5 +1,5 @@
-"""The commands `kvferry ls`, `show` and `stat` list the records of a store, show one in full, or
-count them; `verify` takes out wrong records, and `gc` deletes old ones."""
+"""`kvferry ls` lists the records of a store, shows one in full, or counts them by namespace;
+`kvferry verify` takes out wrong ones."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from enum import StrEnum
 from typing import Annotated, NamedTuple
 
 import typer
+from rich.console import RenderableType
 
 from kvferry.cli.output import (
     JsonOption,
     JsonRow,
-    YesOption,
-    confirm,
     emit,
     emit_rows,
     format_age,
     make_fact_table,
     make_namespace_table,
     make_table,
-    parse_duration,
     progress,
-    require_size,
 )
 from kvferry.cli.stores import (
     UrlArgument,
@@ -45,7 +42,6 @@ from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store import maintenance
 from kvferry.store.base import Entry, Removal, Store
 from kvferry.store.kind import shown_url
-from kvferry.store.maintenance import estimate
 from kvferry.types import FORMAT_VERSION
 
 
@@ -58,6 +54,12 @@ class Order(StrEnum):
     """Largest first."""
     TOKEN = "token"
     """By namespace, then by position in the prompt. Reads the header of every record."""
+
+
+class By(StrEnum):
+    """What `--by` counts by."""
+
+    NAMESPACE = "namespace"
 
 
 class _Shown(NamedTuple):
@@ -88,6 +90,13 @@ class _Shown(NamedTuple):
 
 def ls(
     url: UrlArgument,
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="Show this record in full: its key, or first digits."),
+    ] = None,
+    by: Annotated[
+        By | None, typer.Option(help="Count records by namespace, and removals by reason.")
+    ] = None,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, help="Records to show; 0 shows all.")
     ] = 50,
@@ -99,13 +108,22 @@ def ls(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """List the records of a store, or those that were removed last.
+    """List the records of a store, or those that were removed last; count or show them.
 
-    A bucket knows when a record was written, not when it was used; Mooncake knows neither.
+    A bucket knows when a record was written, not when it was used; Mooncake knows neither. The
+    quota shown is that of the URL. Exit code 1 if a record that is shown by its KEY is not right;
+    it stays where it is (`kvferry verify` takes it out).
 
-    Example: kvferry ls file:///var/cache/kvferry --sort size --limit 20
+    Example: kvferry ls file:///var/cache/kvferry --by namespace
     """
-    if removed:
+    if (key is not None) + (by is not None) + removed > 1:
+        raise ConfigError("KEY, --by and --removed ask different questions; give one of them")
+    if key is not None:
+        _show_one(url, key, json)
+    elif by is not None:
+        value, shown = survey(url)
+        emit(value, json, *shown)
+    elif removed:
         _show_removals(query_store(url, lambda store: _removals(store, limit or sys.maxsize)), json)
     else:
         _show_records(*query_store(url, lambda store: _list(store, sort, limit)), json)
@@ -194,19 +212,9 @@ def _show_removals(removals: list[Removal], json: str | None) -> None:
     emit_rows(facts(), json, columns, rows, f"{len(removals)} records were removed last")
 
 
-def show(
-    url: UrlArgument,
-    key_prefix: Annotated[
-        str, typer.Argument(metavar="KEY", help="Key of the record, or its first digits.")
-    ],
-    json: JsonOption = None,
-) -> None:
-    """Show one record: header, components and the result of checking every leaf.
-
-    Exit code 1 if the record is not right; it stays where it is (`kvferry verify` takes it out).
-
-    Example: kvferry show file:///var/cache/kvferry 3f9a
-    """
+def _show_one(url: str, key_prefix: str, json: str | None) -> None:
+    """Show one record: header, components and the result of checking every leaf. Exit code 1 if it
+    is not right; it stays where it is."""
 
     def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
@@ -252,31 +260,22 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
     ]
 
 
-def stat(url: UrlArgument, json: JsonOption = None) -> None:
-    """Count the records of a store by model; for a directory, also show its quota, and recent
-    removals by reason.
-
-    `used_bytes` counts the records of all processes that share the store, and its quarantine. The
-    quota is that of the URL given here; each engine has its own. `memory_bytes` is the default host
-    memory for KV of one engine.
-
-    Example: kvferry stat file:///var/cache/kvferry?max_bytes=10GiB
-    """
-    from kvferry.cache.config import DEFAULT_MEMORY_BYTES
-
+def survey(url: str) -> tuple[JsonRow, list[RenderableType]]:
+    """Count the records of a store by namespace, and its recent removals by reason. Return the
+    result for programs, and for people. Raises as `query_store`."""
     facts, spaces, removals = query_store(url, count_records)
-    facts = {"url": shown_url(url), **facts, "memory_bytes": DEFAULT_MEMORY_BYTES}
+    facts = {"url": shown_url(url), **facts}
     removed = by_reason(removals)
     since = removals[-1].at if removals else None
-    tables = [make_fact_table(facts)]
+    shown: list[RenderableType] = [make_fact_table(facts)]
     if spaces:
-        tables.append(make_namespace_table("records by namespace", spaces))
+        shown.append(make_namespace_table("records by namespace", spaces))
     if since is not None:
         columns = {"why": "reason", "records": "num_records", "size": "num_bytes"}
         title = f"removed in the last {format_age(since)}"
-        tables.append(make_table({**columns, "last": "last_at"}, removed, title=title))
+        shown.append(make_table({**columns, "last": "last_at"}, removed, title=title))
     lists = {"namespaces": list(spaces), "removed": list(removed), "removed_since": since}
-    emit({**facts, **lists}, json, *tables)
+    return {**facts, **lists}, shown
 
 
 def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
@@ -370,50 +369,3 @@ def _action(store: Store, entry: Entry, dry_run: bool) -> str:
     if is_left:
         return "left"
     return "quarantined" if store.quarantines else "deleted"
-
-
-def gc(
-    url: UrlArgument,
-    max_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
-    ] = None,
-    older_than: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", help="Delete what was not used for this long, e.g. 36h."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report what would be deleted; delete nothing.")
-    ] = False,
-    yes: YesOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Delete records that were not used for long, then the least recently used until the rest fits.
-    Pinned records stay. Asks before it empties a store.
-
-    A dry run is an estimate: in a directory, a real run makes room by removing what is in
-    quarantine, too. A bucket says when a record was written, not used.
-
-    Example: kvferry gc file:///var/cache/kvferry --max-bytes 10GiB
-    """
-    if max_bytes is None and older_than is None:
-        raise ConfigError("nothing to do: give --max-bytes, --older-than or both")
-    keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
-    age = None if older_than is None else parse_duration(older_than)
-    if dry_run:
-        report = query_store(
-            url, lambda store: estimate(store, entries(store, store.scan()), keep_bytes, age)
-        )
-    else:
-        if keep_bytes == 0 or age == 0:
-            confirm(f"delete all records of {shown_url(url)} that are not pinned?", yes=yes)
-        with open_existing(url, writable=True) as store:
-            report = store.gc(keep_bytes, age)
-            if not (report.removed_records or report.used_bytes):
-                namespaces(store)  # raises where the prefix is wrong
-    verb = "would delete" if dry_run else "deleted"
-    rows: list[JsonRow] = [
-        {"what": verb, "records": report.removed_records, "num_bytes": report.removed_bytes},
-        {"what": "in use after it", "num_bytes": report.used_bytes},
-    ]
-    table = make_table({"": "what", "records": "records", "size": "num_bytes"}, rows)
-    emit({"dry_run": dry_run, **report._asdict()}, json, table)

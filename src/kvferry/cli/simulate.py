@@ -44,7 +44,7 @@ def simulate(
 ) -> None:
     """Show the hit rates of LRU at every size on recorded requests, beside Belady's optimum.
 
-    Example: kvferry simulate trace.jsonl --sizes 64GiB,1TiB --bytes-per-token 128KiB
+    Example: kvferry simulate trace.jsonl --sizes 10000,100000 --png curve.png
     """
     from kvferry.simulate.simulator import Simulator, default_capacities, write_png
     from kvferry.simulate.trace import read_trace

@@ -2,8 +2,8 @@
 unless asked to. Hostile bytes become a miss reason instead of an error.
 
 `query_store` serves commands that only look. `open_existing` serves those that may change a store,
-and `doctor`, `export` and `explain` of several stores. `import` and `warm` open the store
-themselves and call `await_answer`.
+and `doctor`, `copy` and `explain` of several stores. `copy` and `warm` open the store that they
+fill themselves and call `await_answer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import Entry, Store
-from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
@@ -157,7 +157,9 @@ def find(store: Store, key_prefix: str) -> Entry:
     """
     prefix = key_prefix.lower()
     if not prefix or len(prefix) > 64 or set(prefix) - set("0123456789abcdef"):
-        raise ConfigError(f"{key_prefix!r} is not a key; give 1 to 64 hexadecimal digits")
+        raise ConfigError(
+            f"{shown_url(key_prefix)!r} is not a key; give 1 to 64 hexadecimal digits"
+        )
     matches = [
         entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix)
     ]

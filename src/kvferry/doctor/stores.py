@@ -362,7 +362,7 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
         report.add(
             f"namespaces {other.digest.hex()[:16]} and {space.digest.hex()[:16]} are of one model "
             f"and do not share: {fields}",
-            "use the same options in both; delete old records by `kvferry clear --namespace`",
+            "use the same options in both; delete old records by `kvferry rm URL --namespace`",
         )
 
 

@@ -1,7 +1,7 @@
 """Checks whether bytes are the record that they should be. A wrong record gives a `MissReason`.
 
 There are two kinds of readers. The serving path knows the schema and compares bytes; commands
-(`kvferry verify`, `show`) know nothing and parse. Input is hostile: no check raises for bad bytes
+(`kvferry verify`, `ls`) know nothing and parse. Input is hostile: no check raises for bad bytes
 or allocates what a header claims.
 """
 

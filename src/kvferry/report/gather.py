@@ -206,7 +206,7 @@ class Survey:
         self._now = now
 
     def add(self, entry: Entry) -> None:
-        """Add a record. If a server lists it twice, it counts twice, as in `kvferry stat`."""
+        """Add a record. If a server lists it twice, it counts twice."""
         digest = entry.namespace
         if digest not in self.spaces and len(self.spaces) >= MAX_SPACES:
             digest = OTHER_SPACES

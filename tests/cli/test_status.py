@@ -1,4 +1,4 @@
-"""`kvferry top`: from metrics, a journal and a store, and what it says where there are none."""
+"""`kvferry status`: from metrics, a journal and a store, and what it says where there are none."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def exported(counters, prefix=""):
 @pytest.mark.parametrize("prefix", ["", "vllm:"])
 def test_metrics_of_an_engine_are_shown(prefix, capsys):
     with served(says(exported(busy_counters(), prefix))) as url:
-        assert main(["top", url]) == 0
+        assert main(["status", url]) == 0
         shown = capsys.readouterr().out
-        assert main(["top", url, "--json", "-"]) == 0
+        assert main(["status", url, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "900 of 1,000 tokens hit since the start" in shown
     assert "pool: 40 of 64 slots held, 7 in use" in shown
@@ -106,11 +106,11 @@ def test_metrics_of_an_engine_are_shown(prefix, capsys):
 
 def test_what_is_no_endpoint_is_one_line(capsys):
     with served(says(b"<html>hello")) as url:
-        assert main(["top", url]) == 2
+        assert main(["status", url]) == 2
         assert "does not answer with metrics" in capsys.readouterr().err
-    assert main(["top", url]) == 2  # nobody listens there any more
+    assert main(["status", url]) == 2  # nobody listens there any more
     with served(says(b"# TYPE x counter\nx_total 1\n")) as other:
-        assert main(["top", other]) == 2
+        assert main(["status", other]) == 2
     errors = capsys.readouterr().err
     assert "Connection refused" in errors
     assert "has no metrics of kvferry" in errors
@@ -148,13 +148,13 @@ def test_the_last_requests_of_a_journal_are_summed_up(tmp_path, capsys):
     path = tmp_path / "journal"
     path.write_text("".join(json.dumps({k: getattr(line, k) for k in line.__struct_fields__}) + "\n"
                             for line in lines))  # fmt: skip
-    assert main(["top", "--journal", str(path)]) == 0
+    assert main(["status", "--journal", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "15 of 30 tokens hit in 2 s, 15 tokens/s" in shown.replace("\n", " ")
     path.write_text("")
-    assert main(["top", "--journal", str(path)]) == 0
-    assert main(["top", "--journal", str(tmp_path / "none")]) == 2
-    assert main(["top"]) == 2
+    assert main(["status", "--journal", str(path)]) == 0
+    assert main(["status", "--journal", str(tmp_path / "none")]) == 2
+    assert main(["status"]) == 2
 
 
 def test_of_two_readings_what_came_between_is_shown():

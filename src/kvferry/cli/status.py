@@ -1,4 +1,4 @@
-"""`kvferry top`: what a cache does now, in a terminal."""
+"""`kvferry status`: what a cache does now, once or again and again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
-from kvferry.cli.records import by_reason, count_records
-from kvferry.cli.stores import query_store
+from kvferry.cli.records import survey
 from kvferry.config import format_size
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -32,7 +31,7 @@ View = Callable[[], tuple[JsonRow, list[RenderableType]]]
 """Reads the source once; returns the result for programs, and for people."""
 
 
-def top(
+def status(
     source: Annotated[
         str | None,
         typer.Argument(metavar="[URL]", help="An engine's http://host:port/metrics, or a store."),
@@ -41,8 +40,8 @@ def top(
         Path | None,
         typer.Option(metavar="FILE", help="Read this journal (option `record`) instead of a URL."),
     ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print once and end, as without a terminal.")
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Read again and again, in a terminal.")
     ] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="Seconds between two readings.")
@@ -51,14 +50,14 @@ def top(
 ) -> None:
     """Show what a cache does: hits by tier, reasons of misses, tiers and their states, latencies.
 
-    From an engine's metrics, the last requests of a journal, or a store. Ctrl-C ends it.
+    From an engine's metrics, the last requests of a journal, or a store. Ctrl-C ends --watch.
 
-    Example: kvferry top http://localhost:8000/metrics
+    Example: kvferry status http://localhost:8000/metrics --watch
     """
     if (source is None) == (journal is None):
         raise typer.BadParameter("give the URL of an engine's metrics or of a store, or --journal")
     view = _view(source or "", journal)
-    if once or json is not None or not sys.stdout.isatty():
+    if not watch or json is not None or not sys.stdout.isatty():
         value, shown = view()
         emit(value, json, *shown)
         return
@@ -75,7 +74,7 @@ def _view(source: str, journal: Path | None) -> View:
         path = journal
         return lambda: _show(read_requests(path), None, f"last requests of {path}")
     if not source.startswith(("http://", "https://")):
-        return lambda: _show_store(source)
+        return lambda: survey(source)
     before: list[Reading] = []
 
     def look() -> tuple[JsonRow, list[RenderableType]]:
@@ -237,28 +236,3 @@ def _times(recent: Reading) -> list[JsonRow]:
 
 def _ms(seconds: float) -> str:
     return "longer" if seconds == float("inf") else f"{seconds * 1e3:g} ms"
-
-
-# -- a store --------------------------------------------------------------------------------------
-
-
-def _show_store(url: str) -> tuple[JsonRow, list[RenderableType]]:
-    facts, spaces, removals = query_store(url, count_records)
-    removed = by_reason(removals)
-    used, quota = facts.get("used_bytes"), facts.get("max_bytes")
-    summary = f"{shown_url(url)}: {facts['num_records']} records, {_size(used)}"
-    if quota is not None:
-        summary += f" of {_size(quota)}"
-    columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
-    shown: list[RenderableType] = [summary]
-    if spaces:
-        rows = [{**row, "model": str(row["model"] or "")[:_MAX_TEXT]} for row in spaces[:_MAX_ROWS]]
-        shown += ["", make_table(columns | {"model": "model"}, rows)]
-    if removed:
-        names = {"removed": "reason", "records": "num_records", "size": "num_bytes"}
-        shown += ["", make_table(names | {"last": "last_at"}, removed)]
-    return {**facts, "namespaces": list(spaces), "removed": list(removed)}, shown
-
-
-def _size(num_bytes: JsonValue) -> str:
-    return format_size(num_bytes) if isinstance(num_bytes, int) else "unknown"

@@ -1,4 +1,4 @@
-"""`kvferry clear` and `pin` on real stores: what goes, what stays, and what is asked before."""
+"""`kvferry rm` and `pin` on real stores: what goes, what stays, and what is asked before."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def test_by_namespace_tenant_prompt_and_all(changed, place, kind, tokens_file):
     for space in (SPACE, space_of("team-a"), space_of("team-b")):
         put_prompt(where, space)
     put_prompt(where, extra=ExtraKeys(cache_salt="s"))
-    assert changed("clear", where, "--tenant", "team-a", "--dry-run") == 4
+    assert changed("rm", where, "--tenant", "team-a", "--dry-run") == 4
     assert count(where) == 16
-    assert changed("clear", where, "--tenant", "team-a", "--yes") == 4
-    assert changed("clear", where, "--namespace", space_of("team-b").digest.hex()[:12], "-y") == 4
+    assert changed("rm", where, "--tenant", "team-a", "--yes") == 4
+    assert changed("rm", where, "--namespace", space_of("team-b").digest.hex()[:12], "-y") == 4
     prompt = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--yes"]
-    assert changed("clear", where, *prompt, "--salt", "s") == 4
+    assert changed("rm", where, *prompt, "--salt", "s") == 4
     assert count(where) == 4
     tokens_file.write_text(json.dumps(list(TOKENS)[:15]))
-    assert changed("clear", where, *prompt) == 2
-    assert changed("clear", where, "--everything", "--yes") == 2
+    assert changed("rm", where, *prompt) == 2
+    assert changed("rm", where, "--everything", "--yes") == 2
     assert count(where) == 0
 
 
@@ -86,11 +86,11 @@ def test_by_age_and_a_bucket_that_knows_none(changed, run, url, url_of):
         store.index.database.transaction(writes=True) as db,
     ):
         db.execute("UPDATE records SET last_used = 5.0 WHERE key = ?", (keys[2],))
-    assert changed("clear", url, "--older-than", "1d", "--yes") == 1
+    assert changed("rm", url, "--older-than", "1d", "--yes") == 1
     assert count(url) == 3
     where = url_of("mooncake")
     put_prompt(where)
-    ran = run("clear", where, "--older-than", "1d", "--yes")
+    ran = run("rm", where, "--older-than", "1d", "--yes")
     assert (ran.code, count(where)) == (2, 4)
     assert "does not say when its records were used" in ran.error_line
 
@@ -103,11 +103,11 @@ def test_by_model(changed, run, url, tmp_path):
         assert llm.drain(60)
     prompt = tmp_path / "ids"
     prompt.write_text(" ".join(map(str, range(3, 40))))
-    assert changed("clear", url, "--model", model, "--tokens", prompt, "--yes") == 2
-    assert changed("clear", url, "--model", model, "--yes") == 2
+    assert changed("rm", url, "--model", model, "--tokens", prompt, "--yes") == 2
+    assert changed("rm", url, "--model", model, "--yes") == 2
     assert count(url) == 4
     other = make_tiny_model(tmp_path / "other", seed=3)
-    ran = run("clear", url, "--model", other, "--yes")
+    ran = run("rm", url, "--model", other, "--yes")
     assert (ran.code, "no such namespace" in ran.error_line) == (2, True)
 
 
@@ -118,26 +118,22 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
     quota = f"{url}?max_bytes={1000 * size}B"
     prompt = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
     assert changed("pin", quota, *prompt, "--until", "36h", "--dry-run") == 4
-    assert (
-        json.loads(run("gc", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)[
-            "removed_records"
-        ]
-        == 8
-    )
+    dry = json.loads(run("rm", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
+    assert dry["records"] == 8
     assert changed("pin", quota, *prompt, "--until", "36h") == 4
     rows = json.loads(run("ls", url, "--json", "-").out)
     ends = [row["pinned_until"] for row in rows if "pinned_until" in row]
     assert len(ends) == 4
     assert all(abs(each - time.time() - 36 * 3600) < 3600 for each in ends)
     assert "36 h more" in run("ls", url).out
-    dry = json.loads(run("gc", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
-    assert dry["removed_records"] == 4
-    assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
+    dry = json.loads(run("rm", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
+    assert dry["records"] == 4
+    assert run("rm", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 4
     ran = run("pin", quota, "--tenant", "", "--until", "now", "--dry-run")
     assert ran.out == "4 records would be unpinned\n"
     assert changed("pin", quota, "--tenant", "", "--until", "now") == 4
-    assert run("gc", url, "--max-bytes", "0", "--yes").code == 0
+    assert run("rm", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 0
     ran = run("pin", quota, "--tenant", "", "--until", "2999-01-31T08:00")
     assert (ran.code, ran.out) == (1, "0 records pinned for " + ran.out.partition("for ")[2])
@@ -165,7 +161,7 @@ def test_servers_cannot_pin(run, url_of, kind):
 
 
 @pytest.mark.parametrize(
-    "command", ["clear --everything", "clear --tenant x", "gc --max-bytes 0", "gc --older-than 0s"]
+    "command", ["rm --everything", "rm --tenant x", "rm --max-bytes 0", "rm --older-than 1d"]
 )
 def test_without_a_terminal_it_is_refused(run, url, command):
     put_prompt(url, space_of("x"))
@@ -208,12 +204,12 @@ def in_terminal(answer: bytes | None, *arguments: object) -> tuple[int, bytes]:
 
 def test_the_answer_decides(url):
     put_prompt(url)
-    code, text = in_terminal(b"n\n", "clear", url, "--everything")
+    code, text = in_terminal(b"n\n", "rm", url, "--everything")
     assert (code, b"nothing was changed" in text, count(url)) == (0, True, 4)
     assert b"delete 4 records, " in text
-    code, text = in_terminal(None, "clear", url, "--everything")
+    code, text = in_terminal(None, "rm", url, "--everything")
     assert (code, b"error: interrupted" in text, count(url)) == (130, True, 4)
-    code, _ = in_terminal(b"y\n", "clear", url, "--everything")
+    code, _ = in_terminal(b"y\n", "rm", url, "--everything")
     assert (code, count(url)) == (0, 0)
 
 
@@ -223,14 +219,16 @@ def test_the_answer_decides(url):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("clear", "choose the records"),
-        ("clear --everything --tenant x", "choose the records"),
-        ("clear --namespace zz", "hexadecimal"),
-        ("clear --namespace 00", "no such namespace"),
-        ("clear --tokens F", "whose prompt is it"),
-        ("clear --namespace 00 --tokens F --older-than 1d", "do not go together"),
-        ("clear --older-than soon", "not a duration"),
-        ("clear --salt s", "are of a prompt"),
+        ("rm", "choose the records"),
+        ("rm --everything --tenant x", "--everything stands alone"),
+        ("rm --namespace zz", "hexadecimal"),
+        ("rm --namespace 00", "no such namespace"),
+        ("rm --tokens F", "whose prompt is it"),
+        ("rm --namespace 00 --tokens F --older-than 1d", "do not go together"),
+        ("rm --older-than soon", "not a duration"),
+        ("rm --salt s", "are of a prompt"),
+        ("rm --max-bytes 1GiB --tenant x", "--max-bytes is of the whole store"),
+        ("rm --max-bytes 1GiB --everything", "--max-bytes is of the whole store"),
         ("pin --until 1h", "choose the records"),
         ("pin --until tomorrow --tenant x", "--until 'tomorrow'"),
         ("pin --until 2001-01-01 --tenant x", "is in the past"),
@@ -272,16 +270,16 @@ def test_hostile_descriptions_are_passed_over(changed, run, url, name):
     put_prompt(url, hostile)
     with FileStore(Path(url.removeprefix("file://"))) as store:
         store.describe(b"d" * 32, "[" * 100_000)
-    ran = run("clear", url, "--tenant", f"{name}?")
+    ran = run("rm", url, "--tenant", f"{name}?")
     assert ran.code == 2
     assert is_plain(ran.error_line)
-    assert changed("clear", url, "--tenant", name, "--yes") == 4
+    assert changed("rm", url, "--tenant", name, "--yes") == 4
 
 
 def test_a_store_in_use_stays_right(changed, url):
     keys = put_prompt(url)
     with open_one(url) as engine:
         assert engine.wait_indexed(60)
-        assert changed("clear", url, "--everything", "--yes") == 4
+        assert changed("rm", url, "--everything", "--yes") == 4
         assert [engine.read(key, ()) for key in keys] == [None] * 4
         assert engine.put(keys[0], [b"x" * 10]) == "stored"

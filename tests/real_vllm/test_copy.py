@@ -1,4 +1,4 @@
-"""What vLLM stored travels as a file."""
+"""What vLLM stored, in another store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.real_vllm.harness import Oracle, Process, assert_same, kvferry, wait_
 Models = dict[str, Path]
 
 
-def test_an_engine_hits_what_was_exported_from_another_ones_store_and_imported(
+def test_an_engine_hits_what_was_copied_from_another_ones_store(
     tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
@@ -21,11 +21,10 @@ def test_an_engine_hits_what_was_exported_from_another_ones_store_and_imported(
     with first.engine(models["plain"], kvferry(here)) as engine:
         engine.generate([prompt, make_prompt(300)])
     wait_for_records(here, 3 + 2)
-    tokens, file = tmp_path / "tokens", str(tmp_path / "prompt.kv")
+    tokens = tmp_path / "tokens"
     tokens.write_text(json.dumps(prompt))
-    model = ["--model", str(models["plain"])]
-    assert main(["export", here.as_uri(), *model, "--tokens", str(tokens), file]) == 0
-    assert main(["import", file, there.as_uri(), *model]) == 0
+    chosen = ["--model", str(models["plain"]), "--tokens", str(tokens)]
+    assert main(["copy", here.as_uri(), there.as_uri(), *chosen]) == 0
     with second.engine(models["plain"], kvferry(there)) as engine:
         warm = engine.generate([prompt])
     assert warm.external == 384

@@ -1,4 +1,4 @@
-"""`kvferry top` in a terminal of 60 columns: it follows what changes, and Ctrl-C ends it."""
+"""`kvferry status --watch` in a terminal of 60 columns: it follows changes; Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.observe import Counters
-from tests.cli.test_top import exported, says, served
+from tests.cli.test_status import exported, says, served
 
 SECONDS = 120.0
 """Tells late from never."""
@@ -73,7 +73,7 @@ class Terminal:
 def top(*arguments: str) -> Iterator[Terminal]:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    command = [sys.executable, "-c", CODE, "top", *arguments, "--interval", "0.1"]
+    command = [sys.executable, "-c", CODE, "status", *arguments, "--watch", "--interval", "0.1"]
     sizes = {"COLUMNS", "LINES"}  # they would count for more than the terminal
     environment = {name: text for name, text in os.environ.items() if name not in sizes}
     environment["TERM"] = "xterm"

@@ -1,0 +1,199 @@
+"""`kvferry rm` and `kvferry pin`: delete chosen records, or keep them from eviction."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from kvferry.cli import stores
+from kvferry.cli.choice import (
+    Choice,
+    DryRunOption,
+    LoraOption,
+    ModelOption,
+    NamespaceOption,
+    PromptOption,
+    RawOption,
+    SaltOption,
+    TenantOption,
+    TokensOption,
+    chosen,
+    count,
+    read_choice,
+)
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    YesOption,
+    confirm,
+    emit,
+    parse_duration,
+    progress,
+    require_size,
+)
+from kvferry.cli.stores import UrlArgument, open_existing
+from kvferry.config import format_size
+from kvferry.errors import ConfigError
+from kvferry.store import maintenance
+from kvferry.store.base import GcReport, Store
+from kvferry.store.kind import shown_url
+
+
+def rm(
+    url: UrlArgument,
+    max_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Only records not used for this long, e.g. 36h."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="All records of the store.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Delete the records that match all given options, or the least recently used beyond a size.
+
+    Asks first. Pinned records stay where age or size chooses; else they are deleted, too. Of a
+    prompt, its own chunks are deleted: longer prompts that begin with it miss from then on. A
+    bucket says when a record was written, not used.
+
+    Example: kvferry rm file:///var/cache/kvferry --tenant team-a --dry-run
+    """
+    choice = read_choice(
+        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
+        raw=raw, salt=salt, lora=lora, older_than=older_than,
+    )  # fmt: skip
+    is_by_use = _is_by_use(choice, max_bytes is not None, everything)
+    keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
+
+    def ask(store: Store) -> GcReport:
+        if is_by_use:
+            found = stores.entries(store, store.scan())
+            return maintenance.estimate(store, found, keep_bytes, choice.age)
+        return GcReport(*count(store, choice), 0)
+
+    report = GcReport(0, 0, 0) if yes and not dry_run else stores.query_store(url, ask)
+    if not dry_run:
+        num_bytes = format_size(report.removed_bytes)
+        question = f"delete {report.removed_records} records, {num_bytes}, of {shown_url(url)}?"
+        confirm(question, yes=yes)
+        report = _shrink(url, keep_bytes, choice.age) if is_by_use else _delete(url, choice)
+    value: JsonRow = {"dry_run": dry_run, "records": report.removed_records}
+    value |= {"num_bytes": report.removed_bytes}
+    verb = "would be deleted" if dry_run else "deleted"
+    said = f"{report.removed_records:,} records, {format_size(report.removed_bytes)} {verb}"
+    if is_by_use:
+        value["used_bytes"] = report.used_bytes
+        said += f"; {format_size(report.used_bytes)} in use after it"
+    emit(value, json, said)
+
+
+def _is_by_use(choice: Choice, has_size: bool, everything: bool) -> bool:
+    """Whether age and size alone choose. Raises ConfigError if the options do not go together."""
+    is_by_use = replace(choice, age=None).is_everything and not everything
+    if is_by_use and not has_size and choice.age is None:
+        raise ConfigError(
+            "choose the records: --max-bytes, --older-than, --namespace, --model, --tenant, a "
+            "prompt, or --everything"
+        )
+    if has_size and not is_by_use:
+        raise ConfigError("--max-bytes is of the whole store: it goes with --older-than alone")
+    if everything and not choice.is_everything:
+        raise ConfigError("--everything stands alone")
+    return is_by_use
+
+
+def _shrink(url: str, keep_bytes: int | None, age: float | None) -> GcReport:
+    with stores.open_existing(url, writable=True) as store:
+        report = store.gc(keep_bytes, age)
+        if not (report.removed_records or report.used_bytes):
+            stores.namespaces(store)  # raises where the prefix is wrong
+        return report
+
+
+def _delete(url: str, choice: Choice) -> GcReport:
+    with stores.open_existing(url, writable=True) as store, progress() as bar:
+        return maintenance.clear(store, bar.track(chosen(store, choice), description="deleting"))
+
+
+def pin(
+    url: UrlArgument,
+    until: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="For so long, e.g. 36h; a local time such as 2027-01-31T08:00; or 'now' to unpin.",
+        ),
+    ],
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Protect records from eviction, and from `rm` by age and size; 'now' unpins them.
+
+    Only a directory can pin, up to half of its quota: give the same max_bytes in the URL as the
+    engines do. Servers evict by their own rules and cannot. Exit code 1 if none of the chosen
+    records is there.
+
+    Example: kvferry pin "file:///var/cache/kvferry?max_bytes=200GiB" --until 36h --model M
+    """
+    ends = _time(until)
+    choice = read_choice(
+        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
+        raw=raw, salt=salt, lora=lora,
+    )  # fmt: skip
+    if choice.is_everything:
+        raise ConfigError("choose the records: --namespace, --model, --tenant, or a prompt")
+    with open_existing(url, writable=not dry_run) as store:
+        if dry_run:
+            num_records, verb = count(store, choice)[0], "would be "
+        else:
+            num_records = store.pin((entry.key for entry in chosen(store, choice)), ends)
+            verb = ""
+    is_over = ends <= time.time()
+    left = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
+    value = {"dry_run": dry_run, "records": num_records, "until": None if is_over else ends}
+    emit(dict(value), json, f"{num_records:,} records {verb}{left}")
+    if not num_records:
+        raise typer.Exit(1)
+
+
+def _time(text: str) -> float:
+    """Parse a time into seconds since the epoch; 'now' is 0. A time without an offset is local.
+    Raises ConfigError if it is no time, or is past."""
+    if text == "now":
+        return 0.0
+    try:
+        return time.time() + parse_duration(text)
+    except ConfigError:
+        pass
+    try:
+        ends = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--until {text!r}: write 36h, 2027-01-31T08:00 or now") from None
+    if ends <= time.time():
+        raise ConfigError(f"--until {text} is in the past; write 'now' to unpin")
+    return ends
