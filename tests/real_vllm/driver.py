@@ -63,6 +63,62 @@ class Driver:
         results = [result for group in groups for result in self._run(group, until)]
         return {"results": results, "metrics": difference(before, metrics())}
 
+    def converse(self, pieces: list[Json], *, preempted: bool, deadline: float) -> Json:
+        """Run a streaming session of pieces, each a prompt that continues what was said before.
+
+        A piece names `token_ids`, `max_tokens`, and maybe `image`, the seed of a random picture. If
+        `preempted`, the session loses its blocks in each piece after two tokens of the answer. The
+        answer says how many tokens the connector brought.
+        """
+        until, hits = time.monotonic() + deadline, 0
+        self.num_requests += 1
+        name = f"session-{self.num_requests}"
+        said: list[Json] = []
+        for number, piece in enumerate(pieces):
+            self._add_piece(name, piece)
+            hits += self._listen(name, said, 2, until)
+            if preempted and number:
+                assert self.llm.reset_prefix_cache(reset_running_requests=True)
+            hits += self._listen(name, said, piece["max_tokens"] - 2, until)
+        self._add_piece(name, {"token_ids": [5], "max_tokens": 1}, resumable=False)
+        self.settle(until - time.monotonic())
+        return {"said": said, "hits": hits}
+
+    def _add_piece(self, name: str, piece: Json, *, resumable: bool = True) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt: Json = {"prompt_token_ids": piece["token_ids"]}
+        if piece.get("image") is not None:
+            prompt["multi_modal_data"] = {"image": [picture(piece["image"])]}
+        params = SamplingParams(
+            max_tokens=piece["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False,
+            logprobs=1, output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        engine = self.llm.llm_engine
+        request = engine.input_processor.process_inputs(
+            request_id=name, prompt=prompt, params=params, supported_tasks=("generate",),
+            resumable=resumable,
+        )  # fmt: skip
+        engine.engine_core.add_request(request)
+
+    def _listen(self, name: str, said: list[Json], count: int, until: float) -> int:
+        """Step until the session has said `count` tokens more. Return the hits meanwhile."""
+        wanted, hits = len(said) + count, 0
+        while len(said) < wanted:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{name} has said {len(said)} of {wanted} tokens")
+            step = self.llm.llm_engine.engine_core.get_output()
+            external = step.scheduler_stats and step.scheduler_stats.connector_prefix_cache_stats
+            if external:
+                hits += external.hits + external.preempted_hits
+            for output in step.outputs:
+                if output.request_id == name:
+                    logprobs = output.new_logprobs.logprobs[:, 0]
+                    for token, logprob in zip(output.new_token_ids, logprobs, strict=True):
+                        said.append({"token": token, "logprob": float(logprob)})
+        return hits
+
     def settle(self, deadline: float) -> Json:
         """Step until the engine has nothing to do, as a serving engine's own loop would."""
         until = time.monotonic() + deadline
@@ -206,6 +262,15 @@ def as_adapter(lora: Json) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora["name"], lora["id"], lora["path"])
+
+
+def picture(seed: int) -> Any:
+    """Return a picture of random pixels."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.RandomState(seed).randint(0, 255, (56, 56, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def keep_imports_frozen() -> None:
