@@ -60,6 +60,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -225,7 +226,18 @@ class Engine:
         return indices
 
 
+def refuse_short_memory() -> None:
+    """Exit if SGLang would make no host pool, however small."""
+    missing = -pool_host.host_memory_budget_bytes()
+    if missing > 0:
+        sys.exit(
+            f"SGLang leaves {pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES / 1e9:.1f} GB of memory "
+            f"free, and {missing / 1e9:.1f} GB of them are in use: end other programs first"
+        )
+
+
 def ask(model_dir: str, store: str) -> None:
+    refuse_short_memory()
     with tempfile.TemporaryDirectory() as scratch:
         start_rank(Path(scratch) / "rendezvous")
     prompt = list(range(100, 100 + 6 * PAGE))

@@ -291,6 +291,13 @@ def test_statistics_pass_sglangs_own_collector(tmp_path: Path, models: dict[str,
         one.detach()
 
 
+def test_the_example_says_that_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_tiers.refuse_short_memory()
+    monkeypatch.setattr(sglang_tiers.pool_host, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 10**15)
+    with pytest.raises(SystemExit, match=r"leaves 1000000.0 GB of memory free, and .* in use"):
+        sglang_tiers.refuse_short_memory()
+
+
 def test_the_example_reads_in_a_second_process(tmp_path: Path, models: dict[str, Path]) -> None:
     store = (tmp_path / "store").as_uri()
     command = [sys.executable, sglang_tiers.__file__, str(models["plain"]), store]
