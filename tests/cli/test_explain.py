@@ -595,6 +595,18 @@ def test_differences_are_fields_by_path():
     }
 
 
+def test_records_whose_descriptions_are_lost_are_not_called_another_models(
+    run, url, tokens_file, tmp_path
+):
+    put_prompt(url)
+    for path in Path(url.removeprefix("file://"), "namespaces").iterdir():
+        path.unlink()
+    model = make_tiny_model(tmp_path / "model")
+    ran = run("explain", url, "--model", model, "--tokens", tokens_file)
+    assert ran.code == 2
+    assert "has 4 records of namespaces without a description" in ran.error_line
+
+
 # -- opaque rows -----------------------------------------------------------------------------------
 
 

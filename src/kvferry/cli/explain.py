@@ -137,17 +137,23 @@ def _ask_model(
         PromptAnswer,
         PromptSearch,
         Space,
+        describe_all,
         differences_of_model,
         spaces_of_tokens,
     )
 
     digests = store.described()
-    if not digests:
-        stores.namespaces(store)  # raises where the prefix is wrong
+    counts = {} if digests else stores.namespaces(store)  # raises where the prefix is wrong
     spaces = [
         Space(each, differences_of_model(each, identity))
         for each in spaces_of_tokens(store, digests)
     ]
+    counts = counts or ({} if spaces else store.namespaces())
+    if lost := sum(counts[each][0] for each in counts.keys() - describe_all(store, counts).keys()):
+        raise ConfigError(
+            f"{store.url} has {lost} records of namespaces without a description, so nothing says "
+            "of which model they are; an engine that uses the store describes its own"
+        )
     prompt = PromptSearch(store, token_ids, extra)
     ours = [space for space in spaces if "weights" not in space.differs]
     others = [space for space in spaces if "weights" in space.differs]

@@ -145,23 +145,14 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     return GcReport(removed_records, removed_bytes, used_bytes)
 
 
-def clear(
-    store: Store, found: Iterable[Entry], progress: Callable[[int], None] | None = None
-) -> GcReport:
-    """Delete the values `found`. `progress` gets the number deleted so far. The report's
-    `used_bytes` is always 0.
-
-    Raises:
-        StoreError: the store refused to delete a value, or failed; what was deleted before stays
-            deleted.
-    """
+def clear(store: Store, found: Iterable[Entry]) -> GcReport:
+    """Delete the values `found`. The report's `used_bytes` is always 0. Raises StoreError if the
+    store refused to delete a value, or failed; what was deleted before stays deleted."""
     removed_records = removed_bytes = 0
     for entry in found:
         if delete_or_fail(store, entry, removed_records):
             removed_records += 1
             removed_bytes += entry.num_bytes
-            if progress is not None:
-                progress(removed_records)
     return GcReport(removed_records, removed_bytes, used_bytes=0)
 
 
