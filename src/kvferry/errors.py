@@ -16,6 +16,11 @@ class ConfigError(KVError, ValueError):
     """An option, URL, path or model directory that cannot be used as given."""
 
 
+class StorePlaceError(ConfigError):
+    """What stands where a store should be is none, or is refused to this user. People can mend that
+    while an engine runs, so with several tiers only this one is left out until then."""
+
+
 class ContractError(KVError):
     """A host or a connector broke a rule of the connector contract."""
 

@@ -234,8 +234,10 @@ def test_several_urls_are_tiers(tmp_path):
 
 def test_of_tiers_none_stays_open_if_one_cannot_be_opened(tmp_path):
     before = threading.active_count()
-    with pytest.raises(ConfigError):
-        open_store([(tmp_path / "near").as_uri(), "file:///proc/nowhere"])
+    with pytest.raises(ConfigError, match="Is a directory"):
+        open_store([(tmp_path / "near").as_uri(), f"valkey://h?password_file={tmp_path}"])
+    with pytest.raises(ConfigError, match="/proc/nowhere"):
+        open_store(["file:///proc/nowhere", "file:///proc/neither"])
     wait_until(lambda: threading.active_count() == before, "all threads have ended")
 
 

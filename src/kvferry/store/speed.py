@@ -39,7 +39,9 @@ def measure(store: Store, num_bytes: int = SAMPLE_BYTES) -> StoreSpeed:
         return StoreSpeed(None, None)
     has_room = stat.max_bytes is None or stat.used_bytes + 2 * num_bytes <= stat.max_bytes
     write = None
-    if has_room and store.takes_values:
+    # A tier that is not open may be a directory of somebody else's.
+    is_open = all(tier.state == "up" for tier in store.tiers()[:1])
+    if has_room and is_open and store.takes_values:
         write = _measure_write(parse_store_url(stat.url.partition(", ")[0]), num_bytes)
     return StoreSpeed(write, _measure_read(store, num_bytes))
 

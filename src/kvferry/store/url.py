@@ -220,7 +220,8 @@ def open_store(
         description: text that says what the namespace is; each store keeps it once it is open.
         start_seconds: how long to wait for stores to open. Goes on without a store that takes
             longer, or whose medium does not answer. None: waits for each, and raises for a single
-            store whose medium does not answer.
+            store whose medium does not answer. Of several stores, those in whose place stands
+            something else are left out, too, until that is mended.
 
     Raises:
         ConfigError: no URL, two of one place, or a URL, option, quota or directory that cannot be

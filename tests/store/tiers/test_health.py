@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, StoreError, StorePlaceError
 from kvferry.store.tiers.health import Health, Limit, Patience, State
 from kvferry.testing.clock import FakeClock
 
 PATIENCE = Patience()
 AWAY = StoreError("it does not answer")
-NOT_A_STORE = ConfigError("it is not a kvferry store")
+NOT_A_STORE = StorePlaceError("it is not a kvferry store")
+WRONG = ConfigError("no such option")
 
 
 def make(*events, clock=None):
@@ -55,7 +56,8 @@ GO_AWAY = [FAIL] * PATIENCE.max_failures
         ([*GO_AWAY, ("close",), ("succeeded", 1)], State.CLOSED, False, math.inf),
         ([("close",), FAIL, ("no_room", 1.0)], State.CLOSED, False, math.inf),
         ([("open_failed", AWAY)], State.OPENING, False, 5.0),
-        ([("open_failed", NOT_A_STORE)], State.OPENING, False, math.inf),
+        ([("open_failed", NOT_A_STORE)], State.OPENING, False, 5.0),
+        ([("open_failed", WRONG)], State.OPENING, False, math.inf),
         ([("open_failed", AWAY), ("open_failed", NOT_A_STORE)], State.OPENING, False, 5.0),
         ([("open_failed", AWAY), ("open_failed", OSError())], State.OPENING, False, math.inf),
         ([("open_failed", AWAY), ("opened",)], State.UP, True, math.inf),
@@ -80,9 +82,22 @@ def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
             ["cannot be opened: it does not answer: serving without it", "opened after"],
         ),
         ([("open_failed", NOT_A_STORE)], []),
+        ([("open_failed", WRONG)], []),
         (
-            [("is_late", 2.0), ("open_failed", NOT_A_STORE)],
-            ["did not open", "cannot be opened: it is not a kvferry store"],
+            [(name, NOT_A_STORE) for name in ("open_failed", "is_left_out", "open_failed")],
+            ["it is not a kvferry store: serving without it until it can"],
+        ),
+        (
+            [("is_late", 2.0), *[("open_failed", NOT_A_STORE)] * 2, ("open_failed", AWAY)],
+            [
+                "did not open",
+                "cannot be opened: it is not a kvferry store",
+                "does not answer: serv",
+            ],
+        ),
+        (
+            [("is_late", 2.0), ("open_failed", WRONG)],
+            ["did not open", "cannot be opened: no such option"],
         ),
         ([("opened",), *[FAIL, ("succeeded", 0)] * 20], []),
         (
@@ -108,6 +123,7 @@ def test_a_change_has_one_log_line(events, lines):
 def test_below_a_mount_that_was_away_no_store_is_made():
     assert make(("is_late", 1.0)).may_create
     assert not make(("open_failed", AWAY)).may_create
+    assert make(("open_failed", NOT_A_STORE)).may_create
 
 
 def test_trials_of_an_away_store_come_at_growing_pauses():

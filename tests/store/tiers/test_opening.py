@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, StoreError, StorePlaceError
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers import valkey
+from kvferry.store.speed import measure
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
@@ -174,13 +175,62 @@ def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
 def test_what_is_found_below_a_mount_that_is_away_does_not_end_the_tries(opened):
     opening, clock = Away(), FakeClock()
     late = opened(opening, 60.0, clock=clock)
-    opening.error = ConfigError("it is not a kvferry store")
+    opening.error = StorePlaceError("it is not a kvferry store")
     for count in range(2, 5):
         advance(late, clock)
         wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
     opening.error = None
     advance(late, clock)
     wait_until(lambda: is_open(late), "it is open")
+
+
+@pytest.mark.parametrize("start_seconds", [60.0, None])
+@pytest.mark.parametrize("refused", [0, 1])
+def test_of_several_stores_one_that_is_refused_is_left_out(
+    tmp_path, caplog, refused, start_seconds
+):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    roots[refused].mkdir()
+    (roots[refused] / "letter").write_text("dear")
+    urls = [root.as_uri() for root in roots]
+    with open_store(urls, start_seconds=start_seconds) as store:
+        assert caplog.text.count("serving without it until it can") == 1
+        assert f"store {urls[refused]} cannot be opened" in caplog.text
+        assert "'letter' is in it" in caplog.text
+        assert store.put(KEY, [b"value"]) is PutResult.STORED
+        assert store.read(KEY, ()) == 5
+        state = store.tiers()[refused]
+        assert (state.state, "is not empty" in state.because) == ("opening", True)
+        assert (measure(store, 1 << 16).write is None) is (refused == 0)
+    assert os.listdir(roots[refused]) == ["letter"]
+    (roots[1 - refused] / "kvferry.json").write_text("[]")
+    with pytest.raises(ConfigError, match=roots[0].name):
+        open_store(urls, start_seconds=start_seconds)
+
+
+def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog):
+    clock, place = FakeClock(), Away()
+    place.error = StorePlaceError("a letter is in it")
+    patience = Patience(look_seconds=0.01)
+    other = Unopened("memory://other", lambda _may_create: MemoryStore("other", None))
+    tiers = [Unopened("file:///late", place), other]
+    with TieredStore(tiers, patience=patience, clock=clock) as store:
+        tier = store._tiers[0]
+        for count in range(2, 4):
+            wait_until(lambda: tier.next_try < math.inf, "the last try has ended")
+            clock.advance(5.0)
+            wait_until(lambda at=count: len(place.tries) == at, "it is tried")
+        place.error = None
+        wait_until(lambda: tier.next_try < math.inf, "the last try has ended")
+        clock.advance(5.0)
+        wait_until(lambda: tier.up is not None, "it is open")
+        assert store.put(KEY, [b"x"]) is PutResult.STORED
+        assert place.store.contains(KEY)
+    assert set(place.tries) == {True}, "people may have emptied it"
+    assert [line.split(": ")[-1] for line in caplog.messages] == [
+        "serving without it until it can",
+        "opened after 15.0 s",
+    ]
 
 
 def test_a_close_ends_the_tries(opened):

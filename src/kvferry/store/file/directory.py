@@ -7,7 +7,9 @@
     namespaces/<64 hex>.json                  the model that each namespace is of
     index.sqlite3                             what is there: see `index`; not on a network mount
 
-The files are the truth; the index is a cache of them. Names of records come from `key.hex()` alone.
+The files are the truth; the index is a cache of them. People may empty or remove the directory at
+any time: the next write makes it a store again, and so does the next start, unless it holds things
+that are not the store's. Names of records come from `key.hex()` alone.
 Every file is opened from the directory above it, through no link, so that no name leads out of the
 root. A value gets its name by a hard link, or a rename where links fail. So it appears whole or not
 at all, and with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
@@ -25,13 +27,13 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import StoreError, StorePlaceError
 from kvferry.filesystem import file_system
 from kvferry.store.file.fileio import as_views, open_at, open_below, write_all
 from kvferry.types import ChunkKey
@@ -49,6 +51,12 @@ _RECORD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
+}
+_OWN_NAME = re.compile(r"index\.sqlite3.*")
+_OWN_FOLDERS = {
+    "records": re.compile(r"[01][0-9a-f]"),
+    "namespaces": re.compile(r"\.?[0-9a-f]{64}\.json.*"),
+    **_FILE_NAMES,
 }
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
 # Left by the file system, or by a process that died while it made this store.
@@ -97,11 +105,12 @@ def record_path(root: str, key: ChunkKey) -> str:
 
 
 class Directory:
-    """Files under one absolute root. Thread-safe; keeps nothing open. Methods raise OSError if the
+    """Files under one absolute root. Thread-safe; keeps no file open. Methods raise OSError if the
     medium refuses, unless they say what they do instead."""
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self._kept_texts: dict[tuple[str, ...], str] = {}
 
     @cached_property
     def loses_links(self) -> bool:
@@ -118,7 +127,21 @@ class Directory:
             os.close(fd)
 
     def open(self, *names: str, make: bool = False) -> int:
-        """Return a handle of the directory `names` under the root; make the directory if `make`."""
+        """Return a handle of the directory `names` under the root; make the directory if `make`,
+        and what `keep_text` keeps: people may have emptied the root."""
+        try:
+            return self._open(names)
+        except FileNotFoundError:
+            if not (make and names):
+                raise
+        os.makedirs(self.root, mode=0o700, exist_ok=True)
+        for depth in range(len(names)):
+            with self.opened(*names[:depth]) as above, suppress(FileExistsError):
+                os.mkdir(names[depth], 0o700, dir_fd=above)
+        self._restore_texts()
+        return self._open(names)
+
+    def _open(self, names: Sequence[str]) -> int:
         if len(names) == 1:
             with suppress(FileNotFoundError):
                 return open_at(f"{self.root}/{names[0]}", _DIRECTORY)
@@ -128,7 +151,7 @@ class Directory:
             if below is not None:
                 return below
             for name in names:
-                handles.append(_open_folder(name, handles[-1], make=make))
+                handles.append(open_at(name, _DIRECTORY, handles[-1]))
             return handles.pop()
         finally:
             for fd in handles:
@@ -235,8 +258,22 @@ class Directory:
                 os.rename(record_name(key), name, src_dir_fd=shard, dst_dir_fd=aside)
         return name, found_of(status).num_bytes
 
-    def write_text(self, name: str, text: str, *within: str) -> None:
-        """Make or replace a file atomically."""
+    def keep_text(self, name: str, text: str, *within: str, is_there: bool = False) -> None:
+        """Make or replace a file atomically, unless it `is_there`. If people empty the directory,
+        the file comes back with the next write."""
+        self._kept_texts[*within, name] = text
+        if not is_there:
+            self._write_text(name, text, *within)
+
+    def _restore_texts(self) -> None:
+        for (*within, name), text in tuple(self._kept_texts.items()):
+            try:
+                with self.opened(*within) as directory:
+                    lstat_at(name, directory)
+            except FileNotFoundError:
+                self._write_text(name, text, *within)
+
+    def _write_text(self, name: str, text: str, *within: str) -> None:
         temporary = f".{name}.{secrets.token_hex(8)}"
         with self.opened(*within, make=True) as directory:
             fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory)
@@ -295,11 +332,12 @@ class Directory:
 
 
 def open_root(root: Path, *, create: bool) -> Directory:
-    """Check that `root` is a store that this version can use. If `create`, make it one if it is
-    empty or absent; a directory that holds other things is never turned into a store.
+    """Check that `root` is a store that this version can use: one with a marker, or one that people
+    emptied in part. If `create`, make it one if it is empty or absent; a directory without a marker
+    that holds other things is never turned into a store.
 
     Raises:
-        ConfigError: `root` cannot be used; the message says why and what to do.
+        StorePlaceError: `root` cannot be used; the message says why and what to do.
         StoreError: the medium does not answer now.
     """
     directory = Directory(os.path.abspath(root))
@@ -307,24 +345,27 @@ def open_root(root: Path, *, create: bool) -> Directory:
         if create:
             os.makedirs(directory.root, mode=0o700, exist_ok=True)
         is_store = _read_marker(directory)
-        if not is_store and not create:
-            raise ConfigError(
-                f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, or "
-                "let the first writer create the store"
-            )
         if not is_store:
-            foreign = [name for name in directory.listed() if not _IGNORED.fullmatch(name)]
-            if foreign and not _read_marker(directory):
-                raise ConfigError(
-                    f"{directory.root} is not empty ({foreign[0]!r} is in it) and has no {MARKER}: "
+            own, foreign = _own_and_foreign(directory)
+            if foreign is not None and not _read_marker(directory):
+                raise StorePlaceError(
+                    f"{directory.root} is not empty ({foreign!r} is in it) and has no {MARKER}: "
                     "it is no kvferry store and will not be made one; choose an empty or new "
                     "directory"
                 )
-            _write_marker(directory)
+            if not own and not create:
+                raise StorePlaceError(
+                    f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, "
+                    "or let the first writer create the store"
+                )
+        # All writers write the same bytes, so it does not matter who replaces whose file.
+        marker = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
+        directory.keep_text(MARKER, marker, is_there=is_store or not create)
+        if not is_store and create:
             with directory.opened("records", make=True):
                 pass
     except FileNotFoundError as error:
-        raise ConfigError(
+        raise StorePlaceError(
             f"the store directory {directory.root} does not exist; create it or check the path"
         ) from error
     except OSError as error:
@@ -332,7 +373,7 @@ def open_root(root: Path, *, create: bool) -> Directory:
             raise StoreError(
                 f"the store directory {directory.root} does not answer: {error.strerror}"
             ) from error
-        raise ConfigError(
+        raise StorePlaceError(
             f"the store directory {directory.root} cannot be used: {error.strerror}; choose a "
             "directory that this user may read and write"
         ) from error
@@ -340,7 +381,7 @@ def open_root(root: Path, *, create: bool) -> Directory:
 
 
 def _read_marker(directory: Directory) -> bool:
-    """Whether the directory is a store of this version. Raises ConfigError for another marker."""
+    """Whether the directory has the marker of this version; another raises StorePlaceError."""
     text = directory.read_text(MARKER)
     if text is None:
         os.stat(directory.root)  # raises if there is no directory
@@ -351,22 +392,31 @@ def _read_marker(directory: Directory) -> bool:
     except (ValueError, KeyError, TypeError, RecursionError):
         version = None
     if type(version) is not int or version < 1:
-        raise ConfigError(
+        raise StorePlaceError(
             f"{directory.root}/{MARKER} is not the marker of a kvferry store; if the directory is "
             "a cache you can do without, remove it, else choose another one"
         )
     if version != STORE_FORMAT_VERSION:
-        raise ConfigError(
+        raise StorePlaceError(
             f"the store {directory.root} has format version {version}, this kvferry knows "
             f"{STORE_FORMAT_VERSION}; use another kvferry or another directory"
         )
     return True
 
 
-def _write_marker(directory: Directory) -> None:
-    # All writers write the same bytes, so it does not matter who replaces whose file.
-    text = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
-    directory.write_text(MARKER, text)
+def _own_and_foreign(directory: Directory) -> tuple[bool, str | None]:
+    """Whether the root, which has no marker, holds names of a store, as after a clean-up by hand;
+    and the path of something in it that is not the store's."""
+    own, foreign = False, []
+    for name in directory.listed():
+        inside = _OWN_FOLDERS.get(name)
+        own |= inside is not None or _OWN_NAME.fullmatch(name) is not None
+        if inside is not None:
+            others = (each for each in directory.listed(name) if not inside.fullmatch(each))
+            foreign += [f"{name}/{each}" for each in others]
+        elif not _OWN_NAME.fullmatch(name) and not _IGNORED.fullmatch(name):
+            foreign.append(name)
+    return own, min(foreign, default=None)
 
 
 def _kernel() -> str:
@@ -383,17 +433,6 @@ def machine_of(directory: int) -> str:
     """Name this mount on this machine. Processes that get equal names see each other's locks."""
     whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
-
-
-def _open_folder(name: str, directory: int, *, make: bool) -> int:
-    try:
-        return open_at(name, _DIRECTORY, directory)
-    except FileNotFoundError:
-        if not make:
-            raise
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=directory)
-    return open_at(name, _DIRECTORY, directory)
 
 
 def remove_any(name: str, directory: int) -> None:

@@ -296,8 +296,9 @@ class FileStore(Store):
         name = f"{namespace.hex()}.json"
         try:
             said = self.directory.read_text(name, "namespaces")
-            if description not in (None, said) and self._writes():
-                self.directory.write_text(name, description, "namespaces")
+            if description is not None and self._writes():
+                is_there = description == said
+                self.directory.keep_text(name, description, "namespaces", is_there=is_there)
         except OSError as error:
             self._faults.failed("describe", error)
             return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import StoreError, StorePlaceError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,7 @@ class Standing(NamedTuple):
 
 
 _MAX_BECAUSE = 120
+_UNTIL_IT_CAN = ": serving without it until it can"
 
 _UP = frozenset({State.UP, State.REFUSING})
 
@@ -149,7 +150,7 @@ class Health:
         self.until = -math.inf
         self.generation = 0
         self.may_create = True
-        self._is_announced = False  # the log has said that the store is not open
+        self._is_announced = False  # the log says that the store is not open, and why
         self._breaker = _Counts(pause=patience.first_pause_seconds, since=clock())
         self._wants_check = False
         self._refused_at: float | None = None
@@ -213,21 +214,27 @@ class Health:
         return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
     def open_failed(self, error: BaseException) -> str:
-        """The store could not be opened. It is tried again if its medium did not answer, and from
-        then on after a ConfigError, too: where a mount is away, the directory below it is found."""
+        """The store could not be opened. It is tried again if its medium did not answer, or if what
+        stands in its place is no store. After the latter, the start decides if it goes on."""
         if self.state is not State.OPENING:
             return ""
-        was_announced, self.until = self._is_announced, math.inf
+        is_away, was = isinstance(error, StoreError), self.standing.because
+        is_tried_again = is_away or isinstance(error, StorePlaceError)
+        pause = self._patience.longest_pause_seconds
+        self.until = self._clock() + pause if is_tried_again else math.inf
+        self.may_create &= not is_away
+        self._is_announced |= is_away
         self._stand(State.OPENING, error)
-        is_found_below = isinstance(error, ConfigError) and not self.may_create
-        if not isinstance(error, StoreError) and not is_found_below:
-            return f"{self._what} cannot be opened: {error}" if was_announced else ""
-        self.until = self._clock() + self._patience.longest_pause_seconds
-        self.may_create = False
-        self._is_announced = True
-        if was_announced:
+        if not self._is_announced or self.standing.because == was:
             return ""
-        return f"{self._what} cannot be opened: {error}: serving without it until it can"
+        return f"{self._what} cannot be opened: {error}{_UNTIL_IT_CAN * is_tried_again}"
+
+    def is_left_out(self, error: BaseException) -> str:
+        """The start goes on, though `error` says that the place of the store is none."""
+        if self.state is not State.OPENING or self._is_announced:
+            return ""
+        self._is_announced = True
+        return f"{self._what} cannot be opened: {error}{_UNTIL_IT_CAN}"
 
     # -- calls ----------------------------------------------------------------------------------
 

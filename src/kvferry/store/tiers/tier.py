@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import PutResult, ReadRange, Store, StoreStat, TierStatus, Value
 from kvferry.store.tiers.health import Health, Limit, Patience, State
@@ -119,9 +119,9 @@ class Tier:
             store = self._open(self._health.may_create)
         except BaseException as error:  # also a library's panic: the start raises or logs it
             fault = error
+            self._event(lambda health: health.open_failed(fault))
             if not self.opening.done():
                 self.opening.set_exception(fault)
-            self._event(lambda health: health.open_failed(fault))
             return
         store.on_result(self._on_result)
         with self._lock:
@@ -141,6 +141,10 @@ class Tier:
             return None
         fault = self.opening.exception()
         return None if isinstance(fault, StoreError) else fault
+
+    def leave_out(self, fault: StorePlaceError) -> None:
+        """The start goes on without the store, because of its `fault`."""
+        self._event(lambda health: health.is_left_out(fault))
 
     def check_now(self) -> bool:
         """Read a key of no record. Whether the store answers and is up. Blocks on I/O."""

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import (
     ASK_SECONDS,
@@ -50,7 +50,8 @@ class TieredStore(Store):
         clock: clock that gives monotonic seconds, as deadlines do.
 
     Raises:
-        Exception: what a store that can never be opened raised in time; all stores are closed.
+        Exception: what a store that can never be opened raised in time, or the `StorePlaceError` of
+            the first store if all raised one; all stores are closed.
     """
 
     def __init__(
@@ -89,10 +90,17 @@ class TieredStore(Store):
     def _wait_opened(self) -> None:
         until = self._clock() + self._patience.start_seconds
         try:
+            left_out: list[tuple[Tier, StorePlaceError]] = []
             for tier in self._tiers:
                 fault = tier.wait_opened(until - self._clock())
-                if fault is not None:
+                if isinstance(fault, StorePlaceError):
+                    left_out.append((tier, fault))
+                elif fault is not None:
                     raise fault
+            if len(left_out) == len(self._tiers):
+                raise left_out[0][1]
+            for tier, why in left_out:
+                tier.leave_out(why)
         except BaseException:  # also an interrupt by a user who waits no longer
             self.close()
             raise
