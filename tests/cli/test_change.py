@@ -128,6 +128,9 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
     assert "36 h more" in run("ls", url).out
     dry = json.loads(run("rm", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
     assert dry["records"] == 4
+    ours = ["--tenant", "", "--dry-run"]
+    assert changed("rm", url, *ours, "--older-than", "0s") == 0
+    assert changed("rm", url, *ours) == 4
     assert run("rm", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 4
     ran = run("pin", quota, "--tenant", "", "--until", "now", "--dry-run")
