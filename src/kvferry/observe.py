@@ -39,7 +39,6 @@ FAMILIES: Mapping[str, Family] = {
     "save_no_slot": Family("Saves put off because the host pool had no slot."),
     "load_failed_chunks": Family("Chunks that could not be brought after they were promised."),
     "audits": Family("Hits compared and found right; in Transformers, all compared."),
-    "audit_bad_records": Family("Records that audits found wrong and took out of the store."),
     "audit_mismatch": Family(
         "Hits unlike what the engine computes: wrong records, or another model."
     ),

@@ -476,12 +476,10 @@ def test_a_table_that_is_too_short_is_refused_as_of_a_whole_chunk(peers):
     assert not prefiller.pool.num_assigned
 
 
-def test_while_an_audit_is_undecided_no_tail_is_promised(peers):
+def test_after_a_mismatch_no_tail_is_promised(peers):
     answer = prefill(peers(), LONGER)
     decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=5.0)
-    audits = decoder.scheduler.audits
-    audits.is_undecided = True
-    audits.suspects[ChunkKey(bytes.fromhex(answer["kvferry"]["key"]))] = True
+    decoder.scheduler.audits.has_failed = True
     request = decoder.add("decode", LONGER, handover=read_handover(answer))
     assert decoder.admit(request, num_local_tokens=40) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def complete(path, prompts, *, store=None, counts=None, options=None, draw=from_
 
 
 @pytest.fixture(scope="module")
-def stored(model_dir, tmp_path_factory):
+def stored_once(model_dir, tmp_path_factory):
     """The URL of a store with a prompt of the model as it is, in two dtypes."""
     url = (tmp_path_factory.mktemp("audit") / "store").as_uri()
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,13 @@ def stored(model_dir, tmp_path_factory):
             path = model_dir(max_position_embeddings=4096)
             complete(path, [prompt(LENGTH)], store=url, dtype=dtype)
     return url
+
+
+@pytest.fixture
+def stored(stored_once, tmp_path):
+    """A copy of that store: a mismatch takes a record out."""
+    copy = shutil.copytree(stored_once.removeprefix("file://"), tmp_path / "copy")
+    return copy.as_uri()
 
 
 def assert_same(found, expected, *, limit):

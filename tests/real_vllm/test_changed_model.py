@@ -193,4 +193,6 @@ def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
     assert later.external == 0
     assert_same(own[1:], later)
     assert new.external == 0
-    assert records(tmp_path) == stored
+    # The record that differs is taken out, and nothing is stored.
+    assert records(tmp_path) < stored
+    assert len(stored - records(tmp_path)) == 1

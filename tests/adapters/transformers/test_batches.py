@@ -191,10 +191,11 @@ SEVERAL = {
 def test_beams_start_from_a_loaded_prompt(model_dir, load_model, store_url, arch, options):
     model = load_model(model_dir(arch))
     other = batch(70, 50, seed=1)
-    for rows, num_loaded, num_saved in ((batch(50), 48, 48), (other, 64, 64)):
+    other.input_ids[1, 20:] = prompt(50, seed=2)[0]
+    for rows, num_loaded, num_saved in ((batch(50), 48, 48), (other, 64, 64 + 48)):
         assert run(model, store_url, rows, new_tokens=20, **options)[:2] == (0, num_saved)
         assert run(model, store_url, rows, new_tokens=20, **options)[:2] == (num_loaded, 0)
-    for length, seed in ((50, 0), (70, 1), (50, 1)):
+    for length, seed in ((50, 0), (70, 1), (50, 2)):
         again = reuse(model, store_url, prompt(length, seed))
         assert again.num_loaded == length // CHUNK * CHUNK
         assert_same_as_cold(model, prompt(length, seed), again)

@@ -67,6 +67,15 @@ def test_every_length_around_chunk_edges_keeps_its_last_token(load_model, store_
     assert_same_as_cold(model, input_ids, again)
 
 
+@pytest.mark.parametrize("call", [StoredKV.prefill, generate])
+def test_the_last_token_of_a_prompt_is_not_stored(load_model, store_url, call):
+    """`generate` computes it, and kvferry stores what it computed itself."""
+    counts = Counters()
+    with StoredKV(load_model(), store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        call(kv, prompt(64))
+    assert counts["put_stored"] == 3
+
+
 @pytest.mark.parametrize("shared", [0, 15, 16, 40, 64])
 def test_a_prompt_that_starts_alike_reads_what_is_alike(load_model, store_url, shared):
     model = load_model()

@@ -7,15 +7,9 @@ any save, but reports the result instead of writing (`kvferry.cache.moving.compa
 Every hit is audited until one audit passes at the last chunk of its hit that came from the store.
 From then on a share of hits is audited (option `audit`).
 
-After a mismatch, either a record is wrong or the model is another one. Until an audit passes,
-nothing that came from the store is loaded and nothing is saved, and each hit is compared at its
-first chunk that came from the store: the engine computes it without KV that was loaded from there
-for the request. If that audit passes, a record was wrong: the records of the hit that differed are
-compared one by one before they are used, from the first on, since a look-up ends a hit at its first
-suspect. A record that differs then is taken out of the store, unless the host's own cache had the
-chunks before it. If another prompt differs before an audit has passed at the end of its hit,
-nothing is loaded or saved until the next epoch (`begin_epoch`, when weights change), and the
-records stay.
+kvferry stores only what it saw computed, so a mismatch shows another model or broken hardware: the
+record is taken out of the store, and nothing is loaded or saved until the next epoch
+(`begin_epoch`, when weights change).
 
 A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFUL`).
 """
@@ -37,41 +31,33 @@ from kvferry.cache.deciding.requests import Audit, RequestState
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.store.io_pool import IOPool
-from kvferry.types import ChunkKey, ScheduledRequest, StepView
+from kvferry.types import ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
 OTHER_MODEL = "the model computes other KV than is stored under its identity"
 
 REMEDY = (
-    "Two prompts differ: another model stored them. Nothing more is loaded or saved. The engine's "
-    "own prefix cache may still hold what was loaded: reset it, or restart. If the weights or the "
-    "code were changed in memory, give them a weights_version of their own. If it is the same "
-    "model, and only rounds otherwise than where the records were stored (other kernels, device or "
-    'number of ranks), set the option audit to "off"'
-)
-
-DOUBT = (
-    "This record and what was loaded with it are not used, and nothing is saved, until another "
-    "hit shows which is wrong, the record or the model"
+    "Another model stored it, or hardware is broken: the record is taken out, and nothing more is "
+    "loaded or saved. The engine's own prefix cache may still hold what was loaded: reset it, or "
+    "restart. If the weights or the code were changed in memory, give them a weights_version of "
+    "their own. If it is the same model, and only rounds otherwise than where the records were "
+    'stored (other kernels, device or number of ranks), set the option audit to "off"'
 )
 
 CLOSE_SECONDS = 0.5
-"""How long `close` waits until wrong records are taken out of the store."""
+"""How long `close` waits until a wrong record is taken out of the store."""
 
 
 class Audits:
     """The audits of an engine: chooses, plans and judges them. Runs in: scheduler thread; does I/O
-    only in a job that takes wrong records out of the store.
+    only in a job that takes a wrong record out of the store.
 
     Args:
         pool: assigns the slots.
 
     Attributes:
-        has_failed: audits of this epoch found another model.
-        is_undecided: a hit differed, and it is not known yet whether the model differs.
-        suspects: records of hits that differed. True: the record itself differs from what the
-            engine computes. False: it has yet to be compared, or to be compared again.
+        has_failed: an audit of this epoch found a record that differs.
     """
 
     def __init__(self, context: RoleContext, pool: HostPool) -> None:
@@ -86,8 +72,6 @@ class Audits:
             self._rate = None  # not even the first
         self._has_passed = False
         self.has_failed = False
-        self.is_undecided = False
-        self.suspects: dict[ChunkKey, bool] = {}
         self._has_told = False  # of a doubtful difference
         self._expected: dict[str, Audit] = {}  # by request
         self._running: dict[int, Audit] = {}  # by the slot of the copy
@@ -104,20 +88,18 @@ class Audits:
         later records were computed on it, they agree with each other and the end shows nothing. So
         one in n hits of n chunks is compared at its start, which costs one chunk more on average.
         Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
-        the option `audit`. A hit that ends with a suspect is audited in any case.
+        the option `audit`.
         """
         if self._rate is None or not numbers:
             return None
         keys = state.keys.keys
-        if keys[numbers[-1]] in self.suspects:
-            return numbers[0] if self.is_undecided else numbers[-1]
         share = self._rate if self._has_passed else 1.0
         if state.sample is None:
             state.sample = self._context.draw()
         if state.sample >= share:
             return None
         # A sample below `share` is uniform in [0, share).
-        from_front = self.is_undecided or state.sample * len(numbers) < share
+        from_front = state.sample * len(numbers) < share
         is_sampled = state.sample < self._rate
         for number in numbers if from_front else reversed(numbers):
             slot = self._pool.find(keys[number])
@@ -128,8 +110,7 @@ class Audits:
     @property
     def has_trust(self) -> bool:
         """Whether KV that cannot be compared, such as the tail of a handover, may be promised."""
-        is_doubted = self.is_undecided or self.suspects
-        return self._rate is None or (self._has_passed and not is_doubted)
+        return self._rate is None or self._has_passed
 
     def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin for the audit the record of a chunk (its request has a pin of its own) and a spare
@@ -152,7 +133,7 @@ class Audits:
         if copy is None:
             return False
         self._pool.pin(record)
-        state.audit = Audit(record, copy, tuple(keys[: number + 1]), whole.start, is_at_end)
+        state.audit = Audit(record, copy, is_at_end)
         return True
 
     def release(self, state: RequestState) -> None:
@@ -184,21 +165,10 @@ class Audits:
         for request_id in list(self._expected):
             self.forget(request_id)
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether no record of this epoch is in doubt."""
-        return not (self.has_failed or self.is_undecided or self.suspects)
-
-    @property
-    def allow_saves(self) -> bool:
-        """Whether the engine may write under this identity."""
-        return not (self.has_failed or self.is_undecided)
-
     def begin_epoch(self) -> None:
-        """Forget all doubts: only this engine writes the records of the new epoch."""
+        """Forget mismatches: only this engine writes the records of the new epoch."""
         self.forget_all()
-        self.has_failed = self.is_undecided = False
-        self.suspects.clear()
+        self.has_failed = False
 
     def _unpin(self, audit: Audit) -> None:
         self._pool.unpin(audit.record)
@@ -280,24 +250,13 @@ class Audits:
             logger.info("audit passed; largest difference: %s", worst.difference)
             if worst.excess > DOUBTFUL:
                 self._doubt(where, worst.difference)
-            self._pass(audit)
+            self._has_passed |= audit.is_at_end
             return
         observer.count("audit_mismatch")
-        if self._is_on_suspects(audit):
-            self._suspect(audit)
-        elif key in self.suspects:
-            self.suspects[key] = True
-            logger.warning("%s differs from what the model computes: %s", where, worst.difference)
-            # If `start` is above 0, the chunks before it are from the host's own cache, which may
-            # hold KV of records that were never compared.
-            if not (self.is_undecided or audit.start):
-                self._take_out(key)
-        elif not self.suspects or self._has_passed:
-            self.is_undecided, self._has_passed = True, False
-            self._suspect(audit)
-            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, DOUBT)
-        elif not self.has_failed:
+        if not self.has_failed:
             self.has_failed = True
+            store = self._context.store
+            self._thread.submit(lambda _job: store.discard(key, OTHER_KV))
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, REMEDY)
 
     def _doubt(self, where: str, difference: str) -> None:
@@ -307,52 +266,11 @@ class Audits:
             self._has_told = True
             logger.warning("%s, in %s: %s", ROUNDING, where, difference)
 
-    def _is_on_suspects(self, audit: Audit) -> bool:
-        """Whether the audited chunk was computed on records that are suspected by now. Then its
-        comparison says nothing about its own record. Chunks that the host had itself count, too:
-        its cache may hold the KV of such records."""
-        return not self.suspects.keys().isdisjoint(audit.chain[:-1])
-
-    def _suspect(self, audit: Audit) -> None:
-        """Suspect all records of a hit that differs: any of them may be the wrong one."""
-        for key in audit.chain[audit.start :]:
-            self.suspects.setdefault(key, False)
-
-    def _pass(self, audit: Audit) -> None:
-        """Learn that the engine computed what a record holds."""
-        if self._is_on_suspects(audit):
-            return
-        if audit.record.key in self.suspects:
-            del self.suspects[audit.record.key]
-        elif not self.is_undecided:
-            self._has_passed |= audit.is_at_end
-        if self.is_undecided:
-            self.is_undecided = False
-            self.suspects.update(dict.fromkeys(self.suspects, False))
-            logger.warning(
-                "this model did fill %s, so a record was wrong. kvferry compares %d records of "
-                "that prompt before it uses them, and takes out any that differs",
-                self._context.store.url,
-                len(self.suspects),
-            )
-
-    def _take_out(self, key: ChunkKey) -> None:
-        """Have a wrong record taken out of the store. Never blocks."""
-        store = self._context.store
-        self._thread.submit(lambda _job: store.discard(key, OTHER_KV))
-        self._context.observer.count("audit_bad_records")
-        logger.warning(
-            "record %s of %s is wrong, since the model agrees with others. It is taken out of the "
-            "store, and this process does not use it again or save what follows it",
-            key.hex(),
-            store.url,
-        )
-
     def close(self) -> None:
         """End the thread, in bounded time. Idempotent."""
         if not self._thread.close(CLOSE_SECONDS):
             logger.warning(
-                "wrong records were not taken out of %s in time at close; they may still be there",
+                "a wrong record was not taken out of %s in time at close; it may still be there",
                 self._context.store.url,
             )
 

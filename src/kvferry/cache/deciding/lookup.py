@@ -19,7 +19,7 @@ If another engine computes the prompt, a look-up waits for its chunks and meanwh
 that have come (`kvferry.cache.deciding.handovers`).
 
 A hit that is audited is promised without the chunk to compare, mostly its last one; the record of
-that chunk must be held nevertheless. A record that audits suspect ends a hit.
+that chunk must be held nevertheless.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Lookup:
         if state.handover is not None and not self._audits.has_trust:
             state.handover.drop_tail()
         is_promised = search.promised is not None and search.promised[0] == num_local
-        if is_promised and not self._audits.suspects:
+        if is_promised:
             return self._answer(state, search)
         self._withdraw(state)
         while search.awaited and not search.awaited[-1].filling:
@@ -267,24 +267,19 @@ class Lookup:
 
     def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
         """Return the index at which the known chunks from `first` on end, and why. The chunk there
-        failed to be read lately, is suspected, or has no slot and is not in the store; or the chunk
-        before it is to be compared. The reason is None if all are known, or while the store asks
-        its medium, which takes a bounded time."""
+        failed to be read lately, or has no slot and is not in the store. The reason is None if all
+        are known, or while the store asks its medium, which takes a bounded time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
-        everything, suspects = self._tables.all_groups, self._audits.suspects
+        everything = self._tables.all_groups
         for index in range(first, len(keys)):
             key = keys[index]
             slot = find(key)
-            if suspects.get(key):
-                return index, LookupMiss.OTHER_MODEL
             if slot is None or not (slot.is_save or everything <= slot.held):
                 # Not whole in memory, so it matters what the store has.
                 if key in unreadable:
                     return index, LookupMiss.UNREADABLE
                 if slot is None and not (is_stored := contains(key)):
                     return index, LookupMiss.ABSENT if is_stored is False else None
-            if key in suspects:
-                return index + 1, LookupMiss.OTHER_MODEL  # this one is compared, and not loaded
         return max(first, len(keys)), None
 
     def _choose(self, state: RequestState, search: Search, known: int) -> int:

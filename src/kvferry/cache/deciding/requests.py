@@ -37,9 +37,6 @@ class Audit:
     Attributes:
         record: pinned slot with the record of the compared chunk.
         copy: pinned slot for what the engine computes.
-        chain: keys of the chunks before the compared one, and its own.
-        start: number of leading chunks that the host had itself. The others of `chain` are loaded,
-            but for the last.
         is_at_end: False if chunks that this engine did not save follow the compared one in the hit.
             Faults that grow with the position, such as other rotary frequencies, may not show then.
         load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
@@ -49,8 +46,6 @@ class Audit:
 
     record: Slot
     copy: Slot
-    chain: tuple[ChunkKey, ...]
-    start: int
     is_at_end: bool
     load: Load | None = None
     results: list[Filled] = field(default_factory=list)

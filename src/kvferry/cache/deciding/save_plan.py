@@ -6,7 +6,7 @@ The scheduler role asks for the saves of every step, and passes on what the rank
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
@@ -34,8 +34,6 @@ class SavePlan:
 
     Args:
         pool: assigns the slots.
-        suspects: records that may be wrong. No chunk of a prompt from a suspect on is saved: the
-            host may have computed it on the record's KV, which the host's own prefix cache keeps.
         announcer: makes events of what is saved; None: the host publishes none.
 
     Attributes:
@@ -50,14 +48,12 @@ class SavePlan:
         pool: HostPool,
         requests: Requests,
         shared_writes: SharedWrites,
-        suspects: Mapping[ChunkKey, bool],
         announcer: Announcer | None,
     ) -> None:
         self._context = context
         self._pool = pool
         self._requests = requests
         self.shared_writes = shared_writes
-        self._suspects = suspects
         self.announcer = announcer
         self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
@@ -154,9 +150,6 @@ class SavePlan:
         keys = state.keys.keys
         while state.next_save < whole:
             key = keys[state.next_save]
-            if key in self._suspects:
-                self.forget(request.request_id)
-                return
             if not self.has(key, state) and not self._plan_chunk(item, state, saves):
                 self._context.observer.count("save_no_slot")
                 return  # offered again in the next step of this request

@@ -114,11 +114,10 @@ class SharedStorageScheduler(SchedulerRole):
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
-        suspects = self.audits.suspects
         announcer = (
             Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
         )
-        self.saves = SavePlan(context, pool, self.requests, shared_writes, suspects, announcer)
+        self.saves = SavePlan(context, pool, self.requests, shared_writes, announcer)
         self._handovers = Handovers(context, self.requests, self.saves)
         self._accounts = Accounts(context, schema, journal)
         self._recent = recent
@@ -161,7 +160,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def _may_save(self) -> bool:
-        return self._is_running and not self.context.spec.disabled and self.audits.allow_saves
+        return self._is_running and not (self.context.spec.disabled or self.audits.has_failed)
 
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
@@ -446,7 +445,7 @@ class SharedStorageScheduler(SchedulerRole):
         stay for other engines, but this one does not read them again. The pool is emptied. Saves
         under way carry the old namespace, so they cannot come back. If the weights turn out to be
         those of the start, the first look-up goes back to the first epoch."""
-        self._weights.ask(is_sound=self.audits.is_sound)
+        self._weights.ask(is_sound=not self.audits.has_failed)
         self._begin_epoch(self._new_namespace())
         return True
 
