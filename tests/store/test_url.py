@@ -56,6 +56,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("memory://x?max_bytes=lots", ["'max_bytes'", "10GiB"]),
         ("memory://x?max_bytes=0", ["'max_bytes' is 0"]),
         ("memory://x?max_bytes=0.5B", ["'max_bytes' is 0"]),
+        ("file:///~/x", ["~ is not expanded"]),
         ("file:///x?max_bytes=-5", ["'max_bytes'", "not a size"]),
         ("file:///x?read_onyl=yes", ["unknown option 'read_onyl'", "'read_only'"]),
         ("file:///x?create=perhaps", ["'create'", "true nor false"]),

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     QuantoConfig,
 )
 
@@ -336,3 +338,28 @@ def test_importing_the_adapter_loads_no_transformers():
 def test_what_is_no_prompt_is_refused(load_model, store_url, given, message):
     with StoredKV(load_model(), store_url) as kv, pytest.raises(ConfigError, match=message):
         kv.prefill(given)
+
+
+def _offloaded(model):
+    model.model.layers[0].mlp.to("meta")
+    return model
+
+
+def _dynamic_int8(model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore")  # that torch deprecates these
+@pytest.mark.parametrize(
+    ("change", "word"), [(_offloaded, "offloaded"), (_dynamic_int8, "quantised")]
+)
+def test_weights_that_are_no_plain_tensors_are_refused_by_name(tmp_path, change, word):
+    directory = str(tmp_path)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    model = change(LlamaForCausalLM.from_pretrained(directory).eval())
+    with pytest.raises(ConfigError, match=word):
+        StoredKV(model, (tmp_path / "store").as_uri())

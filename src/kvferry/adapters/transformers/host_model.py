@@ -314,10 +314,16 @@ def _refuse_changed(model: Any) -> None:
             f"the model's generation_config has cache_implementation={implementation!r}, "
             "so generate() accepts no cache; set it to None"
         )
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+    is_quantised = any(type(module).__module__.startswith("torch.ao.") for module in modules)
+    if is_quantised or getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", 0):
         raise ConfigError(
             "the model is quantised, so its KV is not that of the weights in its directory; load "
-            "it without quantization_config"
+            "it without quantization_config or quantize_dynamic"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            "weights of the model are offloaded (device_map), so they cannot be checked; load it "
+            "onto one device"
         )
     kind = model.config.model_type
     if getattr(model.config, "kv_lora_rank", None) is not None and kind not in LATENT_MODELS:

@@ -35,10 +35,10 @@ class FileOptions(MemoryOptions):
 def _check_path(where: str, raw_path: str, path: str) -> None:
     if path.strip("/") == "":
         raise ConfigError(f"{where}: names no directory; write file:///absolute/directory")
+    if path.lstrip("/").startswith("~"):
+        raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
     if path.startswith("/"):
         return
-    if path.startswith("~"):
-        raise ConfigError(f"{where}: ~ is not expanded; write the absolute directory after file://")
     host, slash, rest = raw_path.partition("/")
     if HOST.fullmatch(host) is None or "@" in rest:
         raise ConfigError(
