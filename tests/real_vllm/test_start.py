@@ -96,10 +96,14 @@ def test_inside_multi_connector_each_store_is_written_and_one_is_read(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": children},
     }
+    explain = {"extra_args": {"kvferry": {"explain": True}}}
+    asked = [{"token_ids": prompt, "sampling": explain} for prompt in prompts]
     with first.engine(models["plain"], several) as engine:
         assert_same(own, engine.generate(prompts))
         for store in stores:
             wait_for_records(store, 5)
+        # Two answers to one request would end the engine.
+        assert_same(own, engine.generate(asked))
     with second.engine(models["plain"], several) as engine:
         warm = engine.generate(prompts)
         shutil.rmtree(stores[0])

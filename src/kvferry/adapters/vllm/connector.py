@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import (
@@ -99,11 +100,29 @@ class FerryConnector(OneRole):
             raise ConfigError(
                 f"{WHERE}: handover is {self._hands_over!r}; it must be true or false"
             )
+        self._step_back_beside_another()
         refuse_parallel(vllm_config.parallel_config)
         self._layers: list[Layer] = []
         if kv_cache_config is not None:
             self._layers = layers_of(vllm_config, kv_cache_config, platform_name())
         self._open(self._spec())
+        if self._hands_over and not self._is_worker:
+            _ANSWERING[self._engine_id] = self
+
+    @property
+    def _engine_id(self) -> str:
+        """Of the engine; children of one `MultiConnector` have the same."""
+        return str(getattr(self._host_config.kv_transfer_config, "engine_id", id(self)))
+
+    def _step_back_beside_another(self) -> None:
+        """Leave requests' fields to another kvferry of this engine. Two that answer one request end
+        the engine: `MultiConnector` refuses answers with equal keys."""
+        if self._hands_over and not self._is_worker and self._engine_id in _ANSWERING:
+            self._hands_over = False
+            logger.warning(
+                "kvferry: another kvferry of this engine hands requests over and explains them, so "
+                'this one does neither; set "handover": false for it'
+            )
 
     def _spec(self) -> EngineSpec:
         """Describe this engine as this half sees it. All that can be refused without reading the
@@ -264,8 +283,14 @@ class FerryConnector(OneRole):
 
     def shutdown(self) -> None:
         super().shutdown()
+        if _ANSWERING.get(self._engine_id) is self:
+            del _ANSWERING[self._engine_id]
         self._lora_identities.close()
         self._cache.close()
+
+
+_ANSWERING: WeakValueDictionary[str, FerryConnector] = WeakValueDictionary()
+"""By engine of this process, the connector that answers the fields of requests."""
 
 
 def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[Any]) -> type[Any]:
