@@ -67,7 +67,7 @@ def doctor(
 
     Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
     """
-    from kvferry.cache.config import DEFAULT_MEMORY_BYTES
+    from kvferry.cache.memory import machine_bytes
     from kvferry.doctor import machine
     from kvferry.doctor.stores import run
 
@@ -80,14 +80,11 @@ def doctor(
     findings = [] if config is None else list(config.findings)
     hooks = _check_vllm(findings) if vllm else None
     limit = machine.memory_limit()
-    memory_bytes = DEFAULT_MEMORY_BYTES if config is None else config.memory_bytes
-    findings += machine.check_memory(limit, memory_bytes)
+    if config is not None:
+        findings += machine.check_memory(limit or machine_bytes(), config.memory_bytes)
     # A store in memory is right for an engine of one process, and there is nothing to look at.
     configured = [url for url in config.stores if not url.startswith("memory:")] if config else []
     wanted = list(dict.fromkeys([*(urls or []), *configured]))
-    if config is not None and any(not url.startswith("file:") for url in configured):
-        shared = machine.shared_memory_bytes()
-        findings += machine.check_shared_memory(shared, config.num_ranks)
     reports = [run(url, _opened, facts, timeout) for url in wanted]
     for report in reports:
         findings += report.findings

@@ -1,8 +1,7 @@
-"""The type of a finding, and the checks of the machine: software, memory, shared memory."""
+"""The type of a finding, and the checks of the machine: software and memory."""
 
 from __future__ import annotations
 
-import os
 import platform
 import sqlite3
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +13,6 @@ from kvferry.config import format_size
 PACKAGES = (
     "kvferry", "torch", "transformers", "vllm", "obstore", "mooncake-transfer-engine", "triton"
 )  # fmt: skip
-
-SHARED_BYTES = 256 << 20
-"""Bytes of /dev/shm that several ranks need to put records together. A container gets 64 MiB by
-default."""
 
 
 class Finding(NamedTuple):
@@ -76,41 +71,18 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
-def check_memory(limit: int | None, memory_bytes: int) -> list[Finding]:
-    """Check that the host pool fits into the container."""
-    if limit is None or memory_bytes <= limit // 2:
+def check_memory(limit: int, memory_bytes: int) -> list[Finding]:
+    """Check that the host pool fits into the container, or into the machine."""
+    if memory_bytes <= limit // 2:
         return []
     return [
         Finding(
             "machine",
-            f"the host pool ({format_size(memory_bytes)}) takes more than half of the memory of "
-            f"this container ({format_size(limit)}): the kernel may kill the engine",
-            "lower memory_bytes, or give the container more memory",
+            f"the host pool ({format_size(memory_bytes)}) takes more than half of the memory "
+            f"here ({format_size(limit)}): the kernel may kill the engine",
+            "lower memory_bytes, or give the machine or container more memory",
         )
     ]
-
-
-def check_shared_memory(free_bytes: int | None, num_ranks: int) -> list[Finding]:
-    """Check that /dev/shm has room for the records that ranks put together for a server."""
-    if num_ranks < 2 or free_bytes is None or free_bytes >= SHARED_BYTES:
-        return []
-    return [
-        Finding(
-            "machine",
-            f"/dev/shm has {format_size(free_bytes)} free, where {num_ranks} ranks put records for "
-            "a server together",
-            "give the container more, for example --shm-size=2g",
-        )
-    ]
-
-
-def shared_memory_bytes() -> int | None:
-    """Return the free bytes of /dev/shm; None if there is none."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 def _read(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.adapters.vllm import CONNECTOR
 from kvferry.adapters.vllm.host import load_host
-from kvferry.cache.config import DEFAULT_MEMORY_BYTES, SharedStorageConfig
+from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, printable, unknown
 from kvferry.doctor.machine import Finding
 from kvferry.errors import ConfigError
@@ -44,8 +44,8 @@ class VllmConfig:
 
     findings: list[Finding] = field(default_factory=list)
     stores: list[str] = field(default_factory=list)
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    num_ranks: int = 1
+    memory_bytes: int = 0
+    """Of the host pool; 0: not set, so that it fits this machine."""
 
     def add(self, what: str, todo: str) -> None:
         self.findings.append(Finding("config", printable(what), todo))
@@ -137,9 +137,6 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
     for name in _UNSERVED:
         if options.get(name, 1) not in (1, "1"):
             found.add(f"{name} is {options[name]}, which is not served", "set it to 1")
-    ranks = options.get("tensor_parallel_size")
-    if type(ranks) is int:
-        found.num_ranks = ranks
 
 
 def _connectors(transfer: object, found: VllmConfig) -> Iterator[Mapping[str, Any]]:
@@ -199,7 +196,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
         return True
     stores = (config.store,) if isinstance(config.store, str) else config.store
     found.stores += stores
-    found.memory_bytes = config.memory_bytes or DEFAULT_MEMORY_BYTES
+    found.memory_bytes = config.memory_bytes or 0
     if config.record is not None:
         _check_journal(Path(config.record), config.chunk_tokens, found)
     return True
