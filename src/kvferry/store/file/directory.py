@@ -349,9 +349,8 @@ def open_root(root: Path, *, create: bool) -> Directory:
             own, foreign = _own_and_foreign(directory)
             if foreign is not None and not _read_marker(directory):
                 raise StorePlaceError(
-                    f"{directory.root} is not empty ({foreign!r} is in it) and has no {MARKER}: "
-                    "it is no kvferry store and will not be made one; choose an empty or new "
-                    "directory"
+                    f"{directory.root} is not a kvferry store: it is not empty ({foreign!r} is in "
+                    f"it) and has no {MARKER}; choose an empty or new directory"
                 )
             if not own and not create:
                 raise StorePlaceError(
