@@ -37,13 +37,14 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo demo-disaggregated demo-tier test test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
+.PHONY: help demo demo-disaggregated demo-tier test test-more test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
 	@echo "make demo-disaggregated  prefill in one engine, decode in another (ENGINE=vllm: two vLLM servers)"
 	@echo "make demo-tier   two processes behind vLLM's own tiers on this CPU (ENGINE=sglang: behind SGLang's HiCache)"
-	@echo "make test        lint, types and all tests"
+	@echo "make test        lint, types and all tests that take seconds"
+	@echo "make test-more   the tests of several processes, servers that fail, and many shapes; some minutes"
 	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes, other slow cases"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
@@ -84,7 +85,10 @@ $(CONNECTORS): scripts/vllm-connectors
 
 test: $(STAMP) $(CONNECTORS)
 	scripts/check
-	scripts/test -m "not sweep and not mount"
+	scripts/test -m "not slow and not sweep and not mount"
+
+test-more: $(STAMP) $(CONNECTORS)
+	scripts/test -m "slow and not sweep and not mount"
 
 test-sweep: $(STAMP)
 	scripts/test -m sweep

@@ -92,6 +92,7 @@ def test_every_benchmark_is_run_here_but_those_of_vllm():
     assert ROWS.keys() == BENCHMARKS.keys() - {"proxied", "tier", "vllm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.sweep if name in SLOW else ()) for name in ROWS]
 )

@@ -22,6 +22,8 @@ from kvferry.observe import Counters
 from tests.engine.test_llm import prompt
 from tests.model_changes import CHANGES
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 64
 LENGTH = 1500
 GREEDY = SamplingParams(max_tokens=2, ignore_eos=True, return_logits=True)

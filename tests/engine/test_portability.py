@@ -17,6 +17,8 @@ from kvferry.engine import LLM, SamplingParams
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS, CHUNK_TOKENS = 300, 32
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
 

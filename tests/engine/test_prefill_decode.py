@@ -19,6 +19,8 @@ from tests.engine.test_llm import prompt
 from tests.servers.namespaces import two_places
 from tests.servers.process import LOCALHOST, free_ports
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS, CHUNK_TOKENS, NUM_GENERATED = 230, 32, 6
 MAX_DIFF = 5e-5
 """Of logits and log-probabilities, in float32."""

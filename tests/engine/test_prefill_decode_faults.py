@@ -26,6 +26,8 @@ from tests.engine.test_prefill_decode import MAX_DIFF, difference
 from tests.servers.process import LOCALHOST, free_ports, let_run
 from tests.servers.proxy import running_proxy
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS, CHUNK_TOKENS, STEP_TOKENS, HIT = 230, 32, 64, 224
 WAITING = {"do_remote_prefill": True}
 """Of a request that comes before the prefiller has answered."""

@@ -41,6 +41,8 @@ from tests.servers.places import (
 from tests.servers.seaweed import BUCKET, SECRET_KEY, SeaweedServer
 from tests.servers.valkey import ask, running_valkey
 
+pytestmark = pytest.mark.slow
+
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
 HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 NUM_STORED = 6

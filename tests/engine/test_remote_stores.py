@@ -22,6 +22,8 @@ from tests.engine.test_llm import own_generation, prompt
 from tests.servers.places import AllServers, assert_said_if_busy
 from tests.transformers_cache import with_cache
 
+pytestmark = pytest.mark.slow
+
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
 HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 PLACES = ("valkey", "cluster", "s3", "mooncake", "tiers")

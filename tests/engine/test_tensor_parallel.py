@@ -27,6 +27,8 @@ from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
 from tests.engine.test_paged_attention import paged_logits, random_tokens
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True)
 
 

@@ -30,6 +30,8 @@ from kvferry.store.url import (
 )
 from kvferry.testing.stores import make_key
 
+pytestmark = pytest.mark.slow
+
 logger = logging.getLogger(__name__)
 
 SECRET = "hunter2-S3cr3t"

@@ -27,6 +27,8 @@ from .versioned_config import (
 )
 from .versioned_kv import layer_names, make_layer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(
     params=[

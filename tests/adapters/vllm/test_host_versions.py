@@ -15,6 +15,8 @@ from .versioned_config import CHUNK, NUM_TOKENS, make_config, options, prompt, w
 from .versioned_host import VersionedHost
 from .versioned_kv import BACKENDS, BLOCK, layer_names, shapes_of
 
+pytestmark = pytest.mark.slow
+
 OLDEST = (0, 11, 1)
 """The first release to which a connector can report a failed load."""
 

@@ -40,6 +40,8 @@ from tests.store.file.storing import (
     value_of,
 )
 
+pytestmark = pytest.mark.slow
+
 # What a machine that stalls adds to a call. What is looked for would last for ever.
 LATE_SECONDS = 10.0
 SCHEMA = ("CREATE TABLE some (n INTEGER PRIMARY KEY AUTOINCREMENT)",)
