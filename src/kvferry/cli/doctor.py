@@ -51,10 +51,6 @@ def doctor(
             help="The value of --kv-transfer-config; its stores are checked, too.",
         ),
     ] = None,
-    prefill_tokens_per_second: Annotated[
-        float | None,
-        typer.Option(metavar="TOKENS/S", min=1e-6, max=1e15, help="Measured speed of the engine."),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Limit for each store.")
     ] = 30.0,
@@ -62,7 +58,7 @@ def doctor(
 ) -> None:
     """Find what is wrong with a set-up: machine, stores, vLLM and its configuration.
 
-    Writes four records of 2 MiB to each store and removes them again. Nothing else is changed, and
+    Writes a record of 2 MiB to each store and removes it again. Nothing else is changed, and
     nothing is evicted. Exit code 1 if something is wrong.
 
     Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
@@ -76,7 +72,7 @@ def doctor(
         from kvferry.doctor.vllm import check_config
 
         config = check_config(vllm_config)
-    facts = None if model is None else _model(model, prefill_tokens_per_second)
+    facts = None if model is None else _model(model)
     findings = [] if config is None else list(config.findings)
     hooks = _check_vllm(findings) if vllm else None
     limit = machine.memory_limit()
@@ -112,7 +108,7 @@ def _check_vllm(findings: list[Finding]) -> list[str]:
     return hooks
 
 
-def _model(directory: Path, prefill: float | None) -> Model:
+def _model(directory: Path) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
     from kvferry.doctor.stores import CHUNK_TOKENS, Model
     from kvferry.record.schema import RecordSchema
@@ -127,7 +123,6 @@ def _model(directory: Path, prefill: float | None) -> Model:
         record_bytes=schema.record_bytes,
         token_bytes=schema.payload_bytes // CHUNK_TOKENS,
         context_tokens=context if type(context) is int and context > 0 else None,
-        prefill=prefill,
     )
 
 

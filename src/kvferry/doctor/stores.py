@@ -25,7 +25,6 @@ from kvferry.store.base import PutResult, Store
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.recordio import put_record
-from kvferry.store.speed import measure
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey, KVGroup
 
@@ -34,7 +33,6 @@ ANSWER_SECONDS = 5.0
 
 CLEAN_SECONDS = 5.0
 SKEW_SECONDS = 60.0
-NUM_RECORDS = 4
 MIN_FREE_FILES = 10_000
 CHUNK_TOKENS = 128
 
@@ -58,14 +56,12 @@ class Model:
         record_bytes: size of the record of a chunk of `CHUNK_TOKENS`.
         token_bytes: size of the KV of one token.
         context_tokens: longest prompt; None if the config does not say.
-        prefill: tokens per second that an engine computes; None if not given.
     """
 
     identity: ModelIdentity
     record_bytes: int
     token_bytes: int
     context_tokens: int | None
-    prefill: float | None
 
 
 @dataclass(slots=True)
@@ -133,8 +129,8 @@ def _check_open(
     room = math.inf
     if parsed.scheme == "file":
         room = _check_directory(store, parsed, report)
-    report.step = "measuring it"
-    _measure(store, parsed, report, wall, room)
+    report.step = "writing a record"
+    _try_record(store, parsed, report, wall, room)
     report.step = "listing its namespaces"
     _check_namespaces(store, model, report)
     if model is not None:
@@ -202,70 +198,48 @@ def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
         yield own
 
 
-def _measure(
+def _try_record(
     store: Store, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
 ) -> None:
+    """Write a record, read it and remove it, unless it would evict others."""
     schema = RecordSchema.for_groups(
         namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(_GROUP,)
     )
-    if room < 2 * NUM_RECORDS * schema.record_bytes:
-        # Records of this check would evict others; `measure` evicts nothing.
-        speed = measure(store)
-        report.facts |= _rates(speed.write, speed.read)
+    if room < 2 * schema.record_bytes or report.is_over.is_set():
         return
-    keys = [ChunkKey(os.urandom(32)) for _ in range(NUM_RECORDS)]
+    key = ChunkKey(os.urandom(32))
     with _own_place(store, parsed) as own:
         values = own.of(schema.namespace)
         try:
-            _time(values, schema, keys, report)
-            _check_clock(own, parsed, keys[0], report, wall)
+            _time(values, schema, key, report)
+            _check_clock(own, parsed, key, report, wall)
         finally:
-            left = [key for key in keys if not _removed(values, key)]
-    if left:
+            is_gone = _removed(values, key)
+    if not is_gone:
         report.add(
-            f"{len(left)} records of this check could not be deleted",
+            "a record of this check could not be deleted",
             "check the right to delete: damaged records could not be taken out either",
         )
 
 
-def _time(values: Store, schema: RecordSchema, keys: list[ChunkKey], report: StoreReport) -> None:
+def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
     image = memoryview(bytearray(schema.record_bytes))
     payload = image[schema.head_bytes :]
     payload[:] = (os.urandom(1 << 16) * (len(payload) // (1 << 16) + 1))[: len(payload)]
     table = leaf_digests(schema.components[0], payload)
-    seconds = {"put": 0.0, "get": 0.0}
-    stored: list[ChunkKey] = []
-    for key in keys:
-        if report.is_over.is_set():
-            return
-        started = time.perf_counter()
-        until = time.monotonic() + ANSWER_SECONDS
-        result = put_record(values, schema, key, 0, table, image, until)
-        seconds["put"] += time.perf_counter() - started
-        if result is not PutResult.STORED:
-            _add_refusal(values, result, report)
-            break
-        stored.append(key)
-    for key in stored:
-        if report.is_over.is_set():
-            return
-        started = time.perf_counter()
-        size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
-        seconds["get"] += time.perf_counter() - started
-        if size != len(image):
-            what = "a record that was just stored is gone: the server evicts at once"
-            report.add(what, "give it more memory, or its own server")
-            return
-    total = len(stored) * len(image)
-    if stored:
-        report.facts |= _rates(*(total / max(each, 1e-9) for each in seconds.values()))
-
-
-def _rates(put: float | None, get: float | None) -> dict[str, JsonValue]:
-    return {
-        f"{name}_gb_per_second": None if rate is None else float(f"{rate / 1e9:.3g}")
-        for name, rate in (("put", put), ("get", get))
-    }
+    started = time.perf_counter()
+    result = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
+    written = time.perf_counter()
+    if result is not PutResult.STORED:
+        _add_refusal(values, result, report)
+        return
+    size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
+    read = time.perf_counter()
+    if size != len(image):
+        what = "a record that was just stored is gone: the server evicts at once"
+        report.add(what, "give it more memory, or its own server")
+    for name, seconds in (("put", written - started), ("get", read - written)):
+        report.facts[f"{name}_gb_per_second"] = float(f"{len(image) / seconds / 1e9:.3g}")
 
 
 def _add_refusal(values: Store, result: PutResult, report: StoreReport) -> None:
@@ -394,23 +368,6 @@ def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreRepo
                 f"{longest:,}",
                 f"raise max_bytes to at least {format_size(needed)}",
             )
-    rate = report.facts.get("get_gb_per_second")
-    if not isinstance(rate, float) or rate <= 0:
-        return
-    loads = rate * 1e9 / model.token_bytes
-    report.facts["loads_tokens_per_second"] = round(loads)
-    if model.prefill is None:
-        return
-    if loads <= model.prefill:
-        report.add(
-            f"it brings {loads:,.0f} tokens a second, and the engine computes "
-            f"{model.prefill:,.0f}: loading is never faster",
-            "use a nearer or faster tier; engines compute by themselves meanwhile",
-        )
-        return
-    latency = float(str(report.facts["answer_ms"])) / 1e3
-    saved = 1 / model.prefill - 1 / loads
-    report.facts["break_even_tokens"] = max(CHUNK_TOKENS, math.ceil(latency / saved))
 
 
 def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:

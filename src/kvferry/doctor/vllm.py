@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -18,7 +17,6 @@ from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, printable, unknown
 from kvferry.doctor.machine import Finding
 from kvferry.errors import ConfigError
-from kvferry.journal import read_journal
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -35,7 +33,6 @@ PLUGINS = "VLLM_PLUGINS"
 """Environment variable with the plug-ins that vLLM loads; if unset, vLLM loads all."""
 
 _UNSERVED = ("pipeline_parallel_size", "decode_context_parallel_size")
-_JOURNAL_LINES = 1000
 
 
 @dataclass(slots=True)
@@ -197,23 +194,4 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     stores = (config.store,) if isinstance(config.store, str) else config.store
     found.stores += stores
     found.memory_bytes = config.memory_bytes or 0
-    if config.record is not None:
-        _check_journal(Path(config.record), config.chunk_tokens, found)
     return True
-
-
-def _check_journal(path: Path, chunk_tokens: int, found: VllmConfig) -> None:
-    """Check that at least half of the recorded prompts have a whole chunk."""
-    if not path.is_file():
-        return
-    try:
-        lengths = [line.num_tokens for line in read_journal(path, None, _JOURNAL_LINES)]
-    except ConfigError as error:
-        found.add(str(error), "name another file; this one is no journal")
-        return
-    if lengths and statistics.median(lengths) < chunk_tokens:
-        found.add(
-            f"half of the last {len(lengths)} recorded prompts are shorter than a chunk "
-            f"({chunk_tokens} tokens), so none of them is stored",
-            "set chunk_tokens lower; what is stored already is not read then",
-        )
