@@ -71,6 +71,13 @@ def found(run):
     return ask
 
 
+def arrows(url: str) -> list[str]:
+    """What to do about the faults of a server."""
+    report = StoreReport(url)
+    check(url, lambda parsed: open_one(parsed, Opening(index=False)), None, report)
+    return [each.todo for each in report.findings]
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"))
@@ -201,6 +208,33 @@ def test_10_a_server_that_is_full_and_does_not_evict(found, tmp_path):
         whats = found(f"valkey://{LOCALHOST}:{server.port}/kv")
     assert len(whats) == 1
     assert "it is full and evicts nothing" in whats[0]
+
+
+def test_each_kind_of_fault_has_an_arrow_of_its_own(guarded, url_of):
+    limits = {"maxmemory": "100mb", "maxmemory_policy": "allkeys-lru"}
+    place = f"{LOCALHOST}:{guarded.port}/kv"
+    (without,) = arrows(f"valkey://{place}")
+    (wrong,) = arrows(f"valkey://:no@{place}")
+    (reader, *_) = arrows(f"valkey://reader:correct-horse@{place}")
+    (secure,) = arrows(f"valkeys://{place}")
+    (bucket,) = arrows(url_of("s3").replace("http:", "https:"))
+    with running_valkey(**limits) as server:
+        place = f"{LOCALHOST}:{server.port}/kv"
+        (single,) = arrows(f"valkey://{place}?cluster=true")
+        server.ask("REPLICAOF", LOCALHOST, "1")
+        (replica, *_) = arrows(f"valkey://{place}")
+    with running_valkey(cluster_enabled="yes") as server:
+        (node,) = arrows(f"valkey://{LOCALHOST}:{server.port}/kv")
+    (away,) = arrows(f"valkey://{place}")
+    assert without == wrong
+    assert single == node
+    assert "password" in wrong
+    assert "allow this user" in reader
+    assert "in clear valkey://" in secure
+    assert "http://" in bucket
+    assert "cluster=true" in single
+    assert "replica" in replica
+    assert away.startswith("start the server")
 
 
 def test_11_a_wrong_bucket(found, url_of):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,14 +106,49 @@ def check(
         with opened(parsed) as store:
             _check_open(store, parsed, model, report, wall)
     except ConfigError as error:
-        report.add(str(error), "correct the URL, or let an engine make the store first")
+        otherwise = "correct the URL, or let an engine make the store first"
+        report.add(str(error), _arrow(str(error), url, otherwise))
     except StoreError as error:
-        report.add(f"{report.step} failed: {error}", _AWAY)
+        report.add(f"{report.step} failed: {error}", _arrow(str(error), url, _AWAY))
     except OSError as error:  # of the directory, for example after its mount was lost
         report.add(f"{report.step} failed: {error.strerror}", _AWAY)
 
 
 _AWAY = "start the server or mount; check host, port, firewall; engines go on without it meanwhile"
+
+_ARROWS = (
+    (
+        r"NOPERM|cannot be written",
+        "allow this user to read, write and delete under the prefix",
+    ),
+    (
+        r"WRONGPASS|NOAUTH|refused the login|password_file|the rights to list",
+        "give the server's user and password or key, and check that they are not outdated",
+    ),
+    (
+        r"READONLY|is opened read-only",
+        "name the primary, not a replica; of a store opened read-only, leave read_only out",
+    ),
+    (
+        r"cluster support disabled|CLUSTERDOWN|node of a cluster",
+        "write ?cluster=true for a cluster and only for one; start all of its nodes",
+    ),
+    (
+        r"SSL|TLS|certificate|speak the protocol|closed the connection",
+        "TLS needs valkeys:// or https://, a port in clear valkey:// or http://; check ca_file",
+    ),
+)
+"""What to do, by a pattern of what the store said."""
+
+
+def _arrow(said: str, url: str, otherwise: str) -> str:
+    """Return what to do about a fault of a store. A server in clear waits for more when it gets the
+    first words of TLS, so a client of TLS sees no answer."""
+    found = next((todo for pattern, todo in _ARROWS if re.search(pattern, said)), otherwise)
+    is_tls = url.startswith(("valkeys:", "rediss:")) or "endpoint=https:" in url
+    if found == _AWAY and is_tls and "refused" not in said:
+        return f"{_ARROWS[-1][1]}; or {_AWAY}"
+    return found
 
 
 def _check_open(
@@ -250,7 +286,8 @@ def _add_refusal(values: Store, result: PutResult, report: StoreReport) -> None:
         )
     else:
         why = f": {values.refusal}" if values.refusal else ""
-        report.add(f"it does not store{why}", "check the right to write, and the disk or server")
+        otherwise = "check the right to write, and the disk or server"
+        report.add(f"it does not store{why}", _arrow(why, report.url, otherwise))
 
 
 def _removed(values: Store, key: ChunkKey) -> bool:
@@ -383,7 +420,7 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
         thread.join(seconds)
         if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
-            late.add(f"{late.step} took more than {seconds:.0f} s", _AWAY)
+            late.add(f"{late.step} took more than {seconds:.0f} s", _arrow("", url, _AWAY))
     finally:
         report.is_over.set()
         thread.join(CLEAN_SECONDS)
