@@ -1,4 +1,4 @@
-"""Every benchmark runs, with the rows and figures that docs/benchmarks.md shows."""
+"""Every benchmark runs, with all its rows and figures."""
 
 from __future__ import annotations
 
