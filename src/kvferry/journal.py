@@ -3,6 +3,8 @@
 Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
 of tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
 once a second. The commands `explain`, `simulate`, `status`, `report` and `doctor` read the file.
+A process that is killed, or a machine, may leave a part of a line or a block of zeros: the writer
+ends such a line, and readers pass over it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -34,6 +37,9 @@ KEY_BYTES = 8
 1 in 370,000."""
 
 WRITE_SECONDS = 1.0
+
+MAX_BYTES = 256 << 20
+"""Size at which the file is renamed: `.1` is appended to its name, and replaces an older one."""
 
 MAX_WAITING = 4096
 """Most requests in the queue. If the file falls behind, further requests are left out."""
@@ -98,7 +104,7 @@ class Journal:
         num_left_out: requests that `add` dropped: the queue was full, or the file had failed.
 
     Raises:
-        ConfigError: the file cannot be opened for appending.
+        ConfigError: the file cannot be opened for reading and appending.
     """
 
     def __init__(self, path: Path, chunk_tokens: int) -> None:
@@ -109,7 +115,7 @@ class Journal:
         self._has_failed = False
         self._ends = threading.Event()
         try:
-            path.open("ab").close()
+            path.open("ab+").close()
         except OSError as error:
             raise ConfigError(
                 f"cannot record requests in {path}: {error.strerror}; name a file in a directory "
@@ -142,13 +148,9 @@ class Journal:
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this journal."""
         try:
-            # Unbuffered, so that the lines of several engines in one file stay whole.
-            with self._path.open("ab", buffering=0) as file:
-                is_last = False
-                while not is_last:
-                    is_last = self._ends.wait(WRITE_SECONDS)
-                    while self._waiting:
-                        _write_whole(file, self._waiting.popleft()())
+            while not self._ends.wait(WRITE_SECONDS):
+                self._write()
+            self._write()
         except OSError as error:
             self._has_failed = True
             self._waiting.clear()
@@ -160,6 +162,22 @@ class Journal:
                     self.num_left_out,
                     self._path,
                 )
+
+    def _write(self) -> None:
+        """Append the lines of the queue. Runs in: the thread of this journal."""
+        if not self._waiting:
+            return
+        with suppress(FileNotFoundError):  # another engine renamed it first
+            if self._path.stat().st_size >= MAX_BYTES:
+                self._path.replace(f"{self._path}.1")
+        # Opened each time, since another engine may rename the file. Unbuffered, so that the lines
+        # of several engines in one file stay whole.
+        with self._path.open("ab+", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                _write_whole(file, b"\n")
+            while self._waiting:
+                _write_whole(file, self._waiting.popleft()())
 
     def _line(
         self,
@@ -202,31 +220,49 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 def read_journal(path: Path, request: str | None, limit: int) -> list[JournalLine]:
     """Return the last `limit` lines of a journal; if `request` is given, of those whose request id
-    starts with it.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a journal's.
-    """
-    lines = journal_lines(path)
+    starts with it. Raises as `journal_lines` does."""
+    lines = (line for _, line in journal_lines(path))
     return list(deque((line for line in lines if line.request.startswith(request or "")), limit))
 
 
-def journal_lines(path: Path) -> Iterator[JournalLine]:
-    """Read every line of a journal, one by one. Raises as `read_journal` does."""
+def journal_lines(path: Path) -> Iterator[tuple[int, JournalLine]]:
+    """Read every line of a journal, one by one, with its number, from 1. A line that is not JSON
+    was cut short or damaged, and is passed over.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is JSON of another form, or no line is JSON.
+    """
     decoder = msgspec.json.Decoder(JournalLine)
     number = 0
+    is_journal = False
+    damaged = ""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
+            for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 try:
-                    yield decoder.decode(line)
-                except msgspec.DecodeError:
-                    if not line.endswith(b"\n"):  # being written, or cut short by a full disk
-                        return
-                    raise
+                    found = decoder.decode(line)
+                except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                    if is_json(line):
+                        raise
+                    if line.endswith(b"\n"):  # else it may be the first line, being written
+                        damaged = damaged or f"line {number}: {error}"
+                    continue
+                is_journal = True
+                yield number, found
     except OSError as error:
         raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"journal {path}, line {number}: {error}") from error
+    if damaged and not is_journal:
+        raise ConfigError(f"journal {path}, {damaged}")
+
+
+def is_json(line: bytes) -> bool:
+    """Return whether a line is JSON of any form; a part of a journal's line never is."""
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return True

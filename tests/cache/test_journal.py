@@ -15,7 +15,15 @@ import msgspec
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.journal import KEY_BYTES, MAX_WAITING, Journal, JournalAnswer, JournalLine
+from kvferry.journal import (
+    KEY_BYTES,
+    MAX_WAITING,
+    Journal,
+    JournalAnswer,
+    JournalLine,
+    journal_lines,
+    read_journal,
+)
 from kvferry.simulate.trace import read_trace
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
@@ -260,11 +268,71 @@ def test_a_file_that_cannot_be_opened_is_refused_at_start(make_host, tmp_path):
         make_host(record=str(tmp_path / "missing" / "r.jsonl"))
 
 
-def test_a_recording_that_ends_within_a_line_is_read_to_there(tmp_path):
+def whole(name: str) -> bytes:
+    line = JournalLine(time=1.0, chunk_tokens=8, num_tokens=9, keys=["5f0c"], request=name)
+    return msgspec.json.encode(line) + b"\n"
+
+
+DAMAGE = {
+    "torn": whole("lost")[:-9],
+    **{
+        f"torn at {end}, and a run of an earlier release appended": whole("lost")[:end] + whole("")
+        for end in range(1, len(whole("lost")))
+    },
+    "torn within a letter": whole("\u00e9")[: whole("\u00e9").index(b"\xc3") + 1],
+    "zeros": bytes(8192),
+    "zeros within a line": whole("lost")[:20] + bytes(4096) + whole("lost")[50:],
+    "empty lines": b"\n\n",
+    "not of UTF-8": b"\xff\xfe\x80",
+    "deeply nested": b"[" * 100_000,
+}
+
+
+def names_of(path: Path) -> list[str]:
+    """The requests that `explain`, `status`, `doctor` and `report` read; `simulate` agrees."""
+    names = [line.request for line in read_journal(path, None, 10)]
+    assert names == [line.request for _, line in journal_lines(path)]
+    assert read_trace(path).num_requests == len(names)
+    return names
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("before", [b"", whole("a")], ids=["first", "later"])
+def test_a_damaged_line_costs_one_line(tmp_path, damage, before):
     path = tmp_path / "r.jsonl"
+    end = b"" if damage.endswith(b"\n") else b"\n"
+    path.write_bytes(before + damage + end + whole("b") + whole("c")[:-9])
+    assert names_of(path) == [*(["a"] if before else []), "b"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_new_run_ends_the_line_that_was_cut_short(tmp_path, damage):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(whole("a") + damage)
     journal = Journal(path, 8)
-    add(journal, 8, [A])
+    add(journal, 8, [B])
     add(journal, 8, [B])
     journal.close()
-    path.write_bytes(path.read_bytes()[:-9])
-    assert read_trace(path).num_requests == 1
+    assert names_of(path) == ["a", "id", "id"]
+
+
+def test_a_file_of_another_form_is_no_damage(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(whole("a") + b'{"time":1}\n' + whole("b"))
+    with pytest.raises(ConfigError, match=r"line 2: .*missing required field"):
+        read_journal(path, None, 10)
+
+
+def test_a_full_file_is_renamed_by_the_first_engine_that_sees_it(tmp_path, monkeypatch):
+    path, older = tmp_path / "r.jsonl", tmp_path / "r.jsonl.1"
+    older.write_bytes(whole("older"))
+    path.write_bytes(whole("old"))
+    monkeypatch.setattr("kvferry.journal.MAX_BYTES", len(whole("old")))
+    engines = [Journal(path, 8) for _ in range(2)]
+    add(engines[0], 8, [A])
+    engines[0].close()
+    assert (names_of(older), names_of(path)) == (["old"], ["id"])
+    monkeypatch.undo()
+    add(engines[1], 8, [B])
+    engines[1].close()
+    assert (names_of(older), names_of(path)) == (["old"], ["id", "id"])

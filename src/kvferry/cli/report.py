@@ -61,7 +61,7 @@ def _read_requests(path: Path, bar: Progress) -> RecordedRequests:
     from kvferry.report.gather import RecordedRequests
 
     requests = RecordedRequests()
-    for line in bar.track(journal_lines(path), description="reading requests"):
+    for _, line in bar.track(journal_lines(path), description="reading requests"):
         requests.add(line)
     return requests
 

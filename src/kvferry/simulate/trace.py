@@ -10,17 +10,16 @@ Two formats of JSON lines are read, distinguished by the fields of the first lin
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ConfigError
-from kvferry.journal import JournalLine
+from kvferry.journal import JournalLine, is_json, journal_lines
 
 Ints = NDArray[np.int64]
 
@@ -147,23 +146,14 @@ def read_trace(path: Path) -> Trace:
     rows = _TraceRows()
     number = 0
     try:
-        with path.open("rb") as file:
-            decoder: msgspec.json.Decoder[Any] | None = None
-            for number, line in enumerate(file, 1):  # noqa: B007 - errors name it
-                if not line.strip():
-                    continue
-                decoder = decoder or msgspec.json.Decoder(_format_of(line))
-                try:
-                    request = decoder.decode(line)
-                except msgspec.DecodeError:
-                    # The last line of a journal: being written, or cut short by a full disk.
-                    if decoder.type is JournalLine and not line.endswith(b"\n"):
-                        break
-                    raise
-                rows.add(request)
+        lines = journal_lines(path) if _is_journal(path) else _mooncake_lines(path)
+        for number, request in lines:  # noqa: B007 - errors name it
+            rows.add(request)
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"trace {path}, line {number}: {error}") from error
     if not rows.blocks:
         raise ConfigError(f"trace {path} has no blocks: {len(rows.counts)} requests")
@@ -176,18 +166,31 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def _format_of(line: bytes) -> type[MooncakeLine] | type[JournalLine]:
-    """Return the format of a file by its first line.
+def _is_journal(path: Path) -> bool:
+    """Return the format of a file by its first line that is JSON: of a journal, those before it may
+    be damaged. Raises as `read_trace` does."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not is_json(line):
+                continue
+            found = msgspec.json.decode(line)
+            if isinstance(found, dict) and ("hash_ids" in found or "keys" in found):
+                return "hash_ids" not in found
+            raise ConfigError(
+                f"trace {path}, line {number}: neither a Mooncake trace (fields timestamp, "
+                "input_length, hash_ids) nor a journal (time, chunk_tokens, num_tokens, keys)"
+            )
+    return False
 
-    Raises:
-        ValueError: the line has neither format.
-    """
-    found = msgspec.json.decode(line)
-    if isinstance(found, dict) and "hash_ids" in found:
-        return MooncakeLine
-    if isinstance(found, dict) and "keys" in found:
-        return JournalLine
-    raise ValueError(
-        "neither a Mooncake trace (fields timestamp, input_length, hash_ids) nor a journal "
-        "(time, chunk_tokens, num_tokens, keys)"
-    )
+
+def _mooncake_lines(path: Path) -> Iterator[tuple[int, MooncakeLine]]:
+    """Read the lines of a Mooncake trace, with their numbers. Raises as `read_trace` does."""
+    decoder = msgspec.json.Decoder(MooncakeLine)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, decoder.decode(line)
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"trace {path}, line {number}: {error}") from error
