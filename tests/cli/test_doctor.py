@@ -44,7 +44,8 @@ CONFIG = {
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "store").mkdir(mode=0o700)
     return tmp_path / "store"
 
@@ -237,6 +238,22 @@ def test_each_kind_of_fault_has_an_arrow_of_its_own(guarded, url_of):
     assert away.startswith("start the server")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "it has no maxmemory"),
+        ({"maxmemory_policy": "allkeys-lru"}, "it has no maxmemory"),
+        ({"maxmemory": "100mb", "maxmemory_policy": "noeviction"}, "evicts no records"),
+        ({"maxmemory": "100mb", "maxmemory_policy": "volatile-lru"}, "evicts no records"),
+        ({"maxmemory": "100mb", "maxmemory_policy": "allkeys-lfu"}, None),
+    ],
+)
+def test_a_server_that_will_stop_storing(found, options, says):
+    with running_valkey(**options) as server:
+        whats = found(f"valkey://{LOCALHOST}:{server.port}/kv")
+    assert [says in each for each in whats] == ([True] if says else [])
+
+
 def test_11_a_wrong_bucket(found, url_of):
     (what,) = found(url_of("s3").replace("s3://", "s3://no", 1))
     assert "create it or correct its name" in what
@@ -263,7 +280,9 @@ def test_13_two_engines_of_one_model_that_do_not_share(found, url):
 def test_14_a_store_of_another_model(found, url, model_dir):
     put_prompt(url.partition("?")[0])
     (what,) = found(url, "--model", model_dir)
-    assert "nothing in it is of this model; the nearest namespace differs in" in what
+    assert (
+        "nothing in it is of this model and configuration; the nearest namespace differs in" in what
+    )
 
 
 def test_15_a_description_that_is_damaged(found, url, root):
@@ -343,6 +362,32 @@ def test_stores_of_the_configuration_are_looked_at(found, url):
     }
     (what,) = found("--vllm-config", json.dumps(multi))
     assert "unknown option 'x'" in what
+
+
+def test_the_default_store_is_looked_at(run, found, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert found("--vllm-config", config()) == []  # the first start makes it
+    root = tmp_path / "kvferry" / "kv"
+    root.mkdir(parents=True, mode=0o700)
+    open_one(root.as_uri()).close()
+    root.chmod(0o777)
+    (what,) = found("--vllm-config", config())
+    assert "can be written by others" in what
+    (other,) = found("--vllm-config", config(kv_connector_extra_config={"store": "file:///none"}))
+    assert "/none" in other
+
+
+@pytest.mark.parametrize("options", [{"chunk_tokens": 32}, {"tenant": "b"}], ids=str)
+def test_a_configuration_that_nobody_has_written_by(run, found, url, model_dir, options):
+    written = {"chunk_tokens": 16, "tenant": "a"}
+    with LLM(model_dir, store=url.partition("?")[0], connector_options=written) as llm:
+        llm.generate([range(3, 70)], SamplingParams(max_tokens=1))
+        assert llm.drain(60)
+    ask = ["--model", model_dir, "--vllm-config"]
+    same = {**written, "store": url}
+    assert found(*ask, config(kv_connector_extra_config=same)) == []
+    (what,) = found(*ask, config(kv_connector_extra_config={**same, **options}))
+    assert f"the nearest namespace differs in {next(iter(options))}" in what
 
 
 def test_what_vllm_logs_is_not_on_stdout(run, monkeypatch):

@@ -148,7 +148,7 @@ def running_valkey(**options: str | int) -> Iterator[ValkeyServer]:
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ValkeyServer]:
     """A server of the session. Tests use keys of their own and change nothing that others see."""
-    with running_valkey() as server:
+    with running_valkey(maxmemory="4gb", maxmemory_policy="allkeys-lru") as server:
         yield server
 
 

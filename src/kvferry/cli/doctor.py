@@ -25,10 +25,13 @@ from kvferry.cli.prompts import model_identity
 from kvferry.store.url import read_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import RenderableType
 
     from kvferry.doctor.machine import Finding
     from kvferry.doctor.stores import Model, StoreReport
+    from kvferry.keys import JsonValue
     from kvferry.store.base import Store
     from kvferry.store.kind import StoreUrl
     from kvferry.types import KVGroup
@@ -72,7 +75,7 @@ def doctor(
         from kvferry.doctor.vllm import check_config
 
         config = check_config(vllm_config)
-    facts = None if model is None else _model(model)
+    facts = None if model is None else _model(model, {} if config is None else config.fields)
     findings = [] if config is None else list(config.findings)
     hooks = _check_vllm(findings) if vllm else None
     limit = machine.memory_limit()
@@ -108,7 +111,7 @@ def _check_vllm(findings: list[Finding]) -> list[str]:
     return hooks
 
 
-def _model(directory: Path) -> Model:
+def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
     from kvferry.doctor.stores import CHUNK_TOKENS, Model
     from kvferry.record.schema import RecordSchema
@@ -120,6 +123,7 @@ def _model(directory: Path) -> Model:
     context = config.get("max_position_embeddings")
     return Model(
         identity=model_identity(directory),
+        options=options,
         record_bytes=schema.record_bytes,
         token_bytes=schema.payload_bytes // CHUNK_TOKENS,
         context_tokens=context if type(context) is int and context > 0 else None,

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -54,12 +54,14 @@ class Model:
     """Facts about a model, from its directory.
 
     Attributes:
+        options: fields of a namespace that an engine's configuration decides; empty without one.
         record_bytes: size of the record of a chunk of `CHUNK_TOKENS`.
         token_bytes: size of the KV of one token.
         context_tokens: longest prompt; None if the config does not say.
     """
 
     identity: ModelIdentity
+    options: Mapping[str, JsonValue]
     record_bytes: int
     token_bytes: int
     context_tokens: int | None
@@ -167,10 +169,29 @@ def _check_open(
         room = _check_directory(store, parsed, report)
     report.step = "writing a record"
     _try_record(store, parsed, report, wall, room)
+    if "put_gb_per_second" in report.facts:
+        report.step = "asking for its limits"
+        _check_eviction(store, report)
     report.step = "listing its namespaces"
     _check_namespaces(store, model, report)
     if model is not None:
         _check_model(store, parsed, model, report)
+
+
+def _check_eviction(store: Store, report: StoreReport) -> None:
+    """Check that a server that says how it evicts goes on storing when it is full."""
+    facts = store.facts()
+    if "maxmemory" not in facts:
+        return
+    report.facts |= facts
+    todo = "set maxmemory to what the server may take, and maxmemory-policy allkeys-lru"
+    if not facts["maxmemory"]:
+        report.add("it has no maxmemory: it grows until its machine has no memory left", todo)
+    elif not facts["evicts_all_keys"]:
+        report.add(
+            "its maxmemory-policy evicts no records, as none expires: once full, it refuses all",
+            todo,
+        )
 
 
 def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
@@ -346,6 +367,8 @@ def _check_namespaces(store: Store, model: Model | None, report: StoreReport) ->
         }
         if model is not None and space is not None:
             differs = list(differences_of_model(space, model.identity))
+            there = {name: space.description.get(name) for name in model.options}
+            differs += differences(there, model.options)
             row["read_by_model"] = not differs
             row["differs"] = differs[:8]
         report.namespaces.append(row)
@@ -384,8 +407,9 @@ def _check_ours(report: StoreReport) -> None:
         fields = nearest["differs"]
         names = ", ".join(str(each)[:60] for each in fields) if isinstance(fields, list) else ""
         report.add(
-            f"nothing in it is of this model; the nearest namespace differs in {names}",
-            "check --model, or the store of the engines that run it",
+            f"nothing in it is of this model and configuration; the nearest namespace differs in "
+            f"{names}",
+            "check --model and the options, or the store of the engines that run it",
         )
 
 

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.adapters.vllm import CONNECTOR
+from kvferry.adapters.vllm.connector import connector_options
 from kvferry.adapters.vllm.host import load_host
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, printable, unknown
 from kvferry.doctor.machine import Finding
 from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue
+from kvferry.store.url import parse_store_url
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -43,6 +46,8 @@ class VllmConfig:
     stores: list[str] = field(default_factory=list)
     memory_bytes: int = 0
     """Of the host pool; 0: not set, so that it fits this machine."""
+    fields: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What it decides of a namespace."""
 
     def add(self, what: str, todo: str) -> None:
         self.findings.append(Finding("config", printable(what), todo))
@@ -182,16 +187,19 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     if not isinstance(extra, dict):
         found.add("kv_connector_extra_config is no object", 'write {"store": "file:///..."}')
         return True
-    options = dict(extra)
-    options.pop("shared_storage_path", None)
     try:
         config = build_config(
-            SharedStorageConfig, {"store": (), **options}, where="kv_connector_extra_config"
+            SharedStorageConfig, connector_options(extra), where="kv_connector_extra_config"
         )
     except ConfigError as error:
         found.add(str(error), "correct the option; docs/vllm.md lists them")
         return True
     stores = (config.store,) if isinstance(config.store, str) else config.store
-    found.stores += stores
+    # The default store is made by an engine's first start.
+    is_default = not extra.keys() & {"store", "shared_storage_path"}
+    found.stores += [
+        url for url in stores if not is_default or Path(parse_store_url(url).path).exists()
+    ]
     found.memory_bytes = config.memory_bytes or 0
+    found.fields = {"chunk_tokens": config.chunk_tokens, "tenant": config.tenant}
     return True

@@ -65,6 +65,10 @@ class RemoteClient(ABC):
         """Yield name, size in bytes and last use (seconds since the epoch; 0: unknown) of each
         value whose name starts with `prefix`."""
 
+    def facts(self) -> dict[str, int | bool | None]:
+        """See `Store.facts`. A server that says nothing of itself has none."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Close the client. Idempotent; bounded in time."""
@@ -182,6 +186,9 @@ class RemoteStore(ServerStore):
         other._namespace = namespace
         other._keys = ServerKeys(other._find, self._observer, learns=False, clock=self._clock)
         return other
+
+    def facts(self) -> dict[str, int | bool | None]:
+        return {} if self._closed else self._client.facts()
 
     def scan(self) -> Iterator[Entry]:
         return (entry for entry in self._scan() if entry.key)

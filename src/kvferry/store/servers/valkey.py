@@ -31,6 +31,7 @@ _CALL_SECONDS = 30.0
 """Longest time of a call, also of one without a deadline, and of each page of a list."""
 _LIST_SECONDS = 600.0
 """Longest time of a list, also of one without a deadline."""
+_FACTS_SECONDS = 5.0
 _PAGE_NAMES = 500
 """Names asked for at once. A server may send more while it resizes its table."""
 _PAGE_ROOM = 1 << 20
@@ -181,6 +182,21 @@ class ValkeyClient(RemoteClient):
                     self._refuse(reply, "scan", prefix)
             if cursor == b"0":
                 return
+
+    def facts(self) -> dict[str, int | bool | None]:
+        """See `Store.facts`: the least `maxmemory` of the nodes, in bytes (0: none), and whether
+        all of them evict keys that do not expire. Empty if this user may not ask."""
+        until = _call_ends(time.monotonic() + _FACTS_SECONDS)
+        limits, evict = [], True
+        for node in self._open().nodes(until):
+            (reply,) = node.ask([command("INFO", "memory", room=_PAGE_ROOM)], until)
+            text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
+            found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+            if not found.get("maxmemory", "").isdecimal() or "maxmemory_policy" not in found:
+                return {}
+            limits.append(int(found["maxmemory"]))
+            evict &= found["maxmemory_policy"].startswith("allkeys-")
+        return {"maxmemory": min(limits), "evicts_all_keys": evict} if limits else {}
 
     def close(self) -> None:
         self._closed = True
