@@ -8,11 +8,12 @@ otherwise. Other commands use the functions that describe and compare namespaces
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
@@ -22,6 +23,8 @@ from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import NO_DEADLINE, ReadRange, Removal, Store
 from kvferry.store.wrappers import WrapperStore
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
+
+T = TypeVar("T")
 
 SENTENCES: Mapping[str, str] = {
     LookupMiss.ABSENT: "No store had the chunk, as far as this engine knew.",
@@ -158,12 +161,14 @@ class PromptAnswer:
         elsewhere: a namespace that was not asked for and has more of the prompt. If `found` is
             empty, it may also be the most similar namespace.
         without_extra: leading tokens that are stored for requests without salt and LoRA.
+        away: why a tier did not answer, by its name.
     """
 
     num_tokens: int
     found: list[Explanation]
     elsewhere: Nearest | None = None
     without_extra: int = 0
+    away: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hit_tokens(self) -> int:
@@ -174,6 +179,8 @@ class PromptAnswer:
         """Why the first token that is no hit is a miss."""
         miss = self.found[0].first_miss if self.found else None
         why = miss.why if miss else Why.PARTIAL if self.found else Why.NEVER_STORED
+        if not self.found and self.away:
+            return Why.NO_ANSWER
         if why.is_explained:
             return why
         if self.without_extra > self.hit_tokens:
@@ -239,55 +246,73 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
 
 
 class TierStores(WrapperStore):
-    """Several stores as tiers, nearest first. `read` takes a value from the first store that has
-    it. A store that failed is not asked again: if no other has the value, `read` raises."""
+    """Several stores as tiers, nearest first, by name. `read` takes a value from the first store
+    that has it. A store that failed is away, and is not asked again: if no other has the value,
+    `read` raises.
 
-    def __init__(self, stores: Sequence[Store]) -> None:
-        super().__init__(stores[0])
+    Args:
+        stores: at least one.
+        away: why a tier does not answer, by its name. It grows.
+    """
+
+    def __init__(self, stores: Mapping[str, Store], away: dict[str, str]) -> None:
+        super().__init__(next(iter(stores.values())))
         self._stores = stores
-        self._tier: dict[ChunkKey, int] = {}
-        self._away: set[int] = set()
+        self._away = away
+        self._tier: dict[ChunkKey, str] = {}
+
+    def _answers(self, ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
+        for name, store in self._stores.items():
+            if name not in self._away:
+                try:
+                    yield name, ask(store)
+                except StoreError as error:
+                    self._away[name] = str(error)
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
-        error = None
-        for number, store in enumerate(self._stores):
-            if number in self._away:
-                continue
-            try:
-                size = store.read(key, ranges, deadline)
-            except StoreError as fault:
-                error = fault
-                self._away.add(number)
-                continue
+        for name, size in self._answers(lambda store: store.read(key, ranges, deadline)):
             if size is not None:
-                self._tier[key] = number
+                self._tier[key] = name
                 return size
-        if error is not None or self._away:
-            raise error or StoreError("a tier does not answer")
+        if self._away:
+            raise StoreError("; ".join(away_lines(self._away)))
         return None
 
     def tier_of(self, key: ChunkKey) -> str:
-        number = self._tier.get(key, 0)
-        return f"tier {number + 1}, {self._stores[number].url}"
+        return self._tier.get(key, "")
 
     def of(self, namespace: bytes) -> Store:
-        view = TierStores([store.of(namespace) for store in self._stores])
-        view._tier, view._away = self._tier, self._away
+        stores = {name: store.of(namespace) for name, store in self._stores.items()}
+        view = TierStores(stores, self._away)
+        view._tier = self._tier
         return view
 
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        found = [each for _, each in self._answers(lambda store: store.namespaces())]
+        return dict(ChainMap(*found))
+
     def described(self) -> list[bytes]:
-        return list(dict.fromkeys(each for store in self._stores for each in store.described()))
+        found = [each for _, each in self._answers(lambda store: store.described())]
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        return next(filter(None, (store.describe(namespace) for store in self._stores)), None)
+        found = self._answers(lambda store: store.describe(namespace))
+        return next((text for _, text in found if text), None)
 
     def removals(self, limit: int) -> list[Removal] | None:
         """Return the removals of all stores that remember theirs, newest first."""
-        known = [each for each in (store.removals(limit) for store in self._stores) if each]
-        found = sorted(chain.from_iterable(known), key=lambda each: -each.at)
-        return found[:limit] if known else self._stores[0].removals(1)
+        known = [each for _, each in self._answers(lambda store: store.removals(limit))]
+        found = [each for each in known if each is not None]
+        if not found:
+            return None
+        return sorted(chain.from_iterable(found), key=lambda each: -each.at)[:limit]
+
+
+def away_lines(away: Mapping[str, str]) -> list[str]:
+    """Say which tiers do not answer, and why."""
+    return [f"{name}: away: {why}" for name, why in away.items()]
 
 
 class PromptSearch:
@@ -307,6 +332,8 @@ class PromptSearch:
         extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         self._store = store
+        # A tier that failed is asked no further, so the other tiers may be.
+        self._asks_on = isinstance(store, TierStores)
         self._token_ids = token_ids
         self._extra = extra
         removals = store.removals(MAX_REMOVALS)
@@ -323,7 +350,7 @@ class PromptSearch:
         found: list[Explanation] = []
         for space in spaces:
             found.append(self.explain(space))
-            if any(run.why is Why.NO_ANSWER for run in found[-1].runs):
+            if not self._asks_on and any(run.why is Why.NO_ANSWER for run in found[-1].runs):
                 break  # the next question could take as long
         found.sort(key=lambda each: (-each.hit_tokens, len(each.space.differs)))
         answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
@@ -346,7 +373,7 @@ class PromptSearch:
         runs: list[Run] = []
         for number, key in enumerate(keys.keys):
             runs.append(self._ask(digest, key, Run(number * size, size, Why.HIT)))
-            if runs[-1].why is Why.NO_ANSWER:
+            if not self._asks_on and runs[-1].why is Why.NO_ANSWER:
                 break  # each further question could take as long
         runs = _complete(runs, len(keys.keys) * size, len(self._token_ids))
         return Explanation(space, _merged(runs))

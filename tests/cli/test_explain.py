@@ -296,7 +296,7 @@ def test_a_tier_that_fails_is_asked_once_and_the_others_answer(url):
             raise StoreError("away")
 
     with open_one(url) as store:
-        search = PromptSearch(TierStores([Away(store), store]), TOKENS)
+        search = PromptSearch(TierStores({"a": Away(store), "b": store}, {}), TOKENS)
         (found,) = search.answer([Space(SPACE, {})], list).found
     assert [run.why for run in found.runs] == [Why.HIT, Why.PARTIAL]
     assert len(asked) == 1

@@ -19,7 +19,7 @@ import pytest
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import SENTENCES, PromptSearch, Space, Why
+from kvferry.explain import SENTENCES, PromptSearch, Space, TierStores, Why
 from kvferry.store.base import NO_DEADLINE
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -513,13 +513,28 @@ def test_a_tier_that_is_away_is_named(run, url, kind, tmp_path):
         command = ["explain", near, far, "--namespace", SPACE.digest.hex(), "--tokens", file]
         assert run(*command).out.startswith("28 of 30 tokens would hit")
         go_away()
-        ran = run(*command)
-    if kind == "file":  # which is opened before it is asked
-        assert ran.code == 2
-        assert f"{url.removeprefix('file://')} does not exist" in ran.error_line
-        return
-    assert ran.code == 0
-    summary, *table = ran.out.splitlines()
-    assert summary.startswith("14 of 30 tokens would hit; the chunk at token 15 could not be asked")
-    assert re.search(r": (valkey server 127.0.0.1:\d+|s3://records): ", summary)
-    assert all(why in " ".join(table) for why in ("no answer", "not asked"))
+        for tiers, number in (([near, far], 2), ([far, near], 1)):
+            ran = run("explain", *tiers, *command[3:])
+            assert ran.code == 0
+            lines = ran.out.splitlines()
+            start = "14 of 30 tokens would hit; the chunk at token 15 could not be asked for: "
+            assert lines[0].startswith(f"{start}tier {number}, {far.partition('?')[0]}: away: ")
+            cause = "does not exist" if kind == "file" else r"valkey server|s3://records: "
+            assert re.search(cause, lines[0])
+            said, note = "".join(ran.out.split()), "".join(lines[0].removeprefix(start).split())
+            said = said.partition("namespace")[2]  # behind the first line; wrapped
+            assert note.removesuffix("...") in said
+            assert "no answer" in ran.out
+            assert "not asked" not in ran.out
+        assert run("explain", far, far, *command[3:]).code == 2
+
+
+def test_tiers_that_answer_are_asked_on(tmp_path):
+    near, other = (tmp_path / "near").as_uri(), namespace_of("b")
+    put_prompt(near, tokens=TOKENS[:7])
+    put_prompt(near, other, tokens=TOKENS[:21])
+    with open_one(near) as store:
+        tiers = TierStores({"near": store, "far": store}, {"far": "gone"})
+        found = PromptSearch(tiers, TOKENS).answer([Space(SPACE, {}), Space(other, {})], list).found
+    assert [each.hit_tokens for each in found] == [21, 7]
+    assert {each.first_miss.why for each in found} == {Why.NO_ANSWER}

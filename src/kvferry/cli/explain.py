@@ -6,6 +6,7 @@ import json as json_module
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,8 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.prompts import check_digits, model_identity, read_tokens
 from kvferry.errors import ConfigError, StoreError
+from kvferry.store.kind import shown_url
+from kvferry.store.url import parse_store_url, read_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -119,14 +122,27 @@ def _question(
 
 
 def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
-    """Ask one store, or several as tiers."""
-    from kvferry.explain import TierStores
+    """Ask one store, or several as tiers. A tier that cannot be opened is away."""
+    from kvferry.explain import TierStores, away_lines
 
     if len(urls) == 1:
         return stores.query_store(urls[0], question)
+    opened, away = {}, {}
     with ExitStack() as closing:
-        opened = [closing.enter_context(stores.open_existing(url)) for url in urls]
-        return question(TierStores(opened))
+        for number, url in enumerate(urls, 1):
+            read_options(parse_store_url(url))  # raises for what no store could be
+            name = f"tier {number}, {shown_url(url)}"
+            try:
+                opened[name] = closing.enter_context(stores.open_existing(url))
+            except (ConfigError, StoreError) as error:
+                away[name] = str(error)
+        try:
+            answer = question(TierStores(opened, away)) if opened else None
+        except ConfigError as error:
+            raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
+    if answer is None or len(away) == len(urls):
+        raise StoreError("; ".join(away_lines(away)))
+    return replace(answer, away=away)
 
 
 def _ask_model(
@@ -219,9 +235,9 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
 
 def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[str]:
     """Return hints where to look further."""
-    from kvferry.explain import Why
+    from kvferry.explain import Why, away_lines
 
-    notes = []
+    notes = away_lines(answer.away)
     if not answer.reason.is_explained:
         miss = answer.found[0].first_miss if answer.found else None
         if miss is not None and answer.hit_tokens:
@@ -283,7 +299,8 @@ def _summary(answer: PromptAnswer) -> str:
     hit, total = answer.hit_tokens, answer.num_tokens
     text = _hits(answer)
     if not answer.found:
-        text += "; nothing in this store is of this model"
+        where = "the tiers that answer" if answer.away else "this store"
+        text += f"; nothing in {where} is of this model"
     else:
         best = answer.found[0]
         miss = best.first_miss
@@ -402,6 +419,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
         "namespaces": found,
         "elsewhere": elsewhere,
         "without_extra": answer.without_extra,
+        "away": dict(answer.away),
     }
 
 
