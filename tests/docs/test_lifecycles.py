@@ -1,4 +1,4 @@
-"""docs/disaggregation.md says of each of vLLM's lifecycle tests what our test of them says, which
+"""docs/proxies.md says of each of vLLM's lifecycle tests what our test of them says, which
 needs vLLM and is read here as text."""
 
 import ast
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 NUM_CASES = 20
 ROWS = re.findall(
     r"^\| (?:prefill|decode): `(\w+)`(?:, (\d) cases)? \| (yes|no|refused) \| (.*?) ?\|$",
-    (ROOT / "docs" / "disaggregation.md").read_text(),
+    (ROOT / "docs" / "proxies.md").read_text(),
     re.MULTILINE,
 )
-MORE = set(re.findall(r"`(\w+)` beside them", (ROOT / "docs" / "disaggregation.md").read_text()))
+MORE = set(re.findall(r"`(\w+)` beside them", (ROOT / "docs" / "proxies.md").read_text()))
 TREE = ast.parse((ROOT / "tests" / "real_vllm" / "test_lifecycles.py").read_text())
 
 

@@ -1,6 +1,6 @@
 """vLLM's own tests of how requests of prefill/decode live in its scheduler, as released, with our
 connector for NIXL's; and, of each that asserts what we do not promise, a sister: the same course in
-vLLM's scheduler, with our promise. docs/disaggregation.md lists them.
+vLLM's scheduler, with our promise. docs/proxies.md lists them.
 
 There is no model here: a step computes nothing, and tokens are made up.
 """

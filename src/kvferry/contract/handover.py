@@ -2,7 +2,7 @@
 prompt and another decode it, and the client's options.
 
 Proxies for vLLM send them as `kv_transfer_params` of a request, and copy those of the prefill's
-answer into the decode's request. Only this file knows their fields (docs/disaggregation.md). They
+answer into the decode's request. Only this file knows their fields (docs/proxies.md). They
 come from clients: a value that does not have the form of its field counts as absent.
 
 Our own field holds, side by side, a producer's stamp (what it stored of the prompt), an answer's

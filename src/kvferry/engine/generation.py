@@ -32,7 +32,7 @@ class SamplingParams:
         ignore_eos: go on past the model's own end-of-text tokens.
         return_logits: keep the logits of the first generated position (`Completion.first_logits`).
         kv_transfer_params: a proxy's parameters about another engine that prefills or decodes the
-            prompt (docs/disaggregation.md); unknown fields are ignored. The answer is in
+            prompt (docs/proxies.md); unknown fields are ignored. The answer is in
             `Completion.params`.
         kvferry: options of this request for the cache, named as in `RequestOptions`, for example
             `{"store": False, "explain": True}`.
