@@ -145,19 +145,38 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
 def test_more_pins_than_half_of_the_quota_are_one_line(run, url):
     put_prompt(url)
     size = os.stat(next(Path(url.removeprefix("file://")).rglob("*.safetensors"))).st_size
-    ran = run("pin", f"{url}?max_bytes={5 * size}B", "--tenant", "", "--until", "1h")
+    quota = f"{url}?max_bytes={5 * size}B"
+    put_prompt(url, space_of("b"), TOKENS[:7])
+    says = []
+    for tenant, more in (("b", ""), ("", ""), ("b", "now"), ("b", ""), ("", "")):
+        command = ["pin", quota, "--tenant", tenant, "--until", more or "1h"]
+        dry, real = run(*command, "--dry-run"), run(*command)
+        assert dry.code == real.code
+        assert dry.out.replace("would be ", "") == real.out
+        assert dry.err == real.err
+        says.append((real.code, real.error_line if real.code else real.out))
+    assert [code for code, _ in says] == [0, 2, 0, 0, 2]
+    assert "error: 1 records are pinned now" in says[1][1]
+    assert "pins may take half of the quota" in says[1][1]
+    assert count(url) == 5
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_without_a_quota_nothing_is_pinned(run, url, dry):
+    put_prompt(url)
+    ran = run("pin", url, "--tenant", "", "--until", "1h", *dry)
     assert ran.code == 2
-    assert "pins may take half of the quota" in ran.error_line
-    assert count(url) == 4
+    assert "has no quota" in ran.error_line
 
 
 @pytest.mark.parametrize("kind", ["valkey", "s3"])
 def test_servers_cannot_pin(run, url_of, kind):
     where = url_of(kind)
     put_prompt(where)
-    ran = run("pin", where, "--tenant", "", "--until", "1h")
-    assert ran.code == 2
-    assert "cannot pin; a directory can" in ran.error_line
+    for dry in ([], ["--dry-run"]):
+        ran = run("pin", where, "--tenant", "", "--until", "1h", *dry)
+        assert ran.code == 2
+        assert "cannot pin; a directory can" in ran.error_line
 
 
 # -- what is asked --------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store import maintenance
-from kvferry.store.base import GcReport, Store
+from kvferry.store.base import GcReport, Store, too_many_pins
 from kvferry.store.kind import shown_url
 
 
@@ -169,7 +169,7 @@ def pin(
         raise ConfigError("choose the records: --namespace, --model, --tenant, or a prompt")
     with open_existing(url, writable=not dry_run) as store:
         if dry_run:
-            num_records, verb = count(store, choice)[0], "would be "
+            num_records, verb = _count_pins(store, choice, ends), "would be "
         else:
             num_records = store.pin((entry.key for entry in chosen(store, choice)), ends)
             verb = ""
@@ -179,6 +179,19 @@ def pin(
     emit(dict(value), json, f"{num_records:,} records {verb}{left}")
     if not num_records:
         raise typer.Exit(1)
+
+
+def _count_pins(store: Store, choice: Choice, ends: float) -> int:
+    """Count what `Store.pin` would pin or unpin; raises as it does, except for a right to write."""
+    max_bytes = store.stat().max_bytes
+    if max_bytes is None:
+        return store.pin((), ends)  # raises: no quota, or a server
+    sizes = {entry.key: entry.num_bytes for entry in chosen(store, choice)}
+    if ends > time.time():
+        pinned = {each.key: each.num_bytes for each in store.scan() if each.pinned_until}
+        if 2 * sum({**pinned, **sizes}.values()) > max_bytes:
+            raise too_many_pins(len(pinned))
+    return len(sizes)
 
 
 def _time(text: str) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-from kvferry.errors import StoreError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
@@ -125,6 +125,14 @@ class GcReport(NamedTuple):
     removed_records: int
     removed_bytes: int
     used_bytes: int
+
+
+def too_many_pins(num_pinned: int) -> ConfigError:
+    """Return the refusal of pins beyond half of the quota, where `num_pinned` values are pinned."""
+    return ConfigError(
+        f"{num_pinned:,} records are pinned now, and these would be too many: pins may take half "
+        "of the quota, so that others are still stored; raise max_bytes or pin less"
+    )
 
 
 class Store(ABC):

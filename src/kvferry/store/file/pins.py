@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
+from kvferry.store.base import too_many_pins
 from kvferry.store.file.database import Database, checked
 from kvferry.types import ChunkKey
 
@@ -75,10 +76,8 @@ class Pins:
                 query = f"{_SUM} pinned_until = 0 AND {here}"
                 (added,) = checked(db.execute(query, batch).fetchone(), "n")
                 if not ends and pinned_bytes + added > max_bytes:
-                    raise ConfigError(
-                        f"only {num_pinned} records are pinned: pins may take half of the quota, "
-                        "so that others are still stored; raise max_bytes or pin less"
-                    )
+                    query = "SELECT count(*) FROM records WHERE pinned_until > 0"
+                    raise too_many_pins(*checked(db.execute(query).fetchone(), "n"))
                 changed = db.execute(
                     f"UPDATE records SET pinned_until = ? WHERE {here} AND pinned_until < ?",
                     (0.0 if ends else until, *batch, until if extends else float("inf")),

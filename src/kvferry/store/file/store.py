@@ -371,11 +371,11 @@ class FileStore(Store):
         return GcReport(*removed, used_bytes=end.num_bytes)
 
     def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
+        if self._max_bytes == NO_QUOTA:
+            raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
         if not self._writes() or not self.upkeep.may_pin:
             why = "others evict by an index of their own" if self._writes() else self.refusal
             raise StoreError(f"{self.url} cannot pin: {why}")
-        if self._max_bytes == NO_QUOTA:
-            raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
         try:
             return self.index.pins.pin(keys, until, self._max_bytes // 2)
         except OSError as error:
