@@ -273,6 +273,14 @@ def test_a_module_without_a_total_of_heads_leaves_it_to_the_configuration(
             8,
         ),
         ({"num_key_value_heads": 3}, 8),
+        (
+            {
+                "num_key_value_heads": None,
+                "block_configs": [{"attention": {"n_heads_in_group": 4}}],
+            },
+            8,
+        ),
+        ({"num_key_value_heads": 2, "num_kv_shared_layers": 4}, 2),
         ({"num_key_value_heads": True}, 8),
     ],
     ids=str,

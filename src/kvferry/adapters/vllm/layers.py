@@ -33,7 +33,11 @@ say. Those of others lie in an order of their own, or one that is not known."""
 
 _NUMBER = re.compile(r"\.(\d+)(?:\.|$)")
 _ANY_NUMBER = re.compile(r"(\d+)")
-_NUMBER_OF_HEADS = re.compile(r"(?=.*(head|kv|key_value|attention_group|query_group))(?!.*dim)")
+_NUMBER_OF_HEADS = re.compile(
+    r"(?=.*(head|kv|key_value|attention_group|query_group))"
+    # Query heads of a kv head, and layers that share KV, are counted, too.
+    r"(?!.*(dim|in_group|per_(group|kv|key)|(kv|key_value)_group|shared))"
+)
 
 _TIER = "serve it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
 
