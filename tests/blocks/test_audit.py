@@ -104,6 +104,7 @@ def compressed(**inputs):
 OF_8_BITS = [
     {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
     {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+    {"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}},
     {"quantization_config": {"quant_method": "mxfp4"}},
     {"quantization_config": compressed(num_bits=8, type="float")},
     {"text_config": {"quantization_config": {"quant_method": "torchao"}}},

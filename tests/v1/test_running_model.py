@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvferry.blocks.tolerance import tolerances_for
 from kvferry.errors import ConfigError
 from kvferry.identity import weights_digest, written_config
 from kvferry.keys import Namespace
@@ -93,6 +95,28 @@ def test_quantisation_of_what_a_quantised_checkpoint_left_is_another_model(tmp_p
         model, model_config__quantization="fp8", model_config__quantization_config={"moe": "int8"}
     )
     assert namespace(more) != namespace(plain)
+
+
+@pytest.mark.parametrize("written", [{}, {"quantization_config": {"quant_method": "modelopt"}}])
+def test_what_model_opt_writes_beside_the_config_is_another_model(tmp_path, written):
+    """vLLM reads a field that is not in `config.json`, but the reader of what is written does so,
+    too."""
+    model = write_model(tmp_path / "q", **written)
+    config = make_config(model, model_config__quantization="modelopt")
+    config.model_config.hf_config.quantization_config = {"quant_method": "modelopt"}
+    found = [namespace(config)]
+    for algorithm in ("FP8", "NVFP4"):
+        text = json.dumps({"quantization": {"quant_algo": algorithm}})
+        (model / "hf_quant_config.json").write_text(text)
+        found.append(namespace(config))
+    assert len(set(found)) == 3
+    assert tolerances_for(model_identity(config, None, load_config).config) == {}
+
+
+def test_a_quantisation_that_cannot_be_read_is_refused(model):
+    (model / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="hf_quant_config"):
+        model_identity(make_config(model), None, load_config)
 
 
 def test_variables_that_quantise_are_another_model(model, monkeypatch):

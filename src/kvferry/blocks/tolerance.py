@@ -64,7 +64,10 @@ whole step behind it."""
 
 TOLERANCE_OF_8_BITS_WITH_EXPERTS: Tolerances = dict.fromkeys(TOLERANCE, Tolerance(0.6, 0.15))
 
-_QUANTIZATION = ("quantization_config", "online_quantization", "VLLM_MARLIN_INPUT_DTYPE")
+_QUANTIZATION = (
+    *("quantization_config", "online_quantization", "hf_quant_config"),
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
 """Where the identity of a model says how it is quantised."""
 
 _WEIGHTS_ONLY = ("awq", "gptq", "weight_only")

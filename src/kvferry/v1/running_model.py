@@ -119,7 +119,8 @@ def model_identity(
         weights,
         config,
         dtype=_dtype(model),
-        deviations=_deviations(vllm_config, is_written, load_config or _config_reader()),
+        deviations=_deviations(vllm_config, is_written, load_config or _config_reader())
+        | _quantization_of_files(source),
         weights_version=weights_version,
         name=str(model.model),
     )
@@ -310,6 +311,18 @@ def _deviations(
     if length_dependent_rope(_running_config(model)):
         found["max_model_len"] = int(model.max_model_len)
     return found
+
+
+def _quantization_of_files(source: Path | None) -> dict[str, Any]:
+    """What ModelOpt writes beside `config.json`. V1 hosts quantise by it and Transformers does not,
+    so it counts as a deviation. Raises ConfigError if it cannot be read."""
+    path = None if source is None else source / "hf_quant_config.json"
+    if path is None or not path.is_file():
+        return {}
+    try:
+        return {"hf_quant_config": json.loads(path.read_bytes())}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read the quantisation in {path}: {error}") from error
 
 
 def _dtype(model: Any) -> str:  # noqa: ANN401 - the host's
