@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
@@ -106,10 +106,29 @@ def weights_state(model_dir: Path) -> object:
     return {name: _identity(_stat(path)) for name, path in _weight_files(model_dir).items()}
 
 
-def newest_change(model_dir: Path) -> float:
-    """Return when a weight file of `model_dir` last changed, by the clock of its file system, in
-    seconds since the epoch. Raises ConfigError as `weights_digest`."""
-    return max(_stat(path).st_ctime for path in _weight_files(model_dir).values())
+def newest_change(model_dir: Path, *others: str) -> float:
+    """Return when a weight file of `model_dir`, or one of `others` in it, last changed, by the
+    clock of its file system, in seconds since the epoch. A change is also that a link on the way to
+    it is replaced, or its directory renamed. Raises ConfigError as `weights_digest`."""
+    files = {*_weight_files(model_dir).values(), *(model_dir / name for name in others)}
+    changes = [_stat(path).st_ctime for path in files]
+    directories = [_stat(each) for each in {path.parent for path in files}]
+    # Equal times are those of a file that came or went.
+    renamed = [each.st_ctime for each in directories if each.st_ctime_ns != each.st_mtime_ns]
+    return max([*changes, *renamed, *_link_changes(files)])
+
+
+def _link_changes(files: Iterable[Path]) -> Iterator[float]:
+    """Yield when each link on the way to existing files was made."""
+    ways = [path.absolute() for path in files]
+    seen: set[Path] = set()
+    while ways:
+        way = ways.pop()
+        for each in {way, *way.parents} - seen:
+            seen.add(each)
+            if each.is_symlink():
+                ways.append(each.parent / os.readlink(each))
+                yield each.lstat().st_ctime
 
 
 def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:

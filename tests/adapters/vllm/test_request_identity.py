@@ -111,6 +111,47 @@ def test_an_adapter_that_changed_after_the_engine_started_has_no_identity(
     assert caplog.text.count("are not cached") == 1
 
 
+@pytest.mark.parametrize(
+    "way", ["link", "link above", "link to a link", "link to a file", "rename"]
+)
+def test_an_older_adapter_in_the_place_of_a_loaded_one_has_no_identity(
+    way, tmp_path, clock, request
+):
+    """All its files are older than the engine, which may have loaded those of the other."""
+    first, second = (write_adapter(tmp_path / name / "x", n) for n, name in enumerate("ab"))
+    place, swapped, path = tmp_path / "now", tmp_path / "now", tmp_path / "now"
+    targets = [first, second]
+    if way == "link above":
+        targets, path = [first.parent, second.parent], place / "x"
+    elif way == "link to a link":
+        path = tmp_path / "outer"
+        path.symlink_to(place)
+    elif way == "link to a file":
+        path = write_adapter(tmp_path / "files", 0.0)
+        place = swapped = path / "model.safetensors"
+        place.unlink()
+        targets = [each / place.name for each in targets]
+    if way == "rename":
+        first.rename(place)
+    else:
+        place.symlink_to(targets[0])
+    identities = request.getfixturevalue("identities")
+    if way == "rename":
+        place.rename(tmp_path / "old")
+        second.rename(place)
+    else:
+        (tmp_path / "next").symlink_to(targets[1])
+        (tmp_path / "next").replace(swapped)
+    assert "changed on disk" in settled(identities, Lora(path))
+
+
+def test_an_adapter_behind_links_that_stay_has_its_identity(adapter, tmp_path, request):
+    (tmp_path / "now").symlink_to(".")
+    (tmp_path / "outer").symlink_to("now/a")
+    found = settled(request.getfixturevalue("identities"), Lora(tmp_path / "outer"))
+    assert len(found) == 129
+
+
 @pytest.mark.parametrize("made", ["no directory", "no settings"])
 def test_an_adapter_that_cannot_be_read_has_no_identity(made, adapter, identities):
     if made == "no directory":
@@ -136,7 +177,7 @@ def test_an_adapter_of_equal_times_that_changed_is_known_by_its_content(
     adapter, identities, clock, monkeypatch
 ):
     """Times of mounts may come from elsewhere."""
-    monkeypatch.setattr(request_identity, "newest_change", lambda _path: 0.0)
+    monkeypatch.setattr(request_identity, "newest_change", lambda *_: 0.0)
     assert len(settled(identities, Lora(adapter))) == 129
     clock.advance(RECHECK_SECONDS)
     write_model(adapter, fill=2.0)

@@ -119,7 +119,7 @@ def _look_at(path: Path, started_at: float) -> tuple[str, str]:
     """
     settings = path / "adapter_config.json"
     digest = f"{weights_digest(path).hex()}-{blake3(settings.read_bytes()).hexdigest()}"
-    is_older = max(newest_change(path), settings.stat().st_ctime) < started_at
+    is_older = newest_change(path, settings.name) < started_at
     return (digest, "") if is_older else ("", _CHANGED)
 
 
