@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.doctor.machine import check_memory, memory_limit
+from kvferry.doctor.machine import check_memory, check_steps, memory_limit
 from kvferry.doctor.stores import StoreReport, check, check_room
 from kvferry.doctor.vllm import check_config, check_installed
 from kvferry.engine import LLM, SamplingParams
@@ -440,6 +440,25 @@ def test_21_a_host_pool_that_does_not_fit_into_the_container(tmp_path):
     (finding,) = check_memory(1 << 30, 1 << 30)
     assert "more than half of the memory here (1GiB)" in finding.what
     assert check_memory(2 << 30, 1 << 30) == []
+
+
+def test_a_host_pool_below_two_steps(found, model_dir):
+    token_bytes = 3 * 2 * 4 * 8 * 4
+
+    def ask(memory_bytes: int, step: object) -> list[str]:
+        extra = {"store": "memory://a", "memory_bytes": memory_bytes}
+        transfer = {**CONFIG, "kv_connector_extra_config": extra}
+        options = {"kv_transfer_config": transfer, "max-num-batched-tokens": step}
+        return found("--model", model_dir, "--vllm-config", json.dumps(options))
+
+    (what,) = ask(2 * 8192 * token_bytes - 1, 8192)
+    assert "is smaller than the KV of two steps of 8,192 tokens" in what
+    assert ask(2 * 8192 * token_bytes, "8192") == []
+    assert ask(2 * 8192 * token_bytes - 1, None) == []
+    (default,) = check_steps(8 << 30, 0, 1 << 20, 4096)  # a quarter of the machine
+    assert "the host pool (2GiB)" in default.what
+    assert "lower max_num_batched_tokens" in default.todo
+    assert check_steps(64 << 30, 0, 1 << 20, 4096) == []
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -80,7 +80,10 @@ def doctor(
     hooks = _check_vllm(findings) if vllm else None
     limit = machine.memory_limit()
     if config is not None:
-        findings += machine.check_memory(limit or machine_bytes(), config.memory_bytes)
+        usable, pool = limit or machine_bytes(), config.memory_bytes
+        findings += machine.check_memory(usable, pool)
+        if facts is not None:
+            findings += machine.check_steps(usable, pool, facts.token_bytes, config.step_tokens)
     # A store in memory is right for an engine of one process, and there is nothing to look at.
     configured = [url for url in config.stores if not url.startswith("memory:")] if config else []
     wanted = list(dict.fromkeys([*(urls or []), *configured]))

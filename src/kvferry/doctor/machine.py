@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.cache.config import default_memory_bytes
 from kvferry.config import format_size
 
 PACKAGES = (
@@ -81,6 +82,26 @@ def check_memory(limit: int, memory_bytes: int) -> list[Finding]:
             f"the host pool ({format_size(memory_bytes)}) takes more than half of the memory "
             f"here ({format_size(limit)}): the kernel may kill the engine",
             "lower memory_bytes, or give the machine or container more memory",
+        )
+    ]
+
+
+def check_steps(limit: int, memory_bytes: int, token_bytes: int, step_tokens: int) -> list[Finding]:
+    """Check that the host pool holds what two steps of the engine compute: one is written to the
+    stores while the next is copied."""
+    default = default_memory_bytes(token_bytes, step_tokens, limit)
+    needed, has = 2 * step_tokens * token_bytes, memory_bytes or default
+    if has >= needed:
+        return []
+    todo = f"set memory_bytes to at least {format_size(max(needed, default))}"
+    if needed > limit // 2:
+        todo = "lower max_num_batched_tokens, or give the machine or container more memory"
+    return [
+        Finding(
+            "machine",
+            f"the host pool ({format_size(has)}) is smaller than the KV of two steps of "
+            f"{step_tokens:,} tokens ({format_size(needed)}), so chunks are not stored",
+            todo,
         )
     ]
 

@@ -46,6 +46,8 @@ class VllmConfig:
     stores: list[str] = field(default_factory=list)
     memory_bytes: int = 0
     """Of the host pool; 0: not set, so that it fits this machine."""
+    step_tokens: int = 0
+    """Most tokens of a step of vLLM; 0: not given."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """What it decides of a namespace."""
 
@@ -136,6 +138,8 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
             "requests with images may not be cached",
             "leave enable_prefix_caching out, or set it to true",
         )
+    step = str(options.get("max_num_batched_tokens"))[:18]
+    found.step_tokens = int(step) if step.isdecimal() else 0
     for name in _UNSERVED:
         if options.get(name, 1) not in (1, "1"):
             found.add(f"{name} is {options[name]}, which is not served", "set it to 1")
