@@ -15,7 +15,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -193,6 +196,18 @@ def _pause(started: float) -> None:
     time.sleep(IDLE_STEP_SECONDS)
 
 
+_ATTENTION = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+class _Connector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed here
+    """As far as a tier that it constructs sees it."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, spec: Any, noise: np.ndarray
+    ) -> None:
+        self.host = TierHost(spec, noise)
+
+
 @contextmanager
 def opened_host(
     tier: Json,
@@ -201,8 +216,13 @@ def opened_host(
 ) -> Iterator[TierHost]:
     """Open a manager with one row of memory for each row of `noise`, `[num_rows, row_bytes]`."""
     spec = offloading_spec(tier, noise.shape[1], len(noise))
+    caches = KVCacheConfig(
+        num_blocks=0,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=_ATTENTION)],
+    )
     with set_current_vllm_config(vllm_config):
-        host = TierHost(spec, noise)
+        host = _Connector(vllm_config, caches, spec, noise).host
     try:
         yield host
     finally:
