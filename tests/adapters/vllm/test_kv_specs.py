@@ -62,3 +62,10 @@ def test_groups_are_described_layer_by_layer_also_within_one_group():
     mixed, plain = describe_groups(config)
     assert [spec["head_size"] for spec in mixed["spec"]["kv_cache_specs"].values()] == [4, 8]
     assert plain["layers"] == names(2)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_layer_of_a_group():
+    groups = [Group([], FullAttentionSpec()), Group(names(0), FullAttentionSpec(head_size=8))]
+    none, one = describe_groups(KVCacheConfig(groups))
+    assert (none["layers"], none["spec"]["head_size"]) == ([], 4)
+    assert (one["layers"], one["spec"]["head_size"]) == (names(0), 8)

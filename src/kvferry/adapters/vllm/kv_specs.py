@@ -106,7 +106,8 @@ def describe_groups(kv_cache_config: Any) -> list[JsonValue]:  # noqa: ANN401 - 
     return [
         {
             "layers": [str(name) for name in group.layer_names],
-            "spec": describe_spec(group.kv_cache_spec, KV_SPECS, f"layer {group.layer_names[0]}"),
+            # A stage of a pipeline may have no layer of a group.
+            "spec": describe_spec(group.kv_cache_spec, KV_SPECS, f"group {group.layer_names[:1]}"),
         }
         for group in kv_cache_config.kv_cache_groups
     ]
