@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,7 +16,9 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
@@ -28,6 +31,7 @@ from kvferry.explain import (
     Why,
     differences,
 )
+from kvferry.identity import adapter_digest
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import NO_DEADLINE, PutResult
@@ -240,6 +244,24 @@ def test_what_is_stored_without_a_salt_or_with_another(url, asked):
     put_prompt(url, extra=ExtraKeys(cache_salt="s"))
     assert asked(url, "--salt", "s")["hit_tokens"] == 28
     assert asked(url, "--lora", "a")["reason"] == "other salt or LoRA"
+
+
+def test_an_adapter_is_named_by_its_directory(url, asked, run, tmp_path, tokens_file):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    options = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--lora", adapter]
+    put_prompt(url)
+    for command in (["explain"], ["rm", "--dry-run"]):
+        ran = run(command[0], url, *command[1:], *options)
+        assert ran.code == 2
+        assert str(adapter) in ran.error_line
+    save_file({"w": np.arange(4.0)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    put_prompt(url, extra=ExtraKeys(lora=adapter_digest(adapter)))
+    shutil.copytree(adapter, tmp_path / "copy")
+    assert asked(url, "--lora", tmp_path / "copy")["hit_tokens"] == 28
+    (adapter / "adapter_config.json").write_text('{"r": 9}')
+    assert asked(url, "--lora", adapter)["reason"] == "other salt or LoRA"
 
 
 @pytest.mark.parametrize("kind", ["valkey", "s3"])

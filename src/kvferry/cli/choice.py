@@ -12,7 +12,7 @@ import typer
 
 from kvferry.cli import stores
 from kvferry.cli.output import parse_duration
-from kvferry.cli.prompts import check_digits, model_identity, read_tokens
+from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry, Store
 
@@ -39,7 +39,9 @@ TokensOption = Annotated[
 ]
 RawOption = Annotated[bool, typer.Option("--raw", help="Use the prompt without the chat template.")]
 SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
-LoraOption = Annotated[str | None, typer.Option(help="Identity of the prompt's LoRA adapter.")]
+LoraOption = Annotated[
+    str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
 ]
@@ -96,7 +98,7 @@ def read_choice(
         identity=None if model is None else model_identity(model),
         tenant=tenant,
         token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,
-        extra=ExtraKeys(cache_salt=salt, lora=lora),
+        extra=ExtraKeys(cache_salt=salt, lora=lora_identity(lora)),
         age=None if older_than is None else parse_duration(older_than),
     )
 

@@ -21,7 +21,7 @@ from kvferry.cli.output import (
     make_table,
     plain,
 )
-from kvferry.cli.prompts import check_digits, model_identity, read_tokens
+from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
@@ -66,7 +66,7 @@ def explain(
     ] = False,
     salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
     lora: Annotated[
-        str | None, typer.Option(help="Identity of the request's LoRA adapter.")
+        str | None, typer.Option(help="The request's LoRA adapter: directory or identity.")
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Explain recorded requests instead.")
@@ -94,7 +94,7 @@ def explain(
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
     from kvferry.types import ExtraKeys
 
-    extra = ExtraKeys(cache_salt=salt, lora=lora)
+    extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
     ask = _question(urls, model, digits, extra)
     answer = ask(token_ids)
     notes = _notes(answer, extra, by_model=digits is None)

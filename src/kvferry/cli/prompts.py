@@ -28,6 +28,19 @@ def check_digits(namespace: str) -> str:
     return namespace.lower()
 
 
+def lora_identity(lora: str | None) -> str | None:
+    """Return the identity of the LoRA adapter in a directory; other text is an identity already.
+    Raises ConfigError if the directory holds no adapter."""
+    if lora is None or not Path(lora).is_dir():
+        return lora
+    from kvferry.identity import adapter_digest
+
+    try:
+        return adapter_digest(Path(lora))
+    except OSError as error:
+        raise ConfigError(f"--lora {lora} holds no adapter: {error}") from None
+
+
 def read_tokens(
     model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
 ) -> list[int]:

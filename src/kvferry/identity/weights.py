@@ -60,6 +60,16 @@ _LOCK_POLL_SECONDS = 0.05
 _SLOW_BYTES_PER_SECOND = 50e6
 
 
+def adapter_digest(path: Path) -> str:
+    """Return the identity by content of the LoRA adapter in a directory.
+
+    Raises:
+        ConfigError, OSError: its files cannot be read.
+    """
+    settings = (path / "adapter_config.json").read_bytes()
+    return f"{weights_digest(path).hex()}-{blake3(settings).hexdigest()}"
+
+
 def weights_digest(
     model_dir: Path,
     *,

@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvferry.identity import newest_change, weights_digest
+from kvferry.identity import adapter_digest, newest_change
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.v1.host import UnknownAdapterError
 
@@ -117,9 +117,8 @@ def _look_at(path: Path, started_at: float) -> tuple[str, str]:
     Raises:
         ConfigError, OSError: its files cannot be read.
     """
-    settings = path / "adapter_config.json"
-    digest = f"{weights_digest(path).hex()}-{blake3(settings.read_bytes()).hexdigest()}"
-    is_older = newest_change(path, settings.name) < started_at
+    digest = adapter_digest(path)
+    is_older = newest_change(path, "adapter_config.json") < started_at
     return (digest, "") if is_older else ("", _CHANGED)
 
 
