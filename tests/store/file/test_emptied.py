@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -105,6 +107,26 @@ def test_somebody_elses_files_among_our_names_are_named_and_left_alone(bench, th
     with pytest.raises(ConfigError, match=theirs):
         bench.open(create=create)
     assert sorted(bench.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_database_of_another_program_is_left_alone(bench, create):
+    bench.root.mkdir(exist_ok=True)
+    with closing(sqlite3.connect(bench.root / "index.sqlite3")) as db:
+        db.execute("CREATE TABLE theirs (a)")
+    before = (bench.root / "index.sqlite3").read_bytes()
+    with pytest.raises(ConfigError, match=r"'index.sqlite3' is in it"):
+        bench.open(create=create)
+    assert os.listdir(bench.root) == ["index.sqlite3"]
+    assert (bench.root / "index.sqlite3").read_bytes() == before
+
+
+def test_the_index_alone_is_left_of_a_store(bench):
+    bench.open().put(make_key(), [b"value"])
+    (bench.root / "kvferry.json").unlink()
+    for name in ("records", "writing"):
+        shutil.rmtree(bench.root / name)
+    assert bench.open().put(make_key(), [b"value"]) is PutResult.STORED
 
 
 def test_what_is_left_of_a_store_is_opened_by_those_who_may_not_make_one(bench):

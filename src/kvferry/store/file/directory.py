@@ -52,7 +52,11 @@ _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
-_OWN_NAME = re.compile(r"index\.sqlite3.*")
+_INDEX = "index.sqlite3"
+_OWN_NAME = re.compile(re.escape(_INDEX) + ".*")
+_IN_OWN_INDEX = b"CREATE INDEX records_by_use"
+_INDEX_HEAD_BYTES = 1 << 16
+"""Size of the start of an index that names its tables."""
 _OWN_FOLDERS = {
     "records": re.compile(r"[01][0-9a-f]"),
     "namespaces": re.compile(r"\.?[0-9a-f]{64}\.json.*"),
@@ -292,6 +296,12 @@ class Directory:
         content = self._read(name, _MAX_TEXT_BYTES, *within)
         return None if content is None else content.decode(errors="replace")
 
+    def start_of(self, name: str, num_bytes: int) -> bytes:
+        """Return the first bytes of a file in the root; empty if it is absent or no file."""
+        with suppress(NotAFile):
+            return self._read(name, num_bytes) or b""
+        return b""
+
     def listed(self, *names: str) -> list[str]:
         with suppress(*_ABSENT), self.opened(*names) as fd:
             return os.listdir(fd)
@@ -415,6 +425,10 @@ def _own_and_foreign(directory: Directory) -> tuple[bool, str | None]:
             foreign += [f"{name}/{each}" for each in others]
         elif not _OWN_NAME.fullmatch(name) and not _IGNORED.fullmatch(name):
             foreign.append(name)
+        elif name == _INDEX:  # other programs name databases so, too
+            content = directory.start_of(name, _INDEX_HEAD_BYTES)
+            if content and _IN_OWN_INDEX not in content:
+                foreign.append(name)
     return own, min(foreign, default=None)
 
 
