@@ -662,3 +662,18 @@ def test_opaque_rows_are_no_namespace_to_compare_a_prompt_with(url, asked):
     value = asked(url)
     assert value["hit_tokens"] == 14
     assert value["elsewhere"] is None
+
+
+def test_numbers_of_records_are_written_alike(url, run, tmp_path):
+    put_prompt(url, tokens=range(1200 * CHUNK))
+    other, page = (tmp_path / "other").as_uri(), tmp_path / "page.html"
+    for command in (
+        ["ls", url, "-n", 1],
+        ["verify", url],
+        ["rm", url, "--everything", "--dry-run"],
+        ["copy", url, other, "--dry-run"],
+        ["report", url, "--html", page],
+    ):
+        ran = run(*command)
+        assert ran.code == 0, ran.err
+        assert "1,200 records" in ran.out

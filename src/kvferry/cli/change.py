@@ -91,7 +91,7 @@ def rm(
     report = GcReport(0, 0, 0) if yes and not dry_run else stores.query_store(url, ask)
     if not dry_run:
         num_bytes = format_size(report.removed_bytes)
-        question = f"delete {report.removed_records} records, {num_bytes}, of {shown_url(url)}?"
+        question = f"delete {report.removed_records:,} records, {num_bytes}, of {shown_url(url)}?"
         confirm(question, yes=yes)
         report = _shrink(url, keep_bytes, choice.age) if is_by_use else _delete(url, choice)
     value: JsonRow = {"dry_run": dry_run, "records": report.removed_records}

@@ -64,7 +64,7 @@ def copy(
     with open_existing(url) as source, progress() as bar:
         num_records, num_bytes = count(source, choice)
         _refuse_small(target, num_bytes)
-        said = f"{num_records} records, {format_size(num_bytes)}"
+        said = f"{num_records:,} records, {format_size(num_bytes)}"
         facts: JsonRow = {"dry_run": dry_run, "records": num_records, "num_bytes": num_bytes}
         if dry_run or not num_records:
             emit(facts, json, f"{said} would be copied" if num_records else "nothing to copy")

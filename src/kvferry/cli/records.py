@@ -191,7 +191,7 @@ def _show_records(
         # Beside each record, a long name would leave no room for the rest.
         names = [{"namespace": each.hex(), "model": name} for each, name in models.items()]
         tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
-    emit_rows(facts(), json, columns, rows, *tables, f"{len(shown)} of {num_records} records")
+    emit_rows(facts(), json, columns, rows, *tables, f"{len(shown):,} of {num_records:,} records")
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
@@ -354,7 +354,7 @@ def verify(
     if bad:
         columns = {"key": "key", "reason": "reason", "action": "action"}
         tables.append(make_table(columns, bad))
-    checked = f"{report.num_records} records, {format_size(report.num_bytes)} checked"
+    checked = f"{report.num_records:,} records, {format_size(report.num_bytes)} checked"
     emit(value, json, *tables, f"{checked}: {len(bad)} bad, {report.num_unreadable} unreadable")
     if report.bad or report.num_unreadable:
         raise typer.Exit(1)

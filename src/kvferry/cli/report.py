@@ -111,7 +111,7 @@ def _show(found: Report, html: Path, json: str | None) -> None:
         "removed": None if found.removals is None else len(found.removals),
         "requests": num_requests,
     }
-    said = f"{found.num_records} records, {format_size(found.num_bytes)}"
+    said = f"{found.num_records:,} records, {format_size(found.num_bytes)}"
     if num_requests is not None:
         said += f", {num_requests} requests"
     emit(value, json, f"{html}: {said}")
