@@ -155,6 +155,7 @@ OWN = EngineSpec(
 
 CHANGES = {
     "identity": ModelIdentity(weights=b"w" * 32, config={"whole_blocks": ["x"]}),
+    "weights": ModelIdentity(weights=b"x" * 32, config={}),
     "groups": (replace(GROUP, dtype="uint8"),),
     "tables": (replace(OWN.tables[0], block_size=8),),
     "kv_layout": "NHD",
@@ -164,7 +165,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_part_of_the_description_is_compared(name):
-    other = replace(OWN, **{name: CHANGES[name]})
+    field = "identity" if name == "weights" else name
+    other = replace(OWN, **{field: CHANGES[name]})
     assert spec_of_workers(OWN, [WorkerSpec(OWN)]) is None
     assert spec_of_workers(OWN, []) is None
     assert spec_of_workers(OWN, [WorkerSpec(other)]) is other
@@ -172,5 +174,6 @@ def test_each_part_of_the_description_is_compared(name):
         WorkerSpec(replace(spec, shard=replace(spec.shard, rank=rank, world_size=2)))
         for rank, spec in enumerate((OWN, other))
     ]
-    with pytest.raises(ConfigError, match="ranks 0 and 1 describe the model's KV differently"):
+    what = "say that they run other weights" if name == "weights" else "describe the model's KV"
+    with pytest.raises(ConfigError, match=f"ranks 0 and 1 {what}"):
         spec_of_workers(OWN, ranks)

@@ -133,6 +133,12 @@ def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec |
     """
     specs = sorted((each.spec for each in told), key=lambda spec: spec.shard.rank)
     for spec in specs[1:]:
+        if spec.identity.weights != specs[0].identity.weights:
+            raise ConfigError(
+                f"ranks {specs[0].shard.rank} and {spec.shard.rank} say that they run other "
+                "weights: their machines hold other files, or the weights are of a load_format "
+                "(such as dummy) that none can name; serve this model without kvferry"
+            )
         if _of_all_ranks(spec) != _of_all_ranks(specs[0]):
             raise ConfigError(
                 f"ranks {specs[0].shard.rank} and {spec.shard.rank} describe the model's KV "
