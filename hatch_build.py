@@ -18,7 +18,7 @@ COMPILE_SECONDS = 120
 
 
 class LeavesHook(BuildHookInterface):
-    """Adds the compiled library to a wheel, or puts it beside its source for an editable install."""
+    """Adds the compiled library to a wheel, or leaves it beside its source if editable."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         library = compile_leaves(Path(self.root))
@@ -39,8 +39,9 @@ def compile_leaves(root: Path) -> Path | None:
     source = root / SOURCE
     library = source.with_suffix(".so")
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    if done.returncode != 0:
-        print(f"kvferry: checksums are computed in Python: {done.stderr}", file=sys.stderr)
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"kvferry: checksums are computed in Python: {error}", file=sys.stderr)
         return None
     return library
