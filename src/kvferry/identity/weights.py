@@ -245,7 +245,7 @@ def _default_cache_dir() -> Path | None:
     return None
 
 
-class _Entry(NamedTuple):
+class _KnownFile(NamedTuple):
     """The place of a file's digest in the cache, and what must be unchanged for it to hold."""
 
     name: str
@@ -254,20 +254,20 @@ class _Entry(NamedTuple):
     """When the file changed last: a change soon afterwards may not show."""
 
 
-def _entry_of(fd: int, info: os.stat_result, path: Path) -> _Entry:
+def _entry_of(fd: int, info: os.stat_result, path: Path) -> _KnownFile:
     """Where changes show in a file's times, its inode and times stand for its content. Only ctime
     counts then: a process cannot set it back, and every change of content or mtime changes it, too.
     Elsewhere its path, size and mtime do, together with a sample of its bytes."""
     if shows_changes(path.parent):
         state = " ".join(map(str, _identity(info)))
-        return _Entry(f"{info.st_dev:x}-{info.st_ino:x}", state.encode(), info.st_ctime_ns)
+        return _KnownFile(f"{info.st_dev:x}-{info.st_ino:x}", state.encode(), info.st_ctime_ns)
     hasher = blake3(str(path).encode())
     last = max(0, info.st_size - _SAMPLE_BYTES)
     for index in range(_NUM_SAMPLES):
         hasher.update(os.pread(fd, _SAMPLE_BYTES, last * index // (_NUM_SAMPLES - 1)))
     state = f"{info.st_size} {info.st_mtime_ns} {hasher.hexdigest()}"
     name = blake3(str(path).encode()).hexdigest()[:32]
-    return _Entry(name, state.encode(), info.st_mtime_ns)
+    return _KnownFile(name, state.encode(), info.st_mtime_ns)
 
 
 class _DigestCache:
@@ -277,7 +277,7 @@ class _DigestCache:
         self._directory = directory if directory is not None and _private(directory) else None
 
     @contextmanager
-    def hashing(self, entry: _Entry, num_bytes: int) -> Iterator[None]:
+    def hashing(self, entry: _KnownFile, num_bytes: int) -> Iterator[None]:
         """Let one process at a time hash a file. A process that waits for longer than a slow disk
         takes goes on without: another one may hang or be stopped."""
         if self._directory is None or num_bytes < _LOCKED_BYTES:
@@ -296,7 +296,7 @@ class _DigestCache:
         finally:
             os.close(lock)
 
-    def get(self, entry: _Entry) -> bytes | None:
+    def get(self, entry: _KnownFile) -> bytes | None:
         if self._directory is None:
             return None
         try:
@@ -307,7 +307,7 @@ class _DigestCache:
         # A text that matches was encoded from a digest, so this is 64 hexadecimal digits.
         return bytes.fromhex(digest.decode()) if text == self._encode(entry, digest) else None
 
-    def put(self, entry: _Entry, digest: bytes) -> None:
+    def put(self, entry: _KnownFile, digest: bytes) -> None:
         if self._directory is None:
             return
         path = self._directory / entry.name
@@ -322,7 +322,7 @@ class _DigestCache:
             logger.info("cannot keep a weights digest in %s: %s", self._directory, error)
 
     @staticmethod
-    def _encode(entry: _Entry, digest_hex: bytes) -> bytes:
+    def _encode(entry: _KnownFile, digest_hex: bytes) -> bytes:
         """Encode what must be unchanged, a checksum of that and the digest, and the digest."""
         state = b"kvferry weights 3 " + entry.state
         return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)

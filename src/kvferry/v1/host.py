@@ -137,7 +137,7 @@ class HostRequests:
 
     def view(self, request: V1Request) -> HostRequestView:
         """The view of a request; the same object for the request's whole life. Its extra keys
-        follow the request until they cannot be told: from then on it is not cached."""
+        follow the request until they cannot be found: from then on it is not cached."""
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
             params = getattr(request, "kv_transfer_params", None)
@@ -151,7 +151,7 @@ class HostRequests:
         return view
 
     def _follow(self, view: HostRequestView) -> None:
-        """Tell the extra keys of a request anew if its inputs changed."""
+        """Find the extra keys of a request again if its inputs changed."""
         try:
             inputs = inputs_of(view.request)
             if inputs != view.inputs:

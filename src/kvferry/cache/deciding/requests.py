@@ -280,7 +280,7 @@ class Requests:
 
     def track(self, request: RequestView) -> RequestState:
         """Return the state of a request, with the keys of all chunks that are whole by now. A new
-        request gets a new state. If a session grew, all is hashed anew: the host took back tokens
+        request gets a new state. If a session grew, all is hashed again: the host took back tokens
         that it had not computed, and an item may cover what had none."""
         state = self.by_id.get(request.request_id)
         if state is None or not state.is_of(request):
