@@ -293,7 +293,10 @@ class ObjectClient(RemoteClient):
 
     def _run(self, what: str, request: Coroutine[Any, Any, T], deadline: float) -> T:
         """Return the result of a request that ends at the deadline. Raises as `check`."""
-        seconds = max(0.0, min(deadline - time.monotonic(), _LONGEST_SECONDS))
+        seconds = min(deadline - time.monotonic(), _LONGEST_SECONDS)
+        if seconds <= 0:  # a request that is sent could still be carried out
+            request.close()
+            raise StoreError(f"{self._where}: {what}: the deadline passed")
         if os.getpid() != self._process:
             request.close()
             raise StoreError(f"{self._where}: opened before a fork; open it after")
