@@ -42,7 +42,7 @@ SENTENCES: Mapping[str, str] = {
     LookupMiss.ADAPTER: "It is not known, or not yet, which LoRA adapter was loaded.",
     LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
 }
-"""What each miss reason of a journal means, as in docs/explain.md."""
+"""What each miss reason of a journal means, as in docs/operate.md."""
 
 MAX_REMOVALS = 1 << 16
 MAX_NAMESPACES = 1000

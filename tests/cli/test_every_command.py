@@ -1,5 +1,5 @@
 """Every command of the parser in places that are no good: one line or a tidy end, and an exit code
-of docs/operations.md."""
+of docs/operate.md."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_command_is_here():
 
 
 def test_the_exit_codes_are_documented():
-    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
     assert tuple(map(int, re.findall(r"^\| (\d+) \| ", text, re.MULTILINE))) == EXIT_CODES
 
 

@@ -424,7 +424,7 @@ def line(**fields: object) -> str:
 def test_the_tables_of_reasons_are_complete():
     assert set(SENTENCES) == set(LookupMiss)
     assert set(MEANINGS) == set(Why)
-    docs = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
     for reason, sentence in SENTENCES.items():
         assert f"| `{reason}` | {sentence} |" in docs
     for why, meaning in MEANINGS.items():

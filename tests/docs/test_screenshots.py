@@ -1,4 +1,4 @@
-"""The pictures of docs/see.md are made by their script, out of a running engine."""
+"""The pictures of docs/operate.md are made by their script, out of a running engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_all_pictures_are_made(tmp_path):
     )  # fmt: skip
     made = {each.name for each in tmp_path.iterdir()}
     assert made == {each.name for each in (ROOT / "docs/images").iterdir()}
-    assert made == set(re.findall(r"\(images/(\S+?)\)", (ROOT / "docs/see.md").read_text()))
+    assert made == set(re.findall(r"\(images/(\S+?)\)", (ROOT / "docs/operate.md").read_text()))
     for name in ("panels.png", "report.png"):
         content = (tmp_path / name).read_bytes()
         assert content.startswith(b"\x89PNG")

@@ -1,6 +1,6 @@
 """The `kvferry` command: collects the sub-commands and turns each expected failure into one line.
 
-`kvferry.cli.__main__` runs `main`. docs/operations.md lists the exit codes.
+`kvferry.cli.__main__` runs `main`. docs/operate.md lists the exit codes.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Warmed(NamedTuple):
 
 def warm(
     prompts: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operations.md.")
+        Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operate.md.")
     ],
     model: Annotated[
         str | None,

@@ -6,7 +6,7 @@ answer into the decode's request. Only this file knows their fields (docs/proxie
 come from clients: a value that does not have the form of its field counts as absent.
 
 Our own field holds, side by side, a producer's stamp (what it stored of the prompt), an answer's
-explanation (what was hit, what was missed) and options (docs/request-options.md). Only wrong
+explanation (what was hit, what was missed) and options (docs/operate.md). Only wrong
 options are refused, since only these are written by hand. Parameters are read when a request
 arrives, and written into its answer when it ends.
 """
