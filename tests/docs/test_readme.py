@@ -104,7 +104,7 @@ def test_the_code_of_the_engine_pages_runs(place, run_here, page):
 
 
 def test_no_other_page_has_code_that_is_not_run():
-    run_elsewhere = {"format.md", "transformers.md"}
+    run_elsewhere = {"transformers.md"}
     run_here = {"README.md", "stores.md", "engine.md", "v1-connectors.md"}
     assert {page.name for page in PAGES if blocks_of(page)} == run_here | run_elsewhere
 
@@ -134,14 +134,19 @@ def test_the_examples_run(place, run_here):
 
 def test_every_example_is_short_and_tested():
     """Those of `examples/cpu` have tests of their own."""
-    names = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert names == {
-        "open_a_record.py",
-        "reuse_across_processes.py",
-        "transformers_generate.py",
+    longest = {
+        "a_record_by_hand.py": 60,
+        "open_a_record.py": 60,
+        "own_engine.py": 150,
+        "reuse_across_processes.py": 60,
+        "sqlite_store.py": 120,
+        "transformers_generate.py": 60,
     }
-    for name in names:
-        assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
+    sizes = {
+        path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")
+    }
+    assert sizes.keys() == longest.keys()
+    assert {name: size for name, size in sizes.items() if size > longest[name]} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -170,16 +175,6 @@ def test_the_option_table_of_servers_lists_every_option():
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
         field.name for field in fields(ValkeyOptions)
     }
-
-
-def test_the_site_is_built_without_warnings(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
-        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout + done.stderr == ""
 
 
 def test_the_architecture_page_names_every_package():

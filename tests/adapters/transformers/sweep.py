@@ -50,8 +50,10 @@ class Row(NamedTuple):
     stored_kv: str | None
     llm: str | None
 
-    def __str__(self) -> str:
-        """Return the row as in the table of the page."""
+    @property
+    def answer(self) -> str:
+        """The cells behind the name in the table of the page. Architectures with the same share a
+        row, so a reason calls the architecture "its"."""
         served = ["no" if reason else "yes" for reason in (self.stored_kv, self.llm)]
         if self.model_type in NOT_BUILT:
             served = ["not run"] * 2
@@ -59,7 +61,8 @@ class Row(NamedTuple):
         if self.stored_kv != self.llm:
             both = (("StoredKV", self.stored_kv), ("LLM", self.llm))
             reasons = [f"{name}: {reason}" for name, reason in both if reason]
-        return f"| {self.model_type} | {' | '.join(served)} | {'; '.join(reasons)} |"
+        why = "; ".join(reasons).replace(f"'{self.model_type}'", "its")
+        return f" {' | '.join(served)} | {why} |"
 
 
 class Answer(NamedTuple):
@@ -185,11 +188,11 @@ def _by_llm(directory: Path, store: Path) -> Answer:
 # ---- the page
 
 
-def rows_of_page() -> dict[str, str]:
-    """Return the lines of the page's table, by architecture."""
+def answers_of_page() -> dict[str, str]:
+    """Return what the page's table says, by architecture: the cells behind its name."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if re.match(r"\| (?!architecture)\w", line)]
-    return {row.split("|")[1].strip(): row for row in rows}
+    rows = [line[1:].partition("|") for line in lines if re.match(r"\| (?!architecture)\w", line)]
+    return {each.strip(): answer for names, _, answer in rows for each in names.split(",")}
 
 
 def version_of_page() -> str:
@@ -200,10 +203,11 @@ def version_of_page() -> str:
 def write_page(rows: Iterable[Row]) -> None:
     """Replace the version and the table of the page."""
     text = PAGE.read_text(encoding="utf-8").replace(version_of_page(), transformers.__version__)
-    head = text[: text.index("| architecture")]
-    table = [
-        "| architecture | `StoredKV` | `LLM` | why not |",
-        "|---|---|---|---|",
-        *map(str, rows),
-    ]
+    head = text[: text.index("| architectures")]
+    alike: dict[str, list[str]] = {}
+    for row in rows:
+        alike.setdefault(row.answer, []).append(row.model_type)
+    largest_first = sorted(alike.items(), key=lambda each: -len(each[1]))
+    table = ["| architectures | `StoredKV` | `LLM` | why not |", "|---|---|---|---|"]
+    table += [f"| {', '.join(names)} |{answer}" for answer, names in largest_first]
     PAGE.write_text(head + "\n".join(table) + "\n", encoding="utf-8")

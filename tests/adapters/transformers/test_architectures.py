@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from tests.adapters.transformers.sweep import rows_of_page, sweep, version_of_page
+from tests.adapters.transformers.sweep import answers_of_page, sweep, version_of_page
 from tests.adapters.transformers.tiny_configs import MODEL_TYPES
 
 
@@ -17,9 +17,9 @@ from tests.adapters.transformers.tiny_configs import MODEL_TYPES
 def test_an_architecture_hits_rightly_or_is_refused_as_the_page_says(model_type, tmp_path):
     row = sweep(model_type, tmp_path)
     if version_of_page() == transformers.__version__:
-        assert str(row) == rows_of_page()[model_type]
+        assert row.answer == answers_of_page()[model_type]
 
 
-def test_the_page_has_a_row_for_every_architecture():
+def test_the_page_has_every_architecture():
     if version_of_page() == transformers.__version__:
-        assert list(rows_of_page()) == MODEL_TYPES
+        assert sorted(answers_of_page()) == sorted(MODEL_TYPES)
