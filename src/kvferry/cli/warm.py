@@ -46,9 +46,7 @@ class Warmed(NamedTuple):
 
 
 def warm(
-    prompts: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operate.md.")
-    ],
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operate.md.")],
     model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="Model directory; with --openai, the served name."),

@@ -153,9 +153,7 @@ class ValueTests(StoreHooks):
                 assert store.read(make_key(number), ()) is None
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_after_a_deadline_a_call_reads_and_writes_all_or_nothing(
-        self, store: Store
-    ) -> None:
+    def test_after_a_deadline_a_call_reads_and_writes_all_or_nothing(self, store: Store) -> None:
         value = make_value(8193)
         store.put(make_key(), [value])
         over = time.monotonic() - 1.0
