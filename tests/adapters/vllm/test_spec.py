@@ -282,6 +282,24 @@ def test_a_module_without_a_total_of_heads_leaves_it_to_the_configuration(
         ),
         ({"num_key_value_heads": 2, "num_kv_shared_layers": 4}, 2),
         ({"num_key_value_heads": True}, 8),
+        ({"num_key_value_heads": {"full": 4}}, 4),
+        # The one number that fits is of other heads.
+        *(
+            ({"num_key_value_heads": written, name: 4}, 8)
+            for written in (None, 3)
+            for name in (
+                *("num_attention_heads", "index_n_heads", "mamba_num_heads", "n_mamba_heads"),
+                *("linear_num_key_heads", "image_num_key_value_heads", "encoder_attention_heads"),
+            )
+        ),
+        *(
+            ({"num_key_value_heads": None, name: 4}, 4)
+            for name in (
+                *("num_kv_heads", "n_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups"),
+                *("multi_query_group_num", "num_attention_groups", "swa_num_key_value_heads"),
+            )
+        ),
+        ({"num_key_value_heads": None, "kv_config": {"kv_n_heads": 4}}, 4),
     ],
     ids=str,
 )

@@ -38,6 +38,11 @@ _NUMBER_OF_HEADS = re.compile(
     # Query heads of a kv head, and layers that share KV, are counted, too.
     r"(?!.*(dim|in_group|per_(group|kv|key)|(kv|key_value)_group|shared))"
 )
+_KV_HEADS = re.compile(
+    r"(swa_)?num_(global_)?(key_value|kv)_heads|n_(kv_heads|head_kv)|kv_n_heads"
+    r"|multi_query_group_num|num_(attention|query)_groups"
+)
+"""Names that models use for the number of kv heads of their text layers."""
 
 _TIER = "serve it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
 
@@ -235,33 +240,36 @@ def _total_heads(per_rank: int, number: int, model: Any, tp: int) -> int:
 
     With one head per rank, ranks may hold copies, and neither vLLM's specs nor its modules say so.
     Ranks count as copies only if one number alone that the model's configuration names for heads
-    fits. Otherwise each rank has a head of its own: that is never wrong, but such records are read
-    only with as many ranks.
+    fits, and if that name is one for kv heads. Otherwise each rank has a head of its own: that is
+    never wrong, but such records are read only with as many ranks.
     """
     if per_rank > 1 or tp == 1:
         return per_rank * tp
-    fitting = {n for n in _numbers_of_heads(model, number) if 0 < n <= tp and tp % n == 0}
-    return fitting.pop() if len(fitting) == 1 else tp
+    named = _numbers_of_heads(model, number)
+    fitting = {each for _, each in named if 0 < each <= tp and tp % each == 0}
+    is_named_so = any(_KV_HEADS.fullmatch(name) for name, each in named if each in fitting)
+    return fitting.pop() if len(fitting) == 1 and is_named_so else tp
 
 
-def _numbers_of_heads(model: Any, number: int) -> set[int]:
+def _numbers_of_heads(model: Any, number: int) -> list[tuple[str, int]]:
     arch = getattr(model, "model_arch_config", None)
     by_layer = getattr(arch, "per_layer_overrides", None) or ()
     if number < len(by_layer) and any("total_num_kv_heads" in each for each in by_layer):
         assert arch is not None, "it has layers"
-        return {int(arch[number].total_num_kv_heads)}
+        return [("num_kv_heads", int(arch[number].total_num_kv_heads))]
     config = _text_config(model)
-    return set(_numbers(config.to_dict() if hasattr(config, "to_dict") else vars(config)))
+    return list(_numbers(config.to_dict() if hasattr(config, "to_dict") else vars(config)))
 
 
-def _numbers(value: Any, *, counts: bool = False) -> Iterator[int]:
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
     """Yield the integers in a configuration whose name, or the name of what holds them, is one for
-    a number of heads."""
+    a number of heads; and that name."""
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _numbers(each, counts=counts or bool(_NUMBER_OF_HEADS.match(str(name))))
+        for inner, each in value.items():
+            is_closer = _NUMBER_OF_HEADS.match(str(inner)) or not _NUMBER_OF_HEADS.match(name)
+            yield from _numbers(each, str(inner) if is_closer else name)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _numbers(each, counts=counts)
-    elif counts and isinstance(value, int) and not isinstance(value, bool):
-        yield value
+            yield from _numbers(each, name)
+    elif _NUMBER_OF_HEADS.match(name) and isinstance(value, int) and not isinstance(value, bool):
+        yield name, value
