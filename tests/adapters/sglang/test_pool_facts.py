@@ -121,6 +121,26 @@ def test_a_shape_of_as_many_bytes_is_another(shape: tuple[int, ...]) -> None:
     assert pool_facts(pool, PAGE_BYTES) != pool_facts(as_it_is, PAGE_BYTES)
 
 
+@pytest.mark.parametrize("num_pages", ["as many as layers", "as many as heads", "another number"])
+@pytest.mark.parametrize("layer_first", [True, False])
+def test_no_axis_is_taken_for_that_of_the_places_because_it_is_as_long(
+    num_pages: str, layer_first: bool
+) -> None:
+    facts = []
+    for layers, heads in ((3, 4), (5, 4), (3, 7)):
+        pool = Pool()
+        shape = (layers, pool.size) if layer_first else (pool.size, layers)
+        pool.kv_buffer = torch.zeros((*shape, heads, 6), dtype=torch.float16)
+        pool.key_layers = pool.scales = pool.device_rows = pool.info = []
+        numbers = {"as many as layers": layers, "as many as heads": heads}
+        pool.page_num = numbers.get(num_pages, NUM_PAGES)
+        page_bytes = PAGE * layers * heads * 6 * 2
+        facts.append(str(pool_facts(pool, page_bytes)))
+        with pytest.raises(ConfigError, match=f"finds {page_bytes} of"):
+            pool_facts(pool, page_bytes + 1)
+    assert len(set(facts)) == 3
+
+
 def test_the_number_of_places_and_what_is_in_use_do_not_matter() -> None:
     larger = Pool(num_pages=2 * NUM_PAGES, tokens=3 * DEVICE_TOKENS)
     larger.free_slots = larger.free_slots[7:]

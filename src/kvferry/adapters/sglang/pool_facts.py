@@ -103,13 +103,14 @@ class _Facts:
 
     def _tensor(self, value: torch.Tensor) -> str:
         shape: list[Any] = list(value.shape)
-        axis = next((at for at, length in enumerate(shape) if length in self._places), None)
-        if axis is None or value.device.type != self._device:
+        axes = [at for at, length in enumerate(shape) if length in self._places]
+        if not axes or value.device.type != self._device:
             return str(value.dtype)  # addresses, or memory of the device
-        num_bytes = value.nbytes // shape[axis] * self._places[shape[axis]]
+        num_bytes = min(value.nbytes // shape[at] * self._places[shape[at]] for at in axes)
         storage = value.untyped_storage().data_ptr()
         self._held[storage] = max(num_bytes, self._held.get(storage, 0))  # others are its parts
-        shape[axis] = "places"
+        if len(axes) == 1:  # else any may be that of the places: all lengths count
+            shape[axes[0]] = "places"
         return f"{value.dtype} {shape}"
 
 
