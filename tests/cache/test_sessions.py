@@ -143,11 +143,15 @@ def test_the_token_that_a_session_takes_back_is_in_no_key(make_host, generated):
 
 
 @pytest.mark.parametrize("generated", [True, False])
-def test_a_session_with_an_item_of_no_identity_is_not_cached_from_then_on(make_host, generated):
+@pytest.mark.parametrize("with_what", ["an item of none", "an adapter that lost its own"])
+def test_a_session_without_an_identity_is_not_cached_from_then_on(make_host, with_what, generated):
     host = make_host(chunk_tokens=CHUNK, save_generated=generated)
     session, _ = converse(host, "A", items_of("of A", 0), until=2)
     stored = host.observer["put_stored"]
-    host.go_on(session, PIECES[2], [image("unknown")], cacheable=False)
+    if with_what == "an item of none":
+        host.go_on(session, PIECES[2], [image("unknown")], cacheable=False)
+    else:  # as it runs, between two steps
+        session.extra_keys = ExtraKeys(cacheable=False)
     answer(host, session, list(range(50, 70)))
     host.preempt(session)
     assert host.admit(session) == 0

@@ -22,7 +22,12 @@ from kvferry.types import (
 )
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.host import UNCACHEABLE, HostRequests, UnknownAdapterError
+from kvferry.v1.host import (
+    UNCACHEABLE,
+    HostRequests,
+    UnknownAdapterError,
+    UnreadAdapterError,
+)
 from kvferry.v1.types import (
     CachedRequestData,
     CarriedMeta,
@@ -615,6 +620,42 @@ def test_an_adapter_is_asked_for_once_while_a_request_stays_as_it_is():
     for _ in range(3):
         requests.view(request)
     assert len(asked) == 1
+
+
+LOST = {
+    "another in its place": (UnknownAdapterError("was loaded in place of another"), False),
+    "no thread": (RuntimeError("can't start new thread"), False),
+    "looked at again": (UnreadAdapterError("is being hashed"), True),
+}
+
+
+@pytest.mark.parametrize("event", ["look-up", "step"])
+@pytest.mark.parametrize(("error", "stays"), LOST.values(), ids=LOST)
+def test_a_request_that_runs_goes_uncached_when_its_adapter_loses_its_identity(error, stays, event):
+    answers = iter(["content"])
+
+    def identify(lora):
+        for answer in answers:
+            return answer
+        raise error
+
+    requests = HostRequests(identify, str)
+    request = host_request(lora_request=Adapter("a"))
+    view = requests.view(request)
+    requests.allocated(request.request_id, ([1, 2],), 0)
+    assert requests.view(request).extra_keys.lora == "content"  # the hit that was promised is read
+    if event == "look-up":
+        requests.view(request, is_lookup=True)
+    else:
+        cached = CachedRequestData(
+            req_ids=[view.request_id], new_block_ids=[None], num_computed_tokens=[4]
+        )
+        output = SchedulerOutput(
+            scheduled_cached_reqs=cached, num_scheduled_tokens={view.request_id: 4}
+        )
+        [scheduled] = requests.step(output).scheduled
+        assert scheduled.request is view
+    assert view.extra_keys.cacheable is stays
 
 
 @pytest.mark.parametrize("drafts", [True, False])

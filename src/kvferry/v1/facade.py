@@ -277,7 +277,7 @@ class OneRole:
         self, request: V1Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         role, requests, _ = self._woken()
-        view = requests.view(request)
+        view = requests.view(request, is_lookup=True)
         return role.lookup(view, num_computed_tokens)[:2] if view.may_read else (0, False)
 
     def update_state_after_alloc(

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 LoraIdentity = Callable[[Any], str | None]
 """Maps a host's LoRA request to an identity of the adapter's content; None: do not cache. Raises
-`UnknownAdapterError`, which says why there is none."""
+`UnknownAdapterError`, which says why there is none. Once known, an adapter keeps its identity until
+it has none for good."""
 
 ItemIdentity = Callable[[str], str | None]
 """Maps a host's name of a multimodal item to an identity of its content; None: do not cache."""
@@ -39,6 +40,10 @@ ItemIdentity = Callable[[str], str | None]
 
 class UnknownAdapterError(Exception):
     """The content of an adapter that the host loaded is not known. The text says why."""
+
+
+class UnreadAdapterError(UnknownAdapterError):
+    """The content of an adapter is not known yet, or is being looked at again."""
 
 
 UNCACHEABLE = ExtraKeys(cacheable=False)
@@ -135,9 +140,10 @@ class HostRequests:
         self._views: dict[str, HostRequestView] = {}
         self._tables: dict[str, list[list[int]]] = {}
 
-    def view(self, request: V1Request) -> HostRequestView:
+    def view(self, request: V1Request, *, is_lookup: bool = False) -> HostRequestView:
         """The view of a request; the same object for the request's whole life. Its extra keys
-        follow the request until they cannot be found: from then on it is not cached."""
+        follow the request until they cannot be found: from then on it is not cached. Between a
+        look-up and the allocation for its hit they stay as they are."""
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
             params = getattr(request, "kv_transfer_params", None)
@@ -148,6 +154,8 @@ class HostRequests:
             view = self._views[request.request_id] = HostRequestView(request, handover, options)
         if view.extra_keys.cacheable:
             self._follow(view)
+        if is_lookup:
+            self._check_adapter(view)
         return view
 
     def _follow(self, view: HostRequestView) -> None:
@@ -159,13 +167,20 @@ class HostRequests:
                     raise ValueError("it grew, and this engine decodes speculatively")
                 view.inputs = inputs
                 view.extra_keys = extra_keys_of(inputs, self._lora_identity, self._item_identity)
-        except UnknownAdapterError as error:
-            view.extra_keys = ExtraKeys(
-                cacheable=False, reason=LookupMiss.ADAPTER, why=f"the LoRA adapter {error}"
-            )
-        except (AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
-            logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
-            view.extra_keys = UNCACHEABLE
+        except _NOT_FOUND as error:
+            view.extra_keys = _not_cached(error)
+
+    def _check_adapter(self, view: HostRequestView) -> None:
+        """Let a request go uncached from now on if its adapter lost its identity: the host may have
+        loaded another in its place while the request ran."""
+        if view.extra_keys.lora is None or view.inputs is None:
+            return
+        try:
+            self._lora_identity(view.inputs.lora[1])
+        except UnreadAdapterError:
+            pass
+        except _NOT_FOUND as error:
+            view.extra_keys = _not_cached(error)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended."""
@@ -226,6 +241,7 @@ class HostRequests:
                     logger.warning("%r is scheduled in unknown blocks: not cached", request_id)
                     self.forget(request_id)
                 continue
+            self._check_adapter(view)
             num_tokens = output.num_scheduled_tokens[request_id]
             scheduled.append(ScheduledView(view, tuple(table), num_computed, num_tokens))
         return V1Step(scheduled, preempted, output.finished_req_ids)
@@ -288,6 +304,18 @@ def inputs_of(request: Any) -> Inputs:  # noqa: ANN401 - a host's object
         # other tokens than the request names.
         raise ValueError("its prompt is longer than its tokens")
     return Inputs(num_prompt_tokens, has_embeds, salt, (id(lora), lora), items)
+
+
+_NOT_FOUND = (UnknownAdapterError, AttributeError, TypeError, ValueError, OSError, RuntimeError)
+
+
+def _not_cached(error: Exception) -> ExtraKeys:
+    """The extra keys of a request whose inputs have no identity, and why."""
+    if isinstance(error, UnknownAdapterError):
+        why = f"the LoRA adapter {error}"
+        return ExtraKeys(cacheable=False, reason=LookupMiss.ADAPTER, why=why)
+    logger.warning("request is not cached: its inputs cannot be identified (%r)", error)
+    return UNCACHEABLE
 
 
 def extra_keys_of(

@@ -184,6 +184,31 @@ def test_an_adapter_of_equal_times_that_changed_is_known_by_its_content(
     assert "changed on disk" in settled(identities, Lora(adapter))
 
 
+def test_an_adapter_that_is_refused_while_it_is_hashed_stays_refused(adapter, identities):
+    with pytest.raises(UnknownAdapterError, match="is being hashed"):
+        identities(Lora(adapter))
+    for lora in (Lora(adapter, load_inplace=True), Lora(adapter)):
+        with pytest.raises(UnknownAdapterError, match="in place"):
+            identities(lora)
+    identities.close()  # the job has ended
+    with pytest.raises(UnknownAdapterError, match="in place"):
+        identities(Lora(adapter))
+
+
+@pytest.mark.parametrize("path", ["a", "b"])
+def test_an_adapter_that_was_loaded_in_the_place_of_a_known_one_takes_its_identity(
+    path, tmp_path, adapter, clock, caplog
+):
+    """From then on the host serves it under the id, whatever a later request says."""
+    write_adapter(tmp_path / "b", 2.0)
+    identities = LoraIdentities(clock)
+    assert len(settled(identities, Lora(adapter))) == 129
+    for lora in (Lora(tmp_path / path, load_inplace=True), Lora(adapter)):
+        assert settled(identities, lora) == "was loaded in place of another"
+    identities.close()
+    assert caplog.text.count("are not cached") == 1
+
+
 def test_two_adapters_of_one_id_have_no_identity(tmp_path, adapter, clock):
     """The host loads one of them, whichever it meets first."""
     other = write_adapter(tmp_path / "b", 2.0)

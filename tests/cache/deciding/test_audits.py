@@ -12,6 +12,7 @@ import pytest
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
+from kvferry.types import ExtraKeys
 from tests.cache.hosts import make_groups
 from tests.cache.keeping import (
     NUM_CHUNKS,
@@ -534,6 +535,20 @@ def test_a_preempted_request_is_audited_when_it_comes_again(reader):
     host.settle()
     assert_settles(host)
     assert counts(host) == (1, 0, 0)
+
+
+def test_a_request_whose_identity_is_lost_is_not_audited(reader):
+    """Another adapter may compute the rest of it."""
+    host = reader()
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    be_another_model(host)
+    request.extra_keys = ExtraKeys(cacheable=False)
+    host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (0, 0, 0)
 
 
 def test_a_load_that_failed_is_not_audited(reader):

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from kvferry.identity import adapter_digest, newest_change
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.v1.host import UnknownAdapterError
+from kvferry.v1.host import UnknownAdapterError, UnreadAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +50,21 @@ class LoraIdentities:
         path = getattr(lora_request, "lora_path", None) or getattr(
             lora_request, "lora_local_path", None
         )
-        if not path or getattr(lora_request, "load_inplace", False):
-            raise UnknownAdapterError("was loaded in place of another")
         adapter = self._adapters.setdefault(int(lora_request.lora_int_id), _Adapter(str(path)))
-        if adapter.path != str(path):
+        if not path or getattr(lora_request, "load_inplace", False):
+            adapter.refuse("was loaded in place of another")
+        elif adapter.path != str(path):
             adapter.refuse(f"has the id of that of {adapter.path}")
         adapter.collect(self._clock())
+        if adapter.refused:
+            raise UnknownAdapterError(adapter.refused)
         if adapter.job is None and self._clock() >= adapter.next_check:
             self._pool = self._pool or IOPool(1, "kvferry-lora")
             adapter.job = self._pool.submit(
                 lambda _job: _look_at(Path(adapter.path), self._started_at)
             )
-        if adapter.why or adapter.job is not None:  # while they are hashed again, files may differ
-            raise UnknownAdapterError(adapter.why or _HASHED)
+        if adapter.job is not None:  # also while they are hashed again: files may differ
+            raise UnreadAdapterError("is being hashed")
         return adapter.digest
 
     def close(self) -> None:
@@ -70,15 +72,12 @@ class LoraIdentities:
             self._pool.close(1.0)
 
 
-_HASHED = "is being hashed"
-
-
 class _Adapter:
     """What is known of the adapter that has an id in the host.
 
     Attributes:
-        digest: digest of its files, or empty.
-        why: why it has no identity, or empty.
+        digest: digest of its files; empty before they were hashed.
+        refused: why it has no identity, for good; or empty.
         job: hashes its files; None: nothing does.
         next_check: when they are hashed again, in seconds of the clock.
     """
@@ -86,9 +85,9 @@ class _Adapter:
     def __init__(self, path: str) -> None:
         self.path = path
         self.digest = ""
-        self.why = _HASHED
+        self.refused = ""
         self.job: Job[tuple[str, str]] | None = None
-        self.next_check = 0.0
+        self.next_check = -math.inf
 
     def collect(self, now: float) -> None:
         """Learn what the job found, if it has ended."""
@@ -98,14 +97,13 @@ class _Adapter:
         self.job, self.next_check = None, now + RECHECK_SECONDS
         if why or digest != (self.digest or digest):
             self.refuse(why or _CHANGED)
-        else:
-            self.digest, self.why = digest, ""
+        self.digest = digest
 
     def refuse(self, why: str) -> None:
         """Let it have no identity, for good."""
-        if self.next_check < math.inf:
+        if not self.refused:
             logger.warning("requests of LoRA %s are not cached: it %s", self.path, why)
-            self.why, self.next_check = why, math.inf
+            self.refused = why
 
 
 _CHANGED = "changed on disk after this engine started, which may have loaded it before or after"

@@ -178,6 +178,7 @@ class SharedStorageScheduler(SchedulerRole):
             if request.extra_keys.cacheable:
                 self.requests.track(request)
             else:
+                self.audits.forget(request.request_id)
                 del self.requests.by_id[request.request_id]
         return request.extra_keys.cacheable
 
@@ -287,6 +288,9 @@ class SharedStorageScheduler(SchedulerRole):
                 self._forget_load(request_id)
 
     def _plan(self, step: StepView) -> Plan:
+        for item in step.scheduled:
+            if not item.request.extra_keys.cacheable:
+                self._follow(item.request)
         self.saves.poll_writes()
         saves = self.saves.plan(step) if self._may_save else ()
         saves += self.audits.plan(step)
