@@ -101,7 +101,31 @@ def compressed(**inputs):
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
+def model_opt(algorithm, **more):
+    """As ModelOpt writes it into `hf_quant_config.json`."""
+    settings = {"quant_algo": algorithm, "kv_cache_quant_algo": "NVFP4", **more}
+    return {"hf_quant_config": {"producer": {"name": "modelopt"}, "quantization": settings}}
+
+
+def by_layer(*algorithms):
+    layers = {f"layers.{n}": {"quant_algo": each} for n, each in enumerate(algorithms)}
+    return model_opt("MIXED_PRECISION", quantized_layers=layers)
+
+
+def quark(inputs, weight="fp4"):
+    layer = {"weight": {"dtype": weight}, "input_tensors": inputs and {"dtype": inputs}}
+    settings = {"global_quant_config": layer, "layer_quant_config": {}}
+    return {"quantization_config": {"quant_method": "quark", **settings}}
+
+
 OF_8_BITS = [
+    model_opt("W4A8_MXFP4_FP8"),
+    model_opt("fp8_pb_wo"),
+    by_layer("FP8", "W4A16_NVFP4"),
+    quark("fp8_e4m3"),
+    quark("int8", weight="int4"),
+    {"quantization_config": {"quant_method": "w4afp8"}},
+    {"quantization_config": {"config_groups": {"W8A8": ["Linear"], "W4A16": ["re:x"]}}},
     {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
     {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
     {"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}},
@@ -127,6 +151,13 @@ def test_activations_of_8_bits_have_limits_of_their_own(config):
         {"quantization_config": compressed(num_bits=4, type="float")},
         {"quantization_config": {"quant_method": "fp_quant", "forward_dtype": "nvfp4"}},
         {"online_quantization": {"method": "nvfp4_per_token", "options": "None"}},
+        {"online_quantization": {"method": "online", "options": "Args(linear=nvfp4_per_token)"}},
+        {"quantization_config": {"quant_method": "modelopt_fp4"}},
+        {"quantization_config": {"config_groups": {"MXFP4": ["Linear"]}}},
+        model_opt("NVFP4"),
+        by_layer("FP8", "NVFP4"),
+        quark("fp4"),
+        quark("int4"),
     ],
 )
 def test_activations_of_4_bits_have_none(config):
@@ -141,6 +172,14 @@ def test_activations_of_4_bits_have_none(config):
         {"quantization_config": compressed()},
         {"online_quantization": {"method": "int8_per_channel_weight_only"}},
         {"quantization_config": None},
+        {"quantization_config": {"quant_method": "moe_wna16"}},
+        {"quantization_config": compressed() | {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        {"quantization_config": {"config_groups": {"NVFP4A16": ["Linear"]}}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+        model_opt("W4A16_AWQ"),
+        model_opt("W4A16_NVFP4"),
+        by_layer("W4A16_AWQ", "W4A16_NVFP4"),
+        quark(None),
     ],
 )
 def test_quantised_weights_alone_have_the_usual_limits(config):

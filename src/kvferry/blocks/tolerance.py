@@ -6,6 +6,7 @@ dtypes can be compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -66,12 +67,24 @@ TOLERANCE_OF_8_BITS_WITH_EXPERTS: Tolerances = dict.fromkeys(TOLERANCE, Toleranc
 
 _QUANTIZATION = (
     *("quantization_config", "online_quantization", "hf_quant_config"),
-    "VLLM_MARLIN_INPUT_DTYPE",
+    *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
 )
 """Where the identity of a model says how it is quantised."""
 
-_WEIGHTS_ONLY = ("awq", "gptq", "weight_only")
+_WEIGHTS_ONLY = ("awq", "gptq", "weight_only", "wna16")
 """Methods with one of these in their name leave activations as they are."""
+
+_SCHEME = re.compile(r"(?:w\d+|fp4|fp8)a(?:fp|int)?(\d+)")
+"""Names that say how many bits activations have: W4A16_AWQ, W4AFP8, NVFP4A16."""
+
+_BY_LAYER = (
+    *("config_groups", "quantized_layers"),
+    *("layer_quant_config", "layer_type_quant_config"),
+)
+"""Where compressed-tensors, ModelOpt and Quark say how layers are quantised."""
+
+_INPUTS = ("input_activations", "input_tensors", "forward_dtype")
+"""Where they say what numbers a layer multiplies its weights with."""
 
 
 def tolerances_for(config: Mapping[str, object]) -> Tolerances:
@@ -107,16 +120,39 @@ def _has_experts(config: Mapping[str, object]) -> bool:
 
 def _activation_bits(quantization: object) -> int:
     """Bits of the numbers that a quantised model multiplies: 4, 8, or 16 if only its weights are
-    quantised. Of a method that is not known here, 8."""
-    settings = quantization if isinstance(quantization, Mapping) else {"method": quantization}
+    quantised. Of a method that is not known here, 8; if it differs by layer, the fewest."""
+    if not isinstance(quantization, Mapping):
+        return _bits_of(str(quantization))
+    settings = dict(quantization)
+    if isinstance(settings.get("quantization"), Mapping):  # in ModelOpt's own file
+        return _activation_bits(settings["quantization"])
+    if isinstance(settings.get("global_quant_config"), Mapping):  # of the layers without their own
+        settings["layer_quant_config"] = {
+            **(settings.get("layer_quant_config") or {}),
+            "others": settings["global_quant_config"],
+        }
+    groups = [settings[name] for name in _BY_LAYER if isinstance(settings.get(name), Mapping)]
+    if groups:
+        # A layer may have no more than the name of its scheme.
+        pairs = [pair for group in groups for pair in group.items()]
+        layers = (value if isinstance(value, Mapping) else name for name, value in pairs)
+        return min(map(_activation_bits, layers), default=16)
+    if settings.keys() & {"weight", "weights", *_INPUTS}:
+        inputs = [settings[name] for name in _INPUTS if settings.get(name)]
+        return _bits_of(str(inputs)) if inputs else 16
+    algorithm = settings.get("quant_algo")
     method = str(settings.get("quant_method") or settings.get("method")).lower()
-    groups = settings.get("config_groups")
-    inputs: object = settings
-    if isinstance(groups, Mapping):  # as compressed-tensors writes it
-        inputs = [each.get("input_activations") for each in groups.values()]
-        if not any(inputs):
-            return 16
-    if any(name in method for name in _WEIGHTS_ONLY):
+    options = str(settings.get("options"))
+    if not algorithm and "mxfp4" in method:
+        return 8  # 4 are of weights
+    return min(_bits_of(str(algorithm or method)), 16 if options == "None" else _bits_of(options))
+
+
+def _bits_of(text: str) -> int:
+    """`_activation_bits` from the name of a scheme, or from what is said of a layer's inputs."""
+    text = text.lower()
+    if scheme := _SCHEME.search(text):
+        return int(scheme[1])
+    if any(each in text for each in _WEIGHTS_ONLY):
         return 16
-    has_4_bits = "fp4" in str(inputs).lower() or "'num_bits': 4" in str(inputs)
-    return 4 if has_4_bits and "mxfp4" not in method else 8  # mxfp4 is of weights
+    return 4 if any(each in text for each in ("fp4", "int4", "'num_bits': 4")) else 8
