@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,17 @@ def assert_says(expected: dict[str, Any], got: dict[str, Any]) -> None:
         assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-3)
 
 
-def make_pairs(make_prompt: MakePrompt, image: int | None) -> list[tuple[Session, Session, bool]]:
-    """Return pairs of sessions of equal tokens, and whether they are preempted. With an image
-    token, the two differ by a picture in the second or third piece."""
+def make_pairs(make_prompt: MakePrompt, *, pictures: bool) -> list[tuple[Session, Session, bool]]:
+    """Return pairs of sessions of equal tokens, and whether they are preempted. With pictures, the
+    two differ by the one in the second or third piece."""
     pairs = []
-    for at, preempted in product([0] if image is None else [2, 3], [True, False]):
+    for at, preempted in product([2, 3] if pictures else [0], [True, False]):
         prompts = [[3 + token % 250 for token in make_prompt(70)] for _ in range(3)]
         pair: list[Session] = []
         for seed in (1, 2):
             pieces: Session = [{"token_ids": each, "max_tokens": 6} for each in prompts]
             if at:
-                pieces[at - 1] |= {"token_ids": [image, *prompts[at - 1]], "image": seed}
+                pieces[at - 1]["image"] = seed
             pair.append(pieces)
         pairs.append((pair[0], pair[1], preempted))
     return pairs
@@ -50,31 +49,19 @@ def make_pairs(make_prompt: MakePrompt, image: int | None) -> list[tuple[Session
 
 @does("has streaming sessions", since=(0, 32))
 @pytest.mark.parametrize("generated", [True, False])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "text",
-        pytest.param(
-            "pictures",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("torchvision") is None,
-                reason="vLLM reads pictures with torchvision",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("what", ["text", "pictures"])
 def test_sessions_of_equal_tokens_read_what_is_theirs(
     what: str, generated: bool, tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
     """In one process, and again in another one that reads what the first stored."""
     connector = kvferry(tmp_path / "store", chunk_tokens=CHUNK, save_generated=generated)
-    model, image = models["plain"], None
+    model = models["plain"]
     options: dict[str, Any] = {"block_size": CHUNK}
     if what == "pictures":
-        model, image = make_image_model(tmp_path / "model")
+        model = make_image_model(tmp_path / "model")
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
-    pairs = make_pairs(make_prompt, image)
+    pairs = make_pairs(make_prompt, pictures=what == "pictures")
 
     def converse(process: Process, connector: Any) -> list[dict[str, Any]]:
         with process.engine(model, connector, **options):
@@ -88,7 +75,7 @@ def test_sessions_of_equal_tokens_read_what_is_theirs(
         converse(second, None), converse(first, connector), converse(second, connector)
     )  # fmt: skip
     for a, b in zip(own[::2], own[1::2], strict=True):
-        assert (a["said"] == b["said"]) == (image is None)
+        assert (a["said"] == b["said"]) == (what == "text")
     for expected, *others in zip(own, written, read, strict=True):
         for answer in others:
             assert_says(expected, answer)
