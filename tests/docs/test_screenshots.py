@@ -27,6 +27,6 @@ def test_all_pictures_are_made(tmp_path):
         assert content.startswith(b"\x89PNG")
         assert int.from_bytes(content[16:20]) == 1100
         assert len(content) > 50_000  # an empty page has a tenth
-    top = re.sub(r"<[^>]*>", " ", (tmp_path / "top.svg").read_text())
+    status = re.sub(r"<[^>]*>", " ", (tmp_path / "status.svg").read_text())
     for shown in ("tokens&#160;hit", "scheduler", "lookup", "slots&#160;held"):
-        assert shown in top, shown
+        assert shown in status, shown
