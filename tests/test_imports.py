@@ -27,7 +27,7 @@ LAYERS = [
     # Every name of vLLM's, and the hosts that know them.
     {"v1"},
     {"adapters", "exporters", "engine", "testing"},
-    {"cli", "demo", "doctor", "explain", "readings", "report", "simulate"},
+    {"cli", "demo", "doctor", "explain", "readings", "report", "simulate", "survey"},
 ]
 
 # Rooms of one layer do not know each other, but for these.
@@ -47,8 +47,11 @@ SIDEWAYS = {
     ("cli", "readings"),
     ("cli", "report"),
     ("cli", "simulate"),
-    # It compares namespaces as `explain` does.
-    ("doctor", "explain"),
+    # Whatever looks at namespaces does it alike.
+    ("cli", "survey"),
+    ("doctor", "survey"),
+    ("explain", "survey"),
+    ("report", "survey"),
 }
 
 # Downward, and still not for everyone: target -> files that may import it (besides its own room).
@@ -98,6 +101,7 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        "survey.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
@@ -125,6 +129,7 @@ ONLY_FROM = {
         "doctor",
         "explain.py",
         "report",
+        "survey.py",
     ],
     "testing": [],
 }

@@ -2,14 +2,14 @@
 
 A store is asked three things: whether it has the chunks of the prompt, what it remembers of removed
 chunks, and which namespaces it describes. It is listed only if it cannot name its namespaces
-otherwise. Other commands use the functions that describe and compare namespaces.
+otherwise.
 """
 
 from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, groupby
@@ -17,11 +17,12 @@ from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.keys import ChunkKeys, JsonValue, ModelIdentity, Namespace
+from kvferry.keys import ChunkKeys, Namespace
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from kvferry.store.base import NO_DEADLINE, ReadRange, Removal, Store
 from kvferry.store.wrappers import WrapperStore
+from kvferry.survey import Differences, chunk_tokens_of, survey
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 T = TypeVar("T")
@@ -47,9 +48,6 @@ SENTENCES: Mapping[str, str] = {
 MAX_REMOVALS = 1 << 16
 MAX_NAMESPACES = 1000
 """How many namespaces of a store are compared with the one asked for; usually there are few."""
-
-DESCRIBE_SECONDS = 10.0
-"""Time for reading descriptions of namespaces; those not read by then are left out."""
 
 COMPARE_SECONDS = 10.0
 """Time for searching other namespaces for the prompt."""
@@ -110,10 +108,6 @@ class Run(NamedTuple):
     """When the first chunk of the run was removed, seconds since the epoch."""
     by: str = ""
     """Which process removed it."""
-
-
-Differences = dict[str, tuple[JsonValue, JsonValue]]
-"""The two values of each field that differs, by dotted path; None for a missing field."""
 
 
 class Space(NamedTuple):
@@ -190,59 +184,10 @@ class PromptAnswer:
         return why
 
 
-def describe_all(store: Store, digests: Iterable[bytes]) -> dict[bytes, Namespace | None]:
-    """Return the described ones of these namespaces, as many as can be read in `DESCRIBE_SECONDS`.
-    None stands for a description that is damaged or belongs to another namespace."""
-    found: dict[bytes, Namespace | None] = {}
-    until = time.monotonic() + DESCRIBE_SECONDS
-    for digest in dict.fromkeys(digests):
-        text = store.describe(digest) if digest and time.monotonic() < until else None
-        if text is not None:
-            found[digest] = Namespace.from_text(digest, text)
-    return found
-
-
 def spaces_of_tokens(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
     """Return those of the first `MAX_NAMESPACES` namespaces whose keys follow from tokens."""
-    known = describe_all(store, digests[:MAX_NAMESPACES]).values()
+    known = [each.namespace for each in survey(store, digests[:MAX_NAMESPACES])]
     return [each for each in known if each is not None and chunk_tokens_of(each) is not None]
-
-
-def chunk_tokens_of(namespace: Namespace) -> int | None:
-    """Return the tokens of a chunk; None if the namespace's keys do not follow from tokens."""
-    if namespace.is_opaque:
-        return None
-    size = namespace.description.get("chunk_tokens")
-    return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
-
-
-def differences(there: JsonValue, here: JsonValue) -> Differences:
-    """Return the fields that differ between two descriptions, by dotted path. Not recursive, so a
-    deeply nested description costs no stack."""
-    found: Differences = {}
-    open_pairs: list[tuple[str, JsonValue, JsonValue]] = [("", there, here)]
-    while open_pairs:
-        path, left, right = open_pairs.pop()
-        if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-            left, right = dict(_numbered(left)), dict(_numbered(right))
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            names = sorted({*left, *right}, reverse=True)
-            prefix = f"{path}." if path else ""
-            open_pairs += [(f"{prefix}{name}", left.get(name), right.get(name)) for name in names]
-        elif left != right:
-            found[path] = (left, right)
-    return found
-
-
-def _numbered(values: Sequence[JsonValue]) -> Iterator[tuple[str, JsonValue]]:
-    return ((str(number), value) for number, value in enumerate(values))
-
-
-def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Differences:
-    """Return how a namespace differs from a model directory, in what a directory decides: the
-    weights and the config."""
-    there = {name: namespace.description.get(name) for name in ("weights", "config")}
-    return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
 
 
 class TierStores(WrapperStore):

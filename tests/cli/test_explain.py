@@ -29,7 +29,6 @@ from kvferry.explain import (
     Space,
     TierStores,
     Why,
-    differences,
 )
 from kvferry.identity import adapter_digest
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
@@ -40,6 +39,7 @@ from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
 from kvferry.store.wrappers import WrapperStore
+from kvferry.survey import differences
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
 from tests.cli.test_hostile_names import NAMES, is_plain

@@ -12,7 +12,6 @@ from urllib.parse import quote
 import pytest
 from blake3 import blake3
 
-from kvferry.cli.stores import UNREADABLE
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.keys.encoding import canonical
 from kvferry.keys.namespace import NAMESPACE_TAG
@@ -20,6 +19,7 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.kind import Opening
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
+from kvferry.survey import UNREADABLE
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
 from tests.servers import patience

@@ -18,6 +18,7 @@ from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.report.gather import MAX_BRANCHES, Branch, RecordedRequests, SpaceSums
 from kvferry.report.page import MAX_ROWS, Report, render
 from kvferry.store.url import open_store
+from kvferry.survey import Holding
 from kvferry.types import KVGroup
 from tests.browser import browser
 from tests.cli.conftest import CHUNK_TOKENS, put_records
@@ -158,9 +159,10 @@ def test_hostile_text_makes_no_element_even_where_no_policy_is_kept(tmp_path):
 def test_what_has_no_box_in_the_tree_still_counts_and_the_page_says_so():
     runs = [Branch(b"n" * 32, None, 0, 7, 10, 1, 1e9)] * MAX_BRANCHES
     spaces = {bytes([number]) * 32: SpaceSums(1, 10) for number in range(MAX_ROWS)}
+    spaces = {b"n" * 32: SpaceSums(MAX_BRANCHES + 9, 10 * MAX_BRANCHES + 90), **spaces}
     report = Report(
-        url="memory:", at=1e9, facts={}, titles={}, branches=runs, removals=None,
-        spaces={b"n" * 32: SpaceSums(MAX_BRANCHES + 9, 10 * MAX_BRANCHES + 90), **spaces},
+        url="memory:", at=1e9, facts={}, branches=runs, removals=None, spaces=spaces,
+        holdings={digest: Holding(digest, 0, 0, is_described=False) for digest in spaces},
         requests=RecordedRequests(),
     )  # fmt: skip
     page = render(report)

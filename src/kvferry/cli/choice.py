@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
     Raises:
         ConfigError: there is none, several start with the digits, or one lacks a sound description.
     """
-    from kvferry.explain import chunk_tokens_of
+    from kvferry.survey import chunk_tokens_of
 
     found: list[Namespace] = []
     opaque: list[Namespace] = []
@@ -170,16 +171,14 @@ def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
 
 def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
     """Return the chosen namespaces by digest; None for one without a readable description."""
-    from kvferry.explain import differences_of_model
-    from kvferry.keys import Namespace
+    from kvferry.survey import differences_of_model, survey
 
-    known = store.described()
+    digests = [*store.described(), *(store.namespaces() if choice.digits else ())]
+    if choice.digits is not None:
+        digests = [each for each in digests if each.hex().startswith(choice.digits)]
     found: dict[bytes, Namespace | None] = {}
-    for digest in dict.fromkeys([*known, *(store.namespaces() if choice.digits else ())]):
-        if choice.digits is not None and not digest.hex().startswith(choice.digits):
-            continue
-        text = store.describe(digest) if digest else None
-        space = None if text is None else Namespace.from_text(digest, text)
+    for holding in survey(store, digests, seconds=math.inf):
+        space = holding.namespace
         if choice.identity is not None and (
             space is None or "weights" in differences_of_model(space, choice.identity)
         ):
@@ -188,7 +187,7 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
             space is None or space.description.get("tenant") != choice.tenant
         ):
             continue
-        found[digest] = space
+        found[holding.digest] = space
     if not found:
         raise ConfigError(f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`")
     if choice.digits is not None and len(found) > 1:
@@ -197,8 +196,8 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
 
 
 def _of_prompt(store: Store, choice: Choice) -> Iterator[Entry]:
-    from kvferry.explain import chunk_tokens_of
     from kvferry.keys import ChunkKeys
+    from kvferry.survey import chunk_tokens_of
 
     for space in prompt_spaces(store, choice):
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)

@@ -29,10 +29,11 @@ from kvferry.store.url import parse_store_url, read_options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import Differences, Explanation, PromptAnswer, Run, Space
+    from kvferry.explain import Explanation, PromptAnswer, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
+    from kvferry.survey import Differences
     from kvferry.types import ExtraKeys
 
 _MAX_TEXT = 200
@@ -148,15 +149,8 @@ def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> Pr
 def _ask_model(
     store: Store, identity: ModelIdentity, token_ids: Sequence[int], extra: ExtraKeys
 ) -> PromptAnswer:
-    from kvferry.explain import (
-        Nearest,
-        PromptAnswer,
-        PromptSearch,
-        Space,
-        describe_all,
-        differences_of_model,
-        spaces_of_tokens,
-    )
+    from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Space, spaces_of_tokens
+    from kvferry.survey import differences_of_model, survey
 
     digests = store.described()
     counts = {} if digests else stores.namespaces(store)  # raises where the prefix is wrong
@@ -165,7 +159,8 @@ def _ask_model(
         for each in spaces_of_tokens(store, digests)
     ]
     counts = counts or ({} if spaces else store.namespaces())
-    if lost := sum(counts[each][0] for each in counts.keys() - describe_all(store, counts).keys()):
+    found = survey(store, counts, counts)
+    if lost := sum(each.num_records for each in found if not each.is_described):
         raise ConfigError(
             f"{store.url} has {lost} records of namespaces without a description, so nothing says "
             "of which model they are; an engine that uses the store describes its own"
@@ -184,7 +179,8 @@ def _ask_model(
 def _ask_namespace(
     store: Store, digits: str, token_ids: Sequence[int], extra: ExtraKeys
 ) -> PromptAnswer:
-    from kvferry.explain import PromptSearch, Space, differences, spaces_of_tokens
+    from kvferry.explain import PromptSearch, Space, spaces_of_tokens
+    from kvferry.survey import differences
 
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
@@ -205,11 +201,11 @@ def _ask_namespace(
 
 
 def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
-    from kvferry.explain import chunk_tokens_of, describe_all
+    from kvferry.survey import chunk_tokens_of, survey
 
     known = [bytes.fromhex(digits)] if digests is None else digests
     matches = [each for each in known if each.hex().startswith(digits)]
-    found = describe_all(store, matches).get(matches[0]) if len(matches) == 1 else None
+    found = survey(store, matches)[0].namespace if len(matches) == 1 else None
     if found is not None and chunk_tokens_of(found) is not None:
         return found
     if digests is None:

@@ -30,7 +30,6 @@ from kvferry.cli.stores import (
     entries,
     find,
     inspect,
-    model_names,
     namespaces,
     open_existing,
     query_store,
@@ -42,6 +41,7 @@ from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store import maintenance
 from kvferry.store.base import Entry, Removal, Store
 from kvferry.store.kind import shown_url
+from kvferry.survey import survey
 from kvferry.types import FORMAT_VERSION
 
 
@@ -121,7 +121,7 @@ def ls(
     if key is not None:
         _show_one(url, key, json)
     elif by is not None:
-        value, shown = survey(url)
+        value, shown = count_all(url)
         emit(value, json, *shown)
     elif removed:
         _show_removals(query_store(url, lambda store: _removals(store, limit or sys.maxsize)), json)
@@ -144,16 +144,17 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[byt
     if sort is Order.TOKEN:
         heads = (_Shown.of(store, entry) for entry in every())
         shown = heapq.nsmallest(limit, heads, key=_place)
-        return shown, model_names(store, (found.namespace for found in shown)), num_records
-    if sort is Order.SIZE:
-        chosen = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
     else:
-        try:
-            chosen, num_records = list(store.recent(limit)), store.stat().num_records
-        except StoreError:  # the store does not know which were used last
-            chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
-    shown = [_Shown.of(store, entry) for entry in chosen]
-    return shown, model_names(store, (found.namespace for found in shown)), num_records
+        if sort is Order.SIZE:
+            chosen = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
+        else:
+            try:
+                chosen, num_records = list(store.recent(limit)), store.stat().num_records
+            except StoreError:  # the store does not know which were used last
+                chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
+        shown = [_Shown.of(store, entry) for entry in chosen]
+    found = survey(store, (each.namespace for each in shown))
+    return shown, {each.digest: each.title for each in found if each.title}, num_records
 
 
 def _removals(store: Store, limit: int) -> list[Removal]:
@@ -260,7 +261,7 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
     ]
 
 
-def survey(url: str) -> tuple[JsonRow, list[RenderableType]]:
+def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     """Count the records of a store by namespace, and its recent removals by reason. Return the
     result for programs, and for people. Raises as `query_store`."""
     facts, spaces, removals = query_store(url, count_records)
@@ -281,23 +282,13 @@ def survey(url: str) -> tuple[JsonRow, list[RenderableType]]:
 def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
     """Return counts, rows of namespaces (the largest first) and removals (the latest first)."""
     counts = namespaces(store)
-    models = model_names(store, counts)
-    largest_first = sorted(counts.items(), key=lambda item: -item[1][1])
-    rows: list[JsonRow] = [
-        {
-            "namespace": digest.hex() or None,
-            "model": models.get(digest),
-            "num_records": num_records,
-            "num_bytes": num_bytes,
-        }
-        for digest, (num_records, num_bytes) in largest_first
-    ]
+    found = survey(store, counts, counts)
     facts: JsonRow = {
-        "num_records": sum(num_records for num_records, _ in counts.values()),
-        "used_bytes": sum(num_bytes for _, num_bytes in counts.values()),
+        "num_records": sum(each.num_records for each in found),
+        "used_bytes": sum(each.num_bytes for each in found),
         **store.facts(),
     }
-    return facts, rows, store.removals(sys.maxsize) or []
+    return facts, [each.row() for each in found], store.removals(sys.maxsize) or []
 
 
 def by_reason(removals: list[Removal]) -> list[JsonRow]:

@@ -17,7 +17,7 @@ from kvferry.cli.output import (
     require_extra,
     require_targets,
 )
-from kvferry.cli.stores import UNREADABLE, UrlArgument, entries, query_store
+from kvferry.cli.stores import UrlArgument, entries, query_store
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store.base import Store
@@ -25,7 +25,7 @@ from kvferry.store.kind import shown_url
 
 if TYPE_CHECKING:
     from kvferry.report.gather import RecordedRequests
-    from kvferry.report.page import Report, SpaceText
+    from kvferry.report.page import Report
 
 
 def report(
@@ -70,35 +70,25 @@ def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Prog
     from kvferry.explain import MAX_REMOVALS
     from kvferry.report.gather import Survey
     from kvferry.report.page import MAX_ROWS, Report
+    from kvferry.survey import survey
 
     chunks = {} if requests is None else requests.chunks()
-    survey = Survey(chunks, time.time())
+    sums = Survey(chunks, time.time())
     total = store.stat().num_records or None
     for entry in bar.track(entries(store, store.scan()), total, description="reading records"):
-        survey.add(entry)
-    spaces = survey.largest_spaces()
+        sums.add(entry)
+    spaces = sums.largest_spaces()
+    shown = {digest: (each.num_records, each.num_bytes) for digest, each in spaces.items()}
     return Report(
         url=url,
         at=time.time(),
         facts=store.facts(),
         spaces=spaces,
-        titles=_titles(store, list(spaces)[:MAX_ROWS]),
-        branches=survey.branches(),
+        holdings={each.digest: each for each in survey(store, list(spaces)[:MAX_ROWS], shown)},
+        branches=sums.branches(),
         removals=store.removals(MAX_REMOVALS),
         requests=requests,
     )
-
-
-def _titles(store: Store, digests: list[bytes]) -> dict[bytes, SpaceText]:
-    from kvferry.explain import describe_all
-    from kvferry.report.page import SpaceText
-
-    found = {}
-    for digest, namespace in describe_all(store, digests).items():
-        tenant = "" if namespace is None else namespace.description.get("tenant")
-        title = UNREADABLE if namespace is None else namespace.title
-        found[digest] = SpaceText(title, tenant if isinstance(tenant, str) else "")
-    return found
 
 
 def _show(found: Report, html: Path, json: str | None) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
-from kvferry.cli.records import survey
+from kvferry.cli.records import count_all
 from kvferry.config import format_size
 from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
@@ -74,7 +74,7 @@ def _view(source: str, journal: Path | None) -> View:
         path = journal
         return lambda: _show(read_requests(path), None, f"last requests of {path}")
     if not source.startswith(("http://", "https://")):
-        return lambda: survey(source)
+        return lambda: count_all(source)
     before: list[Reading] = []
 
     def look() -> tuple[JsonRow, list[RenderableType]]:

@@ -33,9 +33,6 @@ UrlArgument = Annotated[
     ),
 ]
 
-UNREADABLE = "(unreadable)"
-"""Shown instead of a model's name if its namespace has no readable description."""
-
 FIRST_ANSWER_SECONDS = 10.0
 """How long a command waits for a server's first answer; a listing may take longer."""
 
@@ -168,17 +165,6 @@ def find(store: Store, key_prefix: str) -> Entry:
     number = "no record" if not matches else f"{len(matches)} records"
     hint = "`kvferry ls` lists them" if not matches else "give more digits"
     raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
-
-
-def model_names(store: Store, digests: Iterable[bytes]) -> dict[bytes, str]:
-    """Return the model names of namespaces that the store describes; `UNREADABLE` for a description
-    that is damaged, or of another namespace."""
-    from kvferry.explain import describe_all
-
-    return {
-        digest: UNREADABLE if namespace is None else namespace.title
-        for digest, namespace in describe_all(store, digests).items()
-    }
 
 
 def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:

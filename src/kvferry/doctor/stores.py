@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from kvferry.config import format_size
 from kvferry.doctor.machine import Finding
 from kvferry.errors import ConfigError, StoreError
-from kvferry.explain import describe_all, differences, differences_of_model
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
@@ -27,6 +26,7 @@ from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.recordio import put_record
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+from kvferry.survey import differences, differences_of_model, survey
 from kvferry.types import ChunkKey, KVGroup
 
 ANSWER_SECONDS = 5.0
@@ -350,21 +350,17 @@ def _check_clock(
 
 def _check_namespaces(store: Store, model: Model | None, report: StoreReport) -> None:
     counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
-    largest_first = sorted(counts, key=lambda digest: -counts[digest][1])
-    known = describe_all(store, largest_first)
-    for digest in largest_first:
-        space = known.get(digest)
-        if digest in known and space is None:
+    found = []
+    for holding in survey(store, counts, counts):
+        space, row = holding.namespace, holding.row()
+        if space is not None and not space.is_opaque:
+            found.append(space)
+        if holding.is_described and space is None:
             report.add(
-                f"the description of namespace {digest.hex()[:16]} is damaged, or of another",
+                f"the description of namespace {holding.digest.hex()[:16]} is damaged, or of "
+                "another",
                 "start an engine of this model, which writes it again",
             )
-        row: dict[str, JsonValue] = {
-            "namespace": digest.hex(),
-            "model": None if space is None else space.title,
-            "num_records": counts[digest][0],
-            "num_bytes": counts[digest][1],
-        }
         if model is not None and space is not None:
             differs = list(differences_of_model(space, model.identity))
             there = {name: space.description.get(name) for name in model.options}
@@ -372,7 +368,6 @@ def _check_namespaces(store: Store, model: Model | None, report: StoreReport) ->
             row["read_by_model"] = not differs
             row["differs"] = differs[:8]
         report.namespaces.append(row)
-    found = [space for space in known.values() if space is not None and not space.is_opaque]
     _check_sharing(found, report)
     if model is not None and report.namespaces:
         _check_ours(report)

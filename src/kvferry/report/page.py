@@ -28,6 +28,7 @@ from kvferry.report.gather import (
     causes,
 )
 from kvferry.store.base import Removal
+from kvferry.survey import Holding
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -61,13 +62,6 @@ for (const [id, figure] of Object.entries(JSON.parse(document.getElementById("fi
 """
 
 
-class SpaceText(NamedTuple):
-    """What a namespace says of itself."""
-
-    model: str
-    tenant: str = ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All that the page shows.
@@ -77,7 +71,7 @@ class Report:
         at: when the store was read, seconds since the epoch.
         facts: what the store says of itself, such as its quota.
         spaces: sums of each namespace, by digest, the largest first.
-        titles: texts of the namespaces that are shown, by digest.
+        holdings: the namespaces that are shown, by digest.
         branches: the prefix tree of recorded requests.
         removals: removals, newest first; None if the store does not remember them.
         requests: requests of a journal; None without a journal.
@@ -87,7 +81,7 @@ class Report:
     at: float
     facts: Mapping[str, int | bool | None]
     spaces: Mapping[bytes, SpaceSums]
-    titles: Mapping[bytes, SpaceText]
+    holdings: Mapping[bytes, Holding]
     branches: Sequence[Branch]
     removals: Sequence[Removal] | None
     requests: RecordedRequests | None
@@ -200,10 +194,11 @@ def _time(at: float) -> str:
 def _spaces(report: Report) -> list[str]:
     rows = []
     for digest, space in report.shown_spaces():
-        text = report.titles.get(digest, SpaceText(""))
+        holding = report.holdings[digest]
         size, used = format_size(space.num_bytes), _time(space.last_used)
         name = _space_name(digest)
-        rows.append((name, text.model, text.tenant, space.num_records, size, used))
+        title = holding.title or ""
+        rows.append((name, title, holding.tenant, space.num_records, size, used))
     if not rows:
         return ["<h2>Namespaces</h2>", "<p>Nothing is stored.</p>"]
     left = len(report.spaces) - len(rows)
@@ -294,7 +289,7 @@ def _boxes(report: Report) -> dict[str, _Box]:
         for number, (used, num_bytes) in enumerate(space.ages.items()):
             sizes[top] += num_bytes
             boxes[f"{top}a{number}"] = _Box(top, used, num_bytes, used, note)
-        model = report.titles[digest].model if digest in report.titles else "namespace"
+        model = report.holdings[digest].title or "namespace"
         sizes[top] = max(sizes[top], space.num_bytes)  # runs may be left out
         used = age(space.last_used, report.at)
         boxes[top] = _Box("all", f"{model} {_space_name(digest)}", sizes[top], used)

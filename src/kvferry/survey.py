@@ -1,0 +1,119 @@
+"""Which namespaces a store has, what they hold, and how they differ: for all commands alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvferry.keys import JsonValue, ModelIdentity, Namespace
+from kvferry.store.base import Store
+
+UNREADABLE = "(unreadable)"
+"""Shown instead of a model's name if its namespace has no readable description."""
+
+DESCRIBE_SECONDS = 10.0
+"""Time for reading descriptions of namespaces; those not read by then are left out."""
+
+Differences = dict[str, tuple[JsonValue, JsonValue]]
+"""The two values of each field that differs, by dotted path; None for a missing field."""
+
+_NO_COUNTS: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a store holds of a namespace.
+
+    Attributes:
+        digest: of the namespace; empty for records whose namespace the store does not know yet.
+        is_described: whether the store has a description, sound or not.
+        namespace: what the description says; None without a sound one of this digest.
+    """
+
+    digest: bytes
+    num_records: int
+    num_bytes: int
+    is_described: bool
+    namespace: Namespace | None = None
+
+    @property
+    def title(self) -> str | None:
+        """The model's name, or `UNREADABLE`; None without a description."""
+        if self.namespace is None:
+            return UNREADABLE if self.is_described else None
+        return self.namespace.title
+
+    @property
+    def tenant(self) -> str:
+        tenant = None if self.namespace is None else self.namespace.description.get("tenant")
+        return tenant if isinstance(tenant, str) else ""
+
+    def row(self) -> dict[str, JsonValue]:
+        """Return a row of a table of namespaces."""
+        return {
+            "namespace": self.digest.hex() or None,
+            "model": self.title,
+            "num_records": self.num_records,
+            "num_bytes": self.num_bytes,
+        }
+
+
+def survey(
+    store: Store,
+    digests: Iterable[bytes],
+    counts: Mapping[bytes, tuple[int, int]] = _NO_COUNTS,
+    *,
+    seconds: float = DESCRIBE_SECONDS,
+) -> list[Holding]:
+    """Return what a store holds of these namespaces, the largest first. Each is returned once.
+
+    Args:
+        counts: the numbers of records and of bytes by namespace, as `Store.namespaces` has them.
+        seconds: time for reading descriptions; later namespaces count as not described.
+    """
+    until = time.monotonic() + seconds
+    found = []
+    for digest in sorted(dict.fromkeys(digests), key=lambda each: -counts.get(each, (0, 0))[1]):
+        text = store.describe(digest) if digest and time.monotonic() < until else None
+        namespace = None if text is None else Namespace.from_text(digest, text)
+        found.append(Holding(digest, *counts.get(digest, (0, 0)), text is not None, namespace))
+    return found
+
+
+def chunk_tokens_of(namespace: Namespace) -> int | None:
+    """Return the tokens of a chunk; None if the namespace's keys do not follow from tokens."""
+    if namespace.is_opaque:
+        return None
+    size = namespace.description.get("chunk_tokens")
+    return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
+
+
+def differences(there: JsonValue, here: JsonValue) -> Differences:
+    """Return the fields that differ between two descriptions, by dotted path. Not recursive, so a
+    deeply nested description costs no stack."""
+    found: Differences = {}
+    open_pairs: list[tuple[str, JsonValue, JsonValue]] = [("", there, here)]
+    while open_pairs:
+        path, left, right = open_pairs.pop()
+        if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+            left, right = dict(_numbered(left)), dict(_numbered(right))
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            names = sorted({*left, *right}, reverse=True)
+            prefix = f"{path}." if path else ""
+            open_pairs += [(f"{prefix}{name}", left.get(name), right.get(name)) for name in names]
+        elif left != right:
+            found[path] = (left, right)
+    return found
+
+
+def _numbered(values: Sequence[JsonValue]) -> Iterator[tuple[str, JsonValue]]:
+    return ((str(number), value) for number, value in enumerate(values))
+
+
+def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Differences:
+    """Return how a namespace differs from a model directory, in what a directory decides: the
+    weights and the config."""
+    there = {name: namespace.description.get(name) for name in ("weights", "config")}
+    return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
