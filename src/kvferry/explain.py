@@ -1,8 +1,8 @@
 """Why tokens of a prompt would be computed, or were: for the command `kvferry explain`.
 
-A store is asked three things: whether it has the chunks of the prompt, what it remembers of removed
-chunks, and which namespaces it describes. It is listed only if it cannot name its namespaces
-otherwise.
+A store is asked whether it has the chunks of the prompt, what it remembers of removed chunks,
+whether its index lists those that it lacks, and which namespaces it describes. It is listed only if
+it cannot name its namespaces otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import chain, groupby
 from typing import NamedTuple, TypeVar
 
@@ -27,73 +26,15 @@ from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 T = TypeVar("T")
 
-SENTENCES: Mapping[str, str] = {
-    LookupMiss.ABSENT: "No store had the chunk, as far as this engine knew.",
-    LookupMiss.UNREADABLE: "The store had the chunk, but reading it failed or it was damaged.",
-    LookupMiss.DEADLINE: "The read did not end in time, so the engine computed instead.",
-    LookupMiss.NO_MEMORY: "The host pool was full of chunks in use; a larger pool would help.",
-    LookupMiss.SLOWER: "Computing was measured to be faster than loading.",
-    LookupMiss.PARTIAL: "The end of a prompt, less than a chunk or block, is always computed.",
-    LookupMiss.AUDIT: "It was stored, but was computed too, to check the stored record.",
-    LookupMiss.OTHER_MODEL: "An audit found records of another model; this engine reads no more.",
-    LookupMiss.NOT_PRODUCED: "Another engine had to compute it but did not store it in time.",
-    LookupMiss.OTHER_PRODUCER: "The engine that prefilled it runs another version or model.",
-    LookupMiss.OTHER_TOKENS: "The engine that prefilled it computed other tokens.",
-    LookupMiss.NOT_CACHEABLE: "kvferry cannot cache a request of this form.",
-    LookupMiss.ADAPTER: "It is not known, or not yet, which LoRA adapter was loaded.",
-    LookupMiss.NOT_LOADING: "This engine only stores, or the request limits what is loaded.",
-}
-"""What each miss reason of a journal means, as in docs/operate.md."""
-
 MAX_REMOVALS = 1 << 16
 MAX_NAMESPACES = 1000
 """How many namespaces of a store are compared with the one asked for; usually there are few."""
 
+_NEVER_STORED = "never stored, as far as the removals go back that the store remembers"
+_FORGETFUL = "the store does not remember what it removed"
+
 COMPARE_SECONDS = 10.0
 """Time for searching other namespaces for the prompt."""
-
-
-class Why(StrEnum):
-    """Why a chunk of a prompt would be a hit or a miss; `MEANINGS` has the words."""
-
-    HIT = "hit"
-    NEVER_STORED = "never stored"
-    NOT_THERE = "not there"
-    EVICTED = "evicted"
-    DELETED = "deleted"
-    QUARANTINED = "quarantined"
-    VANISHED = "vanished"
-    UNREADABLE = "unreadable"
-    NO_ANSWER = "no answer"
-    OTHER_NAMESPACE = "other namespace"
-    OTHER_KEYS = "other salt or LoRA"
-    BEHIND = "behind a miss"
-    NOT_ASKED = "not asked"
-    PARTIAL = "partial"
-
-    @property
-    def is_explained(self) -> bool:
-        """Whether this reason stands, so that other namespaces and keys need not be searched."""
-        return self not in (Why.NEVER_STORED, Why.NOT_THERE)
-
-
-MEANINGS: Mapping[str, str] = {
-    Why.HIT: "would be read",
-    Why.NEVER_STORED: "not in the store, and not among the removals that it remembers",
-    Why.NOT_THERE: "not in the store, which does not remember what it removed",
-    Why.EVICTED: "removed to make room",
-    Why.DELETED: "removed by a command or a program",
-    Why.QUARANTINED: "taken out because it was damaged",
-    Why.VANISHED: "its file was removed from outside",
-    Why.UNREADABLE: "there, but cannot be read",
-    Why.NO_ANSWER: "the store, or the tier that may have it, did not answer",
-    Why.OTHER_NAMESPACE: "these tokens are stored under another namespace",
-    Why.OTHER_KEYS: "these tokens are stored without this salt and LoRA adapter",
-    Why.BEHIND: "stored, but an earlier chunk is missing",
-    Why.NOT_ASKED: "not asked, because the store failed",
-    Why.PARTIAL: "less than a chunk, or the last token: always computed",
-}
-"""What each `Why` means."""
 
 
 class Run(NamedTuple):
@@ -101,9 +42,10 @@ class Run(NamedTuple):
 
     first_token: int
     num_tokens: int
-    why: Why
+    why: LookupMiss | None = None
+    """None: they would hit."""
     detail: str = ""
-    """Tier of a hit, error of a store without an answer, or details of the fault or removal."""
+    """Tier of a hit, or details of the reason in words."""
     at: float | None = None
     """When the first chunk of the run was removed, seconds since the epoch."""
     by: str = ""
@@ -131,11 +73,15 @@ class Explanation(NamedTuple):
 
     @property
     def hit_tokens(self) -> int:
-        return sum(run.num_tokens for run in self.runs if run.why is Why.HIT)
+        return sum(run.num_tokens for run in self.runs if run.why is None)
 
     @property
     def first_miss(self) -> Run | None:
-        return next((run for run in self.runs if run.why is not Why.HIT), None)
+        """The first run that misses, and not only because hits are whole blocks, if there is one;
+        None for an empty prompt."""
+        misses = [run for run in self.runs if run.why is not None]
+        others = (run for run in misses if run.why is not LookupMiss.PARTIAL)
+        return next(others, misses[0] if misses else None)
 
 
 class Nearest(NamedTuple):
@@ -169,18 +115,18 @@ class PromptAnswer:
         return self.found[0].hit_tokens if self.found else 0
 
     @property
-    def reason(self) -> Why:
+    def reason(self) -> LookupMiss:
         """Why the first token that is no hit is a miss."""
         miss = self.found[0].first_miss if self.found else None
-        why = miss.why if miss else Why.PARTIAL if self.found else Why.NEVER_STORED
+        why = (miss and miss.why) or (LookupMiss.PARTIAL if self.found else LookupMiss.ABSENT)
         if not self.found and self.away:
-            return Why.NO_ANSWER
-        if why.is_explained:
+            return LookupMiss.AWAY
+        if why is not LookupMiss.ABSENT:
             return why
         if self.without_extra > self.hit_tokens:
-            return Why.OTHER_KEYS
+            return LookupMiss.OTHER_KEYS
         if self.elsewhere is not None and self.elsewhere.hit_tokens > self.hit_tokens:
-            return Why.OTHER_NAMESPACE
+            return LookupMiss.OTHER_NAMESPACE
         return why
 
 
@@ -228,6 +174,9 @@ class TierStores(WrapperStore):
     def tier_of(self, key: ChunkKey) -> str:
         return self._tier.get(key, "")
 
+    def contains(self, key: ChunkKey) -> bool | None:
+        return any(known for _, known in self._answers(lambda store: store.contains(key)))
+
     def of(self, namespace: bytes) -> Store:
         stores = {name: store.of(namespace) for name, store in self._stores.items()}
         view = TierStores(stores, self._away)
@@ -265,6 +214,10 @@ class PromptSearch:
 
     Args:
         extra: salt and LoRA adapter of the request.
+        block_tokens: tokens of the engine's blocks; a hit is whole blocks.
+
+    Attributes:
+        token_ids: as given.
 
     Raises:
         StoreError: the store cannot say what it removed.
@@ -275,14 +228,16 @@ class PromptSearch:
         store: Store,
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
+        block_tokens: int = 1,
     ) -> None:
         self._store = store
         # A tier that failed is asked no further, so the other tiers may be.
         self._asks_on = isinstance(store, TierStores)
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._extra = extra
+        self._block_tokens = block_tokens
         removals = store.removals(MAX_REMOVALS)
-        self._unknown = Why.NOT_THERE if removals is None else Why.NEVER_STORED
+        self._unknown = _FORGETFUL if removals is None else _NEVER_STORED
         # The newest removal of a key overwrites the older ones.
         self._removed = {each.key: each for each in reversed(removals or ())}
         self._head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
@@ -295,11 +250,11 @@ class PromptSearch:
         found: list[Explanation] = []
         for space in spaces:
             found.append(self.explain(space))
-            if not self._asks_on and any(run.why is Why.NO_ANSWER for run in found[-1].runs):
+            if not self._asks_on and any(run.why is LookupMiss.AWAY for run in found[-1].runs):
                 break  # the next question could take as long
         found.sort(key=lambda each: (-each.hit_tokens, len(each.space.differs)))
-        answer = PromptAnswer(num_tokens=len(self._token_ids), found=found)
-        if answer.reason.is_explained:
+        answer = PromptAnswer(num_tokens=len(self.token_ids), found=found)
+        if answer.reason is not LookupMiss.ABSENT:
             return answer
         plain = 0
         if self._extra != NO_EXTRA_KEYS:
@@ -314,14 +269,15 @@ class PromptSearch:
         """Look every chunk of the prompt up in one namespace."""
         digest, size = space.namespace.digest, space.chunk_tokens
         keys = ChunkKeys(digest, size, self._extra)
-        keys.extend(self._token_ids)
+        keys.extend(self.token_ids)
         runs: list[Run] = []
         for number, key in enumerate(keys.keys):
-            runs.append(self._ask(digest, key, Run(number * size, size, Why.HIT)))
-            if not self._asks_on and runs[-1].why is Why.NO_ANSWER:
+            runs.append(self._ask(digest, key, Run(number * size, size)))
+            if not self._asks_on and runs[-1].why is LookupMiss.AWAY:
                 break  # each further question could take as long
-        runs = _complete(runs, len(keys.keys) * size, len(self._token_ids))
-        return Explanation(space, _merged(runs))
+        runs = _complete(runs, len(keys.keys) * size, len(self.token_ids))
+        stop = self._in_blocks(sum(run.num_tokens for run in runs if run.why is None))
+        return Explanation(space, _merged(_cut(runs, stop)))
 
     def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
         """Return the namespace that has the longest start of the prompt, if that is more than
@@ -340,29 +296,38 @@ class PromptSearch:
         """Return how many leading tokens are stored, as far as known at monotonic time `until`."""
         digest, size = space.namespace.digest, space.chunk_tokens
         keys = ChunkKeys(digest, size, extra)
-        num_chunks = len(self._token_ids) // size
+        num_chunks = len(self.token_ids) // size
         for number in range(num_chunks):
             if number == len(keys.keys):  # hash the rest only if the first is there
-                keys.extend(self._token_ids if number else self._token_ids[:size])
+                keys.extend(self.token_ids if number else self.token_ids[:size])
             is_late = time.monotonic() >= until
             if is_late or self._fault(digest, keys.keys[number]) is not None:
-                return number * size
-        return num_chunks * size
+                num_chunks = number
+                break
+        return self._in_blocks(num_chunks * size)
+
+    def _in_blocks(self, num_tokens: int) -> int:
+        """Return how many of these leading tokens an engine loads: whole blocks, and never the last
+        token."""
+        block = self._block_tokens
+        return max(0, min(num_tokens, len(self.token_ids) - 1)) // block * block
 
     def _ask(self, namespace: bytes, key: ChunkKey, run: Run) -> Run:
         fault = self._fault(namespace, key)
         if fault is None:
             return run._replace(detail=self._store.of(namespace).tier_of(key))
         if isinstance(fault, StoreError):
-            return run._replace(why=Why.NO_ANSWER, detail=str(fault))
+            return run._replace(why=LookupMiss.AWAY, detail=str(fault))
         if fault is not MissReason.ABSENT:
-            return run._replace(why=Why.UNREADABLE, detail=fault)
+            return run._replace(why=LookupMiss.UNREADABLE, detail=fault)
+        if self._store.of(namespace).contains(key):
+            return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removal = self._removed.get(key)
         if removal is None:
-            return run._replace(why=self._unknown)
+            return run._replace(why=LookupMiss.ABSENT, detail=self._unknown)
         # A newer release may know other reasons.
-        known = removal.reason in (Why.EVICTED, Why.DELETED, Why.QUARANTINED, Why.VANISHED)
-        why = Why(removal.reason) if known else Why.DELETED
+        known = removal.reason in set(LookupMiss)
+        why = LookupMiss(removal.reason) if known else LookupMiss.DELETED
         return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
 
     def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
@@ -383,26 +348,35 @@ class PromptSearch:
 
 def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
     """Correct and complete the runs of the chunks that were asked for. Only leading chunks are
-    hits, and the end of a prompt is always computed."""
+    hits."""
     asked = sum(run.num_tokens for run in runs)
-    first_miss = next((n for n, run in enumerate(runs) if run.why is not Why.HIT), len(runs))
-    last_stored = max((n for n, run in enumerate(runs) if run.why is Why.HIT), default=-1)
+    first_miss = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
+    last_stored = max((n for n, run in enumerate(runs) if run.why is None), default=-1)
     for number in range(first_miss, len(runs)):
         run = runs[number]
-        if run.why is Why.HIT:
-            runs[number] = run._replace(why=Why.BEHIND)
-        elif not run.why.is_explained and number < last_stored:
-            runs[number] = run._replace(
-                why=Why.NOT_THERE, detail="was stored before: later chunks are there"
-            )
+        if run.why is None:
+            runs[number] = run._replace(why=LookupMiss.BEHIND)
+        elif run.why is LookupMiss.ABSENT and number < last_stored:
+            runs[number] = run._replace(detail="was stored before: later chunks are there")
     if asked < num_whole:
-        runs.append(Run(asked, num_whole - asked, Why.NOT_ASKED))
+        runs.append(Run(asked, num_whole - asked, LookupMiss.AWAY, "not asked"))
     if num_whole < num_tokens:
-        runs.append(Run(num_whole, num_tokens - num_whole, Why.PARTIAL))
-    elif runs and first_miss == len(runs):
-        runs[-1] = runs[-1]._replace(num_tokens=runs[-1].num_tokens - 1)
-        runs.append(Run(num_tokens - 1, 1, Why.PARTIAL))
-    return [run for run in runs if run.num_tokens]
+        runs.append(Run(num_whole, num_tokens - num_whole, LookupMiss.PARTIAL))
+    return runs
+
+
+def _cut(runs: Sequence[Run], stop: int) -> list[Run]:
+    """Cut the hits at token `stop`: what follows is always computed."""
+    cut: list[Run] = []
+    for run in runs:
+        if run.why is None and run.first_token + run.num_tokens > stop:
+            kept = max(0, stop - run.first_token)
+            rest = run.num_tokens - kept
+            cut += [run._replace(num_tokens=kept)] if kept else []
+            cut.append(Run(run.first_token + kept, rest, LookupMiss.PARTIAL))
+        else:
+            cut.append(run)
+    return cut
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:

@@ -1,4 +1,5 @@
-"""The journal (option `record`): one JSON line for each request, with its keys and its answer.
+"""The journal (option `record`): one JSON line for each request, with its keys and its answer,
+written when the request ends.
 
 Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
 of tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
@@ -19,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -58,7 +60,15 @@ class JournalAnswer(NamedTuple):
     misses: Mapping[str, int]
     """Computed tokens by miss reason."""
     why: str
-    """The numbers behind a reason; empty for most."""
+    """Details of the first reason in words; empty for most."""
+    not_stored: Mapping[str, int] = MappingProxyType({})
+    """Tokens that the engine computed and did not store, by reason. Known at the end."""
+    not_stored_why: str = ""
+    """Details of the first reason in words; empty for most."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.local + sum(self.hits.values()) + sum(self.misses.values())
 
 
 class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,7 +82,8 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
         keys: first `KEY_BYTES` of the keys of its whole chunks, hexadecimal; none if it must not be
             cached.
         request: the host's id of the request.
-        local, hits, misses, why: see `JournalAnswer`; empty if it ended before it was admitted.
+        local, hits, misses, why, not_stored, not_stored_why: see `JournalAnswer`; empty if it ended
+            before it was admitted.
     """
 
     time: float
@@ -84,6 +95,8 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     hits: dict[str, int] = {}
     misses: dict[str, int] = {}
     why: str = ""
+    not_stored: dict[str, int] = {}
+    not_stored_why: str = ""
 
     def by_source(self) -> dict[str, int]:
         """Return the tokens that were not computed, by tier; `ENGINE` has the engine's own."""
@@ -199,6 +212,8 @@ class Journal:
             hits=dict(answer.hits),
             misses=dict(answer.misses),
             why=answer.why,
+            not_stored=dict(answer.not_stored),
+            not_stored_why=answer.not_stored_why,
         )
         return msgspec.json.encode(line) + b"\n"
 

@@ -70,8 +70,9 @@ def make_host() -> Iterator[Any]:
         options.setdefault(
             "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
         )
-        stores = rank_stores or (() if isinstance(store, str) else (store,))
-        url = store if isinstance(store, str) else store.url
+        are_urls = isinstance(store, str | list)
+        stores = rank_stores or (() if are_urls else (store,))
+        url = store if are_urls else store.url
         host, parts = make_shared_storage_host(
             {"store": url, **options},
             groups=groups,

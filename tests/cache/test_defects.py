@@ -392,7 +392,7 @@ def test_25_an_io_error_is_reported_not_raised(make_host):
     host = make_host(store=FailingStore(store, operations={"read"}))
     assert host.run("reader", PROMPT).num_external_tokens == 0
     assert host.observer["miss_io_error"] == 5
-    assert host.observer["miss_tokens/unreadable"] == 40
+    assert host.observer["miss_tokens/away"] == 40
 
 
 def test_26_nothing_depends_on_layer_hooks(make_host):

@@ -136,24 +136,27 @@ class Gone(WrapperStore):
 
 
 @pytest.mark.parametrize(
-    ("hide", "counter"),
+    ("hide", "counter", "miss"),
     [
-        pytest.param(Gone, "miss_absent", id="not there"),
+        pytest.param(Gone, "miss_absent", "vanished", id="not there"),
         pytest.param(
             lambda store: FailingStore(store, operations={"read"}),
             "miss_io_error",
+            "away",
             id="cannot be opened",
         ),
     ],
 )
-def test_a_record_deleted_behind_the_index_is_a_miss(make_host, hide: Callable, counter: str):
+def test_a_record_deleted_behind_the_index_is_a_miss(
+    make_host, hide: Callable, counter: str, miss: str
+):
     store, _keys = store_prompt(make_host)
     host = make_host(store=hide(store))
     assert host.run("reader", PROMPT).num_external_tokens == 0
     assert host.observer[counter] == 5
     assert_settles(host)
     host.forget_memory()
-    assert host.scheduler.lookup(host.add("again", PROMPT), 0) == (0, False, "unreadable")
+    assert host.scheduler.lookup(host.add("again", PROMPT), 0) == (0, False, miss)
 
 
 def test_a_store_that_cannot_write_stops_nothing(make_host):

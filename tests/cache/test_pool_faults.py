@@ -480,7 +480,7 @@ class Broken(WrapperStore):
 def test_a_store_that_raises_what_it_must_not_is_a_miss(make_host, directory: Path):
     host = make_host(store=Broken(open_store(directory)))
     assert host.run("reader", PROMPT).num_external_tokens == 0
-    assert host.observer["miss_tokens/unreadable"] == 40
+    assert host.observer["miss_tokens/away"] == 40
     host.run("writer", OTHER)
     assert_settles(host)
     assert host.observer["save_failed"] >= NUM_CHUNKS

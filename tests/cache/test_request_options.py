@@ -52,6 +52,7 @@ def test_a_request_that_loads_nothing_computes_all(host):
         "by_tier": {},
         "miss_reason": "not_loading",
         "miss_tokens": {"not_loading": 40, "partial": 1},
+        "not_stored": {"partial": 1},
     }
 
 
@@ -91,6 +92,8 @@ def test_nothing_is_waited_for_beyond_the_limit(host):
 def test_an_answer_says_what_was_hit_and_why_the_rest_was_computed(host):
     first = run(host, "first", explain=True)["kvferry"]
     assert (first["miss_reason"], first["miss_tokens"]) == ("absent", {"absent": 40, "partial": 1})
+    other = run(host, "other", [9] * 41, explain=True, store=False)["kvferry"]
+    assert other["not_stored"] == {"not_storing": 40, "partial": 1}
     memory = run(host, "second", [*PROMPT[:24], *range(60, 80)], explain=True)["kvferry"]
     assert (memory["by_tier"], memory["miss_tokens"]) == (
         {"memory": 24},

@@ -1,13 +1,15 @@
 """Every reason of `kvferry explain` is made to happen on a real directory, Valkey and S3.
 
-An engine that records its requests runs into each reason of `LookupMiss`, and the journal names it.
-A store is brought into each state of `Why`, and the store names it, or says what it knows instead:
-servers remember no removals.
+An engine that records its requests runs into the reasons of `LookupMiss`, and the journal names
+them. A store is brought into each state, and names its reason, or says what it knows instead:
+servers remember no removals. An engine stores nothing, and the journal says why.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvferry.cli.explain import HIT
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import SENTENCES, PromptSearch, Space, TierStores, Why
+from kvferry.explain import PromptSearch, Space, TierStores
 from kvferry.store.base import NO_DEADLINE
+from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
@@ -101,7 +105,8 @@ class Engines:
         return host
 
     def recording(self, wrap: Callable[[Any], Any] | None = None, **options: Any) -> Any:
-        return self.open(wrap, record=str(self.journal), **options)
+        # Time stands still, so that a store that answers late is awaited.
+        return self.open(wrap, record=str(self.journal), **{"clock": FakeClock(), **options})
 
     def fill(self, *prompts: list[int]) -> Any:
         """One that has stored prompts of five chunks."""
@@ -156,6 +161,57 @@ def away(engines):
     return host
 
 
+def removed_under_the_engine(engines):
+    """By hand, or by another client of the server."""
+    filled = engines.fill()
+    host = engines.recording()
+    store, keys = host.parts[0].store, keys_of(host)
+    store.probe(keys)
+    wait_for(lambda: all(map(store.contains, keys)))
+    if engines.kind == "file":
+        FileStore(Path(engines.url.removeprefix("file://"))).directory.remove(keys[2])
+    else:
+        with open_one(engines.url, Opening(namespace=filled.scheduler.requests.namespace)) as other:
+            assert other.delete(keys[2])
+    host.run("asked", PROMPT)
+    return host
+
+
+def away_at_start(engines):
+    """The far one of two tiers."""
+    engines.fill()
+    near = (engines.journal.parent / "near").as_uri()
+    with going_away(engines.url) as (url, go_away):
+        go_away()
+        far = f"{url}?create=false" if engines.kind == "file" else url
+        host = engines.recording(store=[near, far])
+        host.run("asked", PROMPT)
+        host.scheduler.close()
+    return host
+
+
+def away_while_serving(engines):
+    """The far one of two tiers. Files that go away are `vanished`."""
+    if engines.kind == "file":
+        return away_at_start(engines)
+    engines.fill()
+    near = (engines.journal.parent / "near").as_uri()
+    with going_away(engines.url) as (url, go_away):
+        host = engines.recording(store=[near, url])
+        host.run("before", PROMPT)
+        go_away()
+        store = host.parts[0].store
+
+        def is_away() -> bool:
+            store.probe([ChunkKey(os.urandom(32))])
+            return store.tiers()[1].state == "away"
+
+        wait_for(is_away)
+        host.run("asked", SECOND)
+        host.scheduler.close()
+    return host
+
+
 def stalled(engines, *, again=False):
     engines.fill()
     gate, clock = Gate(), FakeClock()
@@ -172,9 +228,12 @@ def stalled(engines, *, again=False):
     wait_for(is_fetching)
     clock.advance(MINUTE)
     assert host.admit(first) == 0
+    host.finish(first)
     host.scheduler.policy.saw_compute(100_000, 1.0)  # this host has no model whose speed it sees
     if again:
-        host.admit(host.add("asked", PROMPT))
+        second = host.add("asked", PROMPT)
+        host.admit(second)
+        host.finish(second)
     gate.release()
     assert_settles(host)
     return host
@@ -229,6 +288,7 @@ def never_arrives(engines):
     assert host.scheduler.lookup(request, 0).num_tokens is None
     clock.advance(MINUTE)
     host.admit(request)
+    host.finish(request)
     return host
 
 
@@ -284,14 +344,23 @@ class Decided(NamedTuple):
 
     misses: dict[str, int]
     why: str = ""
+    """A pattern."""
 
 
 DECIDED: dict[Callable[[Engines], Any], Decided] = {
     absent: Decided({LookupMiss.ABSENT: 40, LookupMiss.PARTIAL: 1}),
     the_end: Decided({LookupMiss.PARTIAL: 1}),
     shorter_than_a_chunk: Decided({LookupMiss.PARTIAL: 3}),
-    damaged: Decided({LookupMiss.UNREADABLE: 24, LookupMiss.PARTIAL: 1}),
-    away: Decided({LookupMiss.UNREADABLE: 40, LookupMiss.PARTIAL: 1}),
+    damaged: Decided({LookupMiss.UNREADABLE: 24, LookupMiss.PARTIAL: 1}, "^bad_leaf$"),
+    removed_under_the_engine: Decided({LookupMiss.VANISHED: 24, LookupMiss.PARTIAL: 1}),
+    away: Decided({LookupMiss.AWAY: 40, LookupMiss.PARTIAL: 1}, "valkey server|s3://records: "),
+    away_at_start: Decided(
+        {LookupMiss.AWAY: 40, LookupMiss.PARTIAL: 1},
+        "^(file1 opening: .* does not exist|valkey .*valkey server|s3 .*s3://records: )",
+    ),
+    away_while_serving: Decided(
+        {LookupMiss.AWAY: 40, LookupMiss.PARTIAL: 1}, "^(file1 opening|valkey away|s3 away): ."
+    ),
     stalled: Decided({LookupMiss.DEADLINE: 40, LookupMiss.PARTIAL: 1}),
     stalled_before: Decided({LookupMiss.SLOWER: 40, LookupMiss.PARTIAL: 1}, "0.000 s to compute"),
     small_pool: Decided({LookupMiss.NO_MEMORY: 16, LookupMiss.PARTIAL: 1}),
@@ -312,10 +381,9 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
 
 
 def test_no_reason_is_left_out():
-    assert {reason for row in DECIDED.values() for reason in row.misses} == set(LookupMiss)
-    states = {why for row in STATES.values() for why in row}
-    # Servers say `not there`; the others have tests of their own below.
-    assert states == set(Why) - {Why.NOT_THERE, Why.NO_ANSWER, Why.NOT_ASKED}
+    tables = [row.misses for row in DECIDED.values()], STATES.values(), NOT_STORED.values()
+    found = {reason for table in tables for row in table for reason in row}
+    assert found == {HIT, *LookupMiss}
 
 
 @pytest.mark.parametrize("happens", DECIDED, ids=lambda each: each.__name__)
@@ -326,19 +394,117 @@ def test_the_journal_of_an_engine_names_what_happened(run, make_host, url, kind,
     command = ["explain", "--journal", journal, "--request", "asked"]
     value = json.loads(run(*command, "--json", "-").out)
     misses, why = DECIDED[happens]
+    if happens is away and kind == "file":  # the directory is there no more, so nothing is in it
+        misses, why = {LookupMiss.VANISHED: 40, LookupMiss.PARTIAL: 1}, ""
     (asked,) = value["requests"]
     assert asked["misses"] == misses
-    assert why in asked["why"]
+    assert re.search(why, asked["why"])
     assert bool(asked["why"]) == bool(why)
     hits = asked["num_tokens"] - sum(misses.values())
     assert sum(asked["hits"].values()) == hits
     assert set(asked["hits"]) <= {kind}
-    assert {each["reason"]: each["means"] for each in value["reasons"]} == {
-        reason: SENTENCES[reason] for reason in misses
-    }
+    means = {each["reason"]: each["means"] for each in value["reasons"] if each["tokens"]}
+    assert means == {reason: LookupMiss(reason).meaning for reason in misses}
     shown = " ".join(run(*command).out.split())
     assert shown.startswith(f"{hits} of {asked['num_tokens']} tokens")
     assert all(reason in shown for reason in misses)
+
+
+# -- what an engine did not store ------------------------------------------------------------------
+
+
+def ends(
+    host: Any, is_settled: Callable[[], bool], prompt: list[int] = PROMPT, **given: Any
+) -> Any:
+    """Compute a prompt, and end the request once what is saved of it has settled."""
+    request = host.add("asked", prompt, **given)
+    host.admit(request)
+    host.prefill(request)
+
+    def has_settled() -> bool:
+        host.step([])
+        return is_settled()
+
+    wait_for(has_settled)
+    host.finish(request)
+    return host
+
+
+def an_option(engines):
+    host = engines.recording()
+    return ends(host, lambda: True, options=RequestOptions(store=False))
+
+
+def a_role(engines):
+    return ends(engines.recording(saves=False), lambda: True)
+
+
+def less_than_a_chunk(engines):
+    return ends(engines.recording(), lambda: True, PROMPT[:3])
+
+
+def a_store_that_is_full_or_gone(engines):
+    """A directory whose disk is full, or a server that went away."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with going_away(engines.url) as (url, go_away), pytest.MonkeyPatch.context() as patch:
+        host = engines.recording(store=url)
+        if engines.kind == "file":
+            patch.setattr(os, "pwritev", full)
+        else:
+            go_away()
+        refused, keys = host.scheduler.requests.refused, keys_of(host)
+        ends(host, lambda: all(key in refused for key in keys))
+        host.scheduler.close()
+    return host
+
+
+def slots_that_are_all_being_written(engines):
+    """A pool writes from half of its slots at a time."""
+    engines.fill()  # another prompt than the one that is asked for
+    gate = Gate()
+    host = engines.recording(
+        lambda store: StallingStore(store, gate=gate, operations={"put"}), num_slots=6
+    )
+    ends(host, lambda: True, SECOND)
+    gate.release()
+    assert_settles(host)
+    return host
+
+
+NOT_STORED: dict[Callable[[Engines], Any], dict[str, int]] = {
+    an_option: {LookupMiss.NOT_STORING: 40, LookupMiss.PARTIAL: 1},
+    a_role: {LookupMiss.NOT_STORING: 40, LookupMiss.PARTIAL: 1},
+    less_than_a_chunk: {LookupMiss.PARTIAL: 3},
+    a_store_that_is_full_or_gone: {LookupMiss.REFUSED: 40, LookupMiss.PARTIAL: 1},
+    slots_that_are_all_being_written: {LookupMiss.NO_MEMORY: 16, LookupMiss.PARTIAL: 1},
+}
+
+
+@pytest.mark.parametrize("happens", NOT_STORED, ids=lambda each: each.__name__)
+def test_the_journal_says_what_was_not_stored(run, make_host, url, kind, tmp_path, happens):
+    journal = tmp_path / "journal"
+    happens(Engines(make_host, url, kind, journal)).scheduler.close()
+    command = ["explain", "--journal", journal, "--request", "asked"]
+    value = json.loads(run(*command, "--json", "-").out)
+    (asked,) = value["requests"]
+    assert asked["not_stored"] == NOT_STORED[happens]
+    cause = {"file": "no_space|no room", "valkey": "valkey", "s3": "s3"}[kind]
+    is_refused = happens is a_store_that_is_full_or_gone
+    assert re.search(cause if is_refused else "^$", asked["not_stored_why"])
+    counted = {each["reason"]: each["not_stored"] for each in value["reasons"]}
+    assert {reason: tokens for reason, tokens in counted.items() if tokens} == NOT_STORED[happens]
+
+
+def test_what_is_stored_is_not_among_it(run, make_host, url, kind, tmp_path):
+    engines = Engines(make_host, url, kind, tmp_path / "journal")
+    host = engines.recording()
+    ends(host, lambda: host.observer["put_stored"] == 5).scheduler.close()
+    command = ["explain", "--journal", engines.journal, "--json", "-"]
+    (asked,) = json.loads(run(*command).out)["requests"]
+    assert asked["not_stored"] == {"partial": 1}
 
 
 # -- what a store knows ---------------------------------------------------------------------------
@@ -401,6 +567,20 @@ def removed_from_outside(prompt):
     return {}
 
 
+def removed_by_hand(prompt):
+    """While no engine runs."""
+    if prompt.kind != "file":
+        return a_program_deleted(prompt)
+    Path(record_path(prompt.url.removeprefix("file://"), prompt.keys[1])).unlink()
+    return {}
+
+
+def evicted_stored_again_and_removed_by_hand(prompt):
+    made_room(prompt)
+    put_prompt(prompt.url)
+    return removed_by_hand(prompt)
+
+
 def overwritten(prompt):
     with open_one(prompt.url, Opening(namespace=SPACE.digest)) as store:
         assert store.delete(prompt.keys[1])
@@ -418,23 +598,32 @@ def with_a_salt(prompt):
     return {"options": ["--salt", "s"]}
 
 
-STATES: dict[Callable[[Prompt], dict[str, Any]], tuple[Why, ...]] = {
-    as_it_is: (Why.HIT, Why.PARTIAL),
-    one_token_less: (Why.HIT, Why.PARTIAL),
-    two_tokens: (Why.PARTIAL,),
-    other_from_the_second_chunk_on: (Why.HIT, Why.NEVER_STORED, Why.PARTIAL),
-    made_room: (Why.EVICTED, Why.PARTIAL),
-    verified: (Why.HIT, Why.QUARANTINED, Why.BEHIND, Why.PARTIAL),
-    a_program_deleted: (Why.HIT, Why.DELETED, Why.BEHIND, Why.PARTIAL),
-    removed_from_outside: (Why.HIT, Why.VANISHED, Why.BEHIND, Why.PARTIAL),
-    overwritten: (Why.HIT, Why.UNREADABLE, Why.BEHIND, Why.PARTIAL),
-    of_a_tenant: (Why.OTHER_NAMESPACE,),
-    with_a_salt: (Why.OTHER_KEYS,),
+STATES: dict[Callable[[Prompt], dict[str, Any]], tuple[str, ...]] = {
+    as_it_is: (HIT, LookupMiss.PARTIAL),
+    one_token_less: (HIT, LookupMiss.PARTIAL),
+    two_tokens: (LookupMiss.PARTIAL,),
+    other_from_the_second_chunk_on: (HIT, LookupMiss.ABSENT, LookupMiss.PARTIAL),
+    made_room: (LookupMiss.EVICTED, LookupMiss.PARTIAL),
+    verified: (HIT, LookupMiss.QUARANTINED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    a_program_deleted: (HIT, LookupMiss.DELETED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    removed_from_outside: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    removed_by_hand: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    evicted_stored_again_and_removed_by_hand: (
+        HIT,
+        LookupMiss.VANISHED,
+        LookupMiss.BEHIND,
+        LookupMiss.PARTIAL,
+    ),
+    overwritten: (HIT, LookupMiss.UNREADABLE, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    of_a_tenant: (LookupMiss.OTHER_NAMESPACE,),
+    with_a_salt: (LookupMiss.OTHER_KEYS,),
 }
 """What a directory says; where only one is given, it is the reason of the whole prompt."""
 
-UNKNOWN_TO_SERVERS = (Why.NEVER_STORED, Why.EVICTED, Why.DELETED, Why.QUARANTINED, Why.VANISHED)
-"""A server forgets without a note: of all these it says `not there`."""
+UNKNOWN_TO_SERVERS = (
+    LookupMiss.EVICTED, LookupMiss.DELETED, LookupMiss.QUARANTINED, LookupMiss.VANISHED,
+)  # fmt: skip
+"""A server forgets without a note: of all these it says `absent`."""
 
 
 @pytest.fixture
@@ -445,6 +634,7 @@ def ask(run, tmp_path):
     def call(url: str, space=SPACE, tokens=TOKENS, options=()) -> dict[str, Any]:
         file.write_text(json.dumps(list(tokens)))
         command = ["explain", url, "--namespace", space.digest.hex(), "--tokens", file, *options]
+        command += ["--block-size", 1]
         shown = run(*command)
         assert shown.code == 0, shown.err
         value = json.loads(run(*command, "--json", "-").out)
@@ -461,11 +651,13 @@ def test_a_store_names_what_became_of_a_prompt(run, ask, url, kind, happens):
     prompt = Prompt(url, kind, run, put_prompt(url))
     value = ask(url, **happens(prompt))
     said = [
-        Why.NOT_THERE if kind != "file" and why in UNKNOWN_TO_SERVERS else why
+        LookupMiss.ABSENT if kind != "file" and why in UNKNOWN_TO_SERVERS else why
         for why in STATES[happens]
     ]
+    first = next((why for why in said if why not in (HIT, LookupMiss.PARTIAL)), said[-1])
+    assert value["reason"] == first
+    assert value["summary"].startswith(f"{first}: ")
     if len(said) == 1:
-        assert value["reason"] == said[0]
         if happens is of_a_tenant:
             differs = {"tenant": {"there": "", "here": "team-a"}}
             assert value["elsewhere"]["differs"] == differs
@@ -476,7 +668,10 @@ def test_a_store_names_what_became_of_a_prompt(run, ask, url, kind, happens):
     if happens is verified:
         known = "bad_leaf" if kind == "file" else "was stored before: later chunks are there"
         assert chunks[1]["detail"] == known
-    assert value["reason"] == next(why for why in said if why is not Why.HIT)
+    if happens in (removed_by_hand, evicted_stored_again_and_removed_by_hand) and kind == "file":
+        assert "gone, though the index lists it" in value["summary"]
+    if chunks[1]["at"] is not None:
+        assert chunks[1]["by"].startswith(f"{os.getpid()}@")
 
 
 def test_a_store_that_goes_away_is_asked_no_further(url, kind):
@@ -496,10 +691,10 @@ def test_a_store_that_goes_away_is_asked_no_further(url, kind):
         search = PromptSearch(store, TOKENS)
         answer = search.answer([Space(SPACE, {})], list)
     assert [(each.why, each.detail) for each in answer.found[0].runs] == [
-        (Why.HIT, kind),
-        (Why.NO_ANSWER, "away"),
-        (Why.NOT_ASKED, ""),
-        (Why.PARTIAL, ""),
+        (None, kind),
+        (LookupMiss.AWAY, "away"),
+        (LookupMiss.AWAY, "not asked"),
+        (LookupMiss.PARTIAL, ""),
     ]
 
 
@@ -511,20 +706,22 @@ def test_a_tier_that_is_away_is_named(run, url, kind, tmp_path):
     file.write_text(json.dumps(list(TOKENS)))
     with going_away(url) as (far, go_away):
         command = ["explain", near, far, "--namespace", SPACE.digest.hex(), "--tokens", file]
-        assert run(*command).out.startswith("28 of 30 tokens would hit")
+        command += ["--block-size", 1]
+        assert run(*command).out.splitlines()[0].endswith("; 28 of 30 tokens would hit")
         go_away()
         for tiers, number in (([near, far], 2), ([far, near], 1)):
             ran = run("explain", *tiers, *command[3:])
             assert ran.code == 0
             lines = ran.out.splitlines()
-            start = "14 of 30 tokens would hit; the chunk at token 15 could not be asked for: "
+            start = "away: the chunk at token 15, "
             assert lines[0].startswith(f"{start}tier {number}, {far.partition('?')[0]}: away: ")
+            assert lines[0].endswith("; 14 of 30 tokens would hit")
             cause = "does not exist" if kind == "file" else r"valkey server|s3://records: "
-            said, note = "".join(ran.out.split()), "".join(lines[0].removeprefix(start).split())
+            note = lines[0].removeprefix(start).removesuffix("; 14 of 30 tokens would hit")
+            said, note = "".join(ran.out.split()), "".join(note.split())
             said = said.partition("namespace")[2]  # behind the first line; wrapped
             assert re.search(cause.replace(" ", ""), said)
             assert note.removesuffix("...") in said
-            assert "no answer" in ran.out
             assert "not asked" not in ran.out
         assert run("explain", far, far, *command[3:]).code == 2
 
@@ -537,4 +734,4 @@ def test_tiers_that_answer_are_asked_on(tmp_path):
         tiers = TierStores({"near": store, "far": store}, {"far": "gone"})
         found = PromptSearch(tiers, TOKENS).answer([Space(SPACE, {}), Space(other, {})], list).found
     assert [each.hit_tokens for each in found] == [21, 7]
-    assert {each.first_miss.why for each in found} == {Why.NO_ANSWER}
+    assert {each.first_miss.why for each in found} == {LookupMiss.AWAY}

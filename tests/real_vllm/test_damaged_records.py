@@ -14,7 +14,9 @@ from tests.real_vllm.damage import DAMAGES, delete
 from tests.real_vllm.harness import assert_same, kvferry, memory_of, records
 
 POLICIES = ["fail", "recompute"]
-FAULT_METRICS = ("corrupt", "failed", "unreadable", "absent", "quarantined", "broken")
+FAULT_METRICS = (
+    "corrupt", "failed", "unreadable", "absent", "vanished", "away", "quarantined", "broken",
+)  # fmt: skip
 
 
 def damage_all(stored: Stored, store: Path) -> None:

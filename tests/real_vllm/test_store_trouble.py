@@ -83,7 +83,7 @@ def test_a_store_directory_that_goes_away_while_serving_is_a_miss(
         lost = engine.generate(prompts[1:])
         assert_same(own[1:], lost)
         assert lost.external == 0
-        assert lost.counted("unreadable", "absent", "failed")
+        assert lost.counted("vanished", "away", "absent", "failed")
         other = [make_prompt(400) for _ in range(2)]
         assert_same(oracle(other), engine.generate(other))
 

@@ -107,8 +107,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """For a fetch: the time from the plan to the end of the read."""
     excess: float = 0.0
     """For a comparison: `kvferry.blocks.audit.Difference.excess`; at most 1 if it passed."""
-    difference: str = ""
-    """For a comparison: where the largest difference is, as text for people."""
+    detail: str = ""
+    """For people: where the largest difference of a comparison is, or why a fetch failed."""
 
     @property
     def agrees(self) -> bool:
@@ -132,6 +132,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     result: str
     """A `kvferry.store.base.PutResult`."""
+    why: str = ""
+    """Why the store did not take it, for people; empty if not known."""
 
 
 class SlotRegion(msgspec.Struct, frozen=True, array_like=True):

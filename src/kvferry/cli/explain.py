@@ -22,6 +22,7 @@ from kvferry.cli.output import (
     plain,
 )
 from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
+from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
@@ -29,7 +30,7 @@ from kvferry.store.url import parse_store_url, read_options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import Explanation, PromptAnswer, Run, Space
+    from kvferry.explain import Explanation, PromptAnswer, PromptSearch, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
@@ -39,8 +40,14 @@ if TYPE_CHECKING:
 _MAX_TEXT = 200
 """Most characters that are shown of an untrusted value."""
 
+_MAX_VALUE = 24
+"""The same on the first line."""
+
 _MAX_DIFFERENCES = 12
 _MAX_RUNS = 200
+
+HIT = "hit"
+"""What is shown as the reason of tokens that would be read."""
 
 
 def explain(
@@ -69,6 +76,9 @@ def explain(
     lora: Annotated[
         str | None, typer.Option(help="The request's LoRA adapter: directory or identity.")
     ] = None,
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens of the engine's blocks; vLLM on CPUs has 128.")
+    ] = 16,
     journal: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Explain recorded requests instead.")
     ] = None,
@@ -96,10 +106,10 @@ def explain(
     from kvferry.types import ExtraKeys
 
     extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
-    ask = _question(urls, model, digits, extra)
+    ask = _question(urls, model, digits, extra, block_size)
     answer = ask(token_ids)
     notes = _notes(answer, extra, by_model=digits is None)
-    if prompt_file is not None and not answer.reason.is_explained:
+    if prompt_file is not None and answer.reason is LookupMiss.ABSENT:
         other = ask(read_tokens(model, prompt_file, None, raw=not raw))
         notes += _note_of_other_form(answer, other, raw=raw)
     _show(answer, notes, json)
@@ -109,17 +119,20 @@ def explain(
 
 
 def _question(
-    tiers: list[str], model: Path | None, digits: str | None, extra: ExtraKeys
+    tiers: list[str], model: Path | None, digits: str | None, extra: ExtraKeys, block_size: int
 ) -> Callable[[Sequence[int]], PromptAnswer]:
     """Return a function that answers for the token ids of a prompt."""
-    if digits is not None:
-        return lambda token_ids: _ask_tiers(
-            tiers, lambda store: _ask_namespace(store, digits, token_ids, extra)
-        )
-    identity = model_identity(Path(str(model)))
-    return lambda token_ids: _ask_tiers(
-        tiers, lambda store: _ask_model(store, identity, token_ids, extra)
-    )
+    from kvferry.explain import PromptSearch
+
+    identity = None if digits is not None else model_identity(Path(str(model)))
+
+    def ask(store: Store, token_ids: Sequence[int]) -> PromptAnswer:
+        prompt = PromptSearch(store, token_ids, extra, block_size)
+        if identity is not None:
+            return _ask_model(store, identity, prompt)
+        return _ask_namespace(store, digits or "", prompt)
+
+    return lambda token_ids: _ask_tiers(tiers, lambda store: ask(store, token_ids))
 
 
 def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
@@ -146,10 +159,8 @@ def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> Pr
     return replace(answer, away=away)
 
 
-def _ask_model(
-    store: Store, identity: ModelIdentity, token_ids: Sequence[int], extra: ExtraKeys
-) -> PromptAnswer:
-    from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Space, spaces_of_tokens
+def _ask_model(store: Store, identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
+    from kvferry.explain import Nearest, PromptAnswer, Space, spaces_of_tokens
     from kvferry.survey import differences_of_model, survey
 
     digests = store.described()
@@ -165,7 +176,6 @@ def _ask_model(
             f"{store.url} has {lost} records of namespaces without a description, so nothing says "
             "of which model they are; an engine that uses the store describes its own"
         )
-    prompt = PromptSearch(store, token_ids, extra)
     ours = [space for space in spaces if "weights" not in space.differs]
     others = [space for space in spaces if "weights" in space.differs]
     if ours:
@@ -173,18 +183,15 @@ def _ask_model(
     nearest = prompt.nearest(others, 0)
     if nearest is None and others:
         nearest = Nearest(min(others, key=lambda space: len(space.differs)), 0)
-    return PromptAnswer(num_tokens=len(token_ids), found=[], elsewhere=nearest)
+    return PromptAnswer(num_tokens=len(prompt.token_ids), found=[], elsewhere=nearest)
 
 
-def _ask_namespace(
-    store: Store, digits: str, token_ids: Sequence[int], extra: ExtraKeys
-) -> PromptAnswer:
-    from kvferry.explain import PromptSearch, Space, spaces_of_tokens
+def _ask_namespace(store: Store, digits: str, prompt: PromptSearch) -> PromptAnswer:
+    from kvferry.explain import Space, spaces_of_tokens
     from kvferry.survey import differences
 
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
-    prompt = PromptSearch(store, token_ids, extra)
 
     def others() -> list[Space]:
         try:
@@ -231,10 +238,10 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
 
 def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[str]:
     """Return hints where to look further."""
-    from kvferry.explain import Why, away_lines
+    from kvferry.explain import away_lines
 
     notes = away_lines(answer.away)
-    if not answer.reason.is_explained:
+    if answer.reason is LookupMiss.ABSENT:
         miss = answer.found[0].first_miss if answer.found else None
         if miss is not None and answer.hit_tokens:
             last = answer.hit_tokens + answer.found[0].space.chunk_tokens
@@ -246,7 +253,7 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[st
             notes.append(
                 "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
             )
-    elif by_model and answer.reason is Why.PARTIAL:
+    elif by_model and answer.reason is LookupMiss.PARTIAL:
         notes.append(
             "An engine that misses it may read another namespace (other dtype, chunk size, tenant)"
             ": give --namespace with the one in its log. Or the engine chose to compute: see "
@@ -290,39 +297,43 @@ def _runs_as(namespace: Namespace) -> str:
 
 
 def _summary(answer: PromptAnswer) -> str:
-    from kvferry.explain import MEANINGS, Why
+    """Say in one line why the hit ends where it ends, and how far it goes."""
+    if not answer.num_tokens:
+        return "the prompt is empty"
+    return f"{answer.reason}: {_because(answer)}; {_hits(answer)}"
 
-    hit, total = answer.hit_tokens, answer.num_tokens
-    text = _hits(answer)
-    if not answer.found:
-        where = "the tiers that answer" if answer.away else "this store"
-        text += f"; nothing in {where} is of this model"
-    else:
-        best = answer.found[0]
-        miss = best.first_miss
-        if miss is None:
-            return f"{text}: the prompt is empty"
-        size = best.space.chunk_tokens
-        if total < size:
-            return f"{text}; the prompt is shorter than a chunk of {size} tokens"
-        if miss.why is Why.PARTIAL:
-            left = "the last token" if total - hit == 1 else "the end, less than a chunk,"
-            return f"{text}; {left} is always computed"
-        text += f"; the chunk at token {miss.first_token + 1:,} "
-        if miss.at is not None:
-            text += f"was {miss.why} {format_age(miss.at)} ago"
-        elif miss.why is Why.UNREADABLE:
-            text += f"cannot be read ({miss.detail})"
-        elif miss.why is Why.NO_ANSWER:
-            text += f"could not be asked for: {_cut(miss.detail)}"
-        else:
-            text += f"is {MEANINGS[miss.why]}"
-    if answer.without_extra > hit:
-        text += f"; {answer.without_extra:,} are stored without this salt and LoRA"
-    if answer.elsewhere is not None and answer.elsewhere.hit_tokens > hit:
-        names = _names(answer.elsewhere.space.differs)
-        text += f"; {answer.elsewhere.hit_tokens:,} are stored under another namespace ({names})"
-    return text
+
+def _because(answer: PromptAnswer) -> str:
+    reason, other = answer.reason, answer.elsewhere
+    miss = answer.found[0].first_miss if answer.found else None
+    where = "the tiers that answer" if answer.away else "this store"
+    nothing = f"nothing in {where} is of this model"
+    if reason is LookupMiss.OTHER_KEYS:
+        return f"{answer.without_extra:,} tokens are stored without this salt and LoRA adapter"
+    if reason is LookupMiss.OTHER_NAMESPACE and other is not None:
+        there = f"{other.hit_tokens:,} tokens are stored under {_values(other.space.differs)}"
+        return there if miss else f"{nothing}; {there}"
+    if miss is None:
+        return nothing
+    size = answer.found[0].space.chunk_tokens
+    if reason is LookupMiss.PARTIAL:
+        if answer.num_tokens < size:
+            return f"the prompt is shorter than a chunk of {size} tokens"
+        is_last = miss.num_tokens == 1
+        return "the last token is always computed" if is_last else reason.meaning[:-1]
+    more = f"the chunk at token {miss.first_token + 1:,}"
+    if miss.at is not None:
+        more += f", {format_age(miss.at)} ago"
+    return f"{more}, {_cut(miss.detail)}" if miss.detail else more
+
+
+def _values(differs: Differences) -> str:
+    """Name the fields that differ, with both values."""
+    named = [
+        f"{_cut(name)} {_cut(there, _MAX_VALUE)} (asked for: {_cut(here, _MAX_VALUE)})"
+        for name, (there, here) in list(differs.items())[:3]
+    ]
+    return ", ".join(named)
 
 
 def _note_of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> list[str]:
@@ -345,15 +356,14 @@ def _names(differs: Differences) -> str:
 
 
 def _row(run: Run) -> JsonRow:
-    from kvferry.explain import MEANINGS
-
     last = run.first_token + run.num_tokens
-    more = MEANINGS[run.why]
+    more = [] if run.why is None else [run.why.meaning]
     if run.at is not None:
-        more += f", {format_age(run.at)} ago by {_cut(run.by)}"
+        more.append(f"{format_age(run.at)} ago by {_cut(run.by)}.")
     if run.detail:
-        more += f": {_cut(run.detail)}"
-    return {"tokens": f"{run.first_token + 1:,}-{last:,}", "why": run.why, "more": more}
+        more.append(_cut(run.detail))
+    tokens = f"{run.first_token + 1:,}-{last:,}"
+    return {"tokens": tokens, "why": run.why or HIT, "more": " ".join(more)}
 
 
 def _also(found: Sequence[Explanation]) -> RenderableType:
@@ -385,12 +395,12 @@ def _difference_table(title: str, differs: Differences) -> list[RenderableType]:
     return [make_table(columns, rows, title=title)]
 
 
-def _cut(value: JsonValue) -> str:
+def _cut(value: JsonValue, most: int = _MAX_TEXT) -> str:
     """An untrusted value, as short text."""
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json_module.dumps(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
@@ -399,7 +409,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
             **_about(each.space),
             "chunk_tokens": each.space.chunk_tokens,
             "hit_tokens": each.hit_tokens,
-            "chunks": [run._asdict() for run in each.runs],
+            "chunks": [{**run._asdict(), "why": run.why or HIT} for run in each.runs],
         }
         for each in answer.found
     ]
@@ -432,31 +442,39 @@ def _about(space: Space) -> JsonRow:
 
 
 def _explain_journal(path: Path, request: str | None, limit: int, json: str | None) -> None:
-    from kvferry.explain import SENTENCES
     from kvferry.journal import read_journal
 
     lines = read_journal(path, request, limit)
     if not lines and request is not None:
         raise ConfigError(f"journal {path} has no request whose id starts with {request!r}")
     misses: Counter[str] = Counter()
+    not_stored: Counter[str] = Counter()
     for line in lines:
         misses.update(line.misses)
+        not_stored.update(line.not_stored)
     hit = sum(sum(line.by_source().values()) for line in lines)
     total = sum(line.num_tokens for line in lines)
     summary = f"{hit:,} of {total:,} tokens of the last {len(lines)} requests hit"
     if misses:
         reason, count = misses.most_common(1)[0]
         summary += f"; {count:,} missed as {_cut(reason)}"
-    unknown = "A reason that this release does not know."
     reasons: list[JsonRow] = [
-        {"reason": _cut(reason), "tokens": count, "means": SENTENCES.get(reason, unknown)}
-        for reason, count in misses.most_common(_MAX_DIFFERENCES)
+        {
+            "reason": _cut(reason),
+            "tokens": misses[reason],
+            "not_stored": not_stored[reason],
+            "means": _meaning(reason),
+        }
+        for reason, _ in (misses + not_stored).most_common(_MAX_DIFFERENCES)
     ]
     rows = [_journal_row(line) for line in lines]
     columns = {"at": "at", "request": "request", "tokens": "num_tokens", "hit": "hits"}
     tables = [
-        make_table(columns | {"missed": "misses", "why": "why"}, rows),
-        make_table({"reason": "reason", "tokens": "tokens", "means": "means"}, reasons),
+        make_table(columns | {"missed": "misses", "not stored": "not_stored", "why": "why"}, rows),
+        make_table(
+            {"reason": "reason", "missed": "tokens", "not stored": "not_stored", "means": "means"},
+            reasons,
+        ),
     ]
     value: JsonRow = {
         "summary": summary,
@@ -466,12 +484,17 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
     emit(value, json, summary, *(tables if lines else []))
 
 
+def _meaning(reason: str) -> str:
+    known = reason in set(LookupMiss)
+    return LookupMiss(reason).meaning if known else "A reason that this release does not know."
+
+
 def _without_keys(line: JournalLine) -> JsonRow:
     return {name: getattr(line, name) for name in line.__struct_fields__ if name != "keys"}
 
 
 def _journal_row(line: JournalLine) -> JsonRow:
-    hits, why = line.by_source(), line.why
+    hits, why = line.by_source(), "; ".join(filter(None, (line.why, line.not_stored_why)))
     if not (hits or line.misses):
         why = "no answer: an earlier release wrote it, or it ended before admission"
     return {
@@ -480,6 +503,7 @@ def _journal_row(line: JournalLine) -> JsonRow:
         "num_tokens": line.num_tokens,
         "hits": _counts(hits),
         "misses": _counts(line.misses),
+        "not_stored": _counts(line.not_stored),
         "why": _cut(why),
     }
 

@@ -85,7 +85,13 @@ def read_options(params: object, arguments: object = None) -> RequestOptions:
 
 
 def write_explanation(
-    *, num_local: int, hits: Mapping[str, int], misses: Mapping[str, int], why: str
+    *,
+    num_local: int,
+    hits: Mapping[str, int],
+    misses: Mapping[str, int],
+    why: str,
+    not_stored: Mapping[str, int],
+    not_stored_why: str,
 ) -> dict[str, Any]:
     """Return what an answer says under our field about the tokens of a prompt.
 
@@ -94,20 +100,23 @@ def write_explanation(
         hits: loaded tokens by `Store.tier_of`. Clients do not see the addresses of peers.
         misses: computed tokens by reason; the reason of the first such token comes first.
         why: details of that reason; empty for most.
+        not_stored, not_stored_why: the same for computed tokens that are not stored.
     """
     num_hit = sum(hits.values())
     by_tier: Counter[str] = Counter()
     for source, tokens in hits.items():
         by_tier[source.partition(" ")[0]] += tokens
-    explained = {
+    explained: dict[str, Any] = {
         "prompt_tokens": num_local + num_hit + sum(misses.values()),
         "local_tokens": num_local,
         "hit_tokens": num_hit,
         "by_tier": dict(by_tier),
         "miss_reason": str(next(iter(misses), "")) or None,
         "miss_tokens": {str(reason): tokens for reason, tokens in misses.items()},
+        "not_stored": {str(reason): tokens for reason, tokens in not_stored.items()},
     }
-    return {**explained, "why": why} if why else explained
+    more = {"why": why, "not_stored_why": not_stored_why}
+    return explained | {name: text for name, text in more.items() if text}
 
 
 def write_handover(

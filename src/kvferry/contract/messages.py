@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -18,37 +18,42 @@ from kvferry.types import ExtraKeys
 
 
 class LookupMiss(StrEnum):
-    """Why tokens of a prompt are computed although a cache was asked for them."""
+    """Why tokens of a prompt are computed although a cache was asked for them, or not stored: the
+    words of counters, journals, commands and dashboards, and what they mean."""
 
-    ABSENT = "absent"
-    """No store has the chunk, as far as this process knows."""
-    UNREADABLE = "unreadable"
-    """A store had the chunk, and it could not be read or was wrong a short while ago."""
-    DEADLINE = "deadline"
-    """The fetch did not end in time."""
-    NO_MEMORY = "no_memory"
-    """The host pool had no slot for the chunk."""
-    SLOWER = "slower"
-    """Computing was measured to be faster than loading."""
-    PARTIAL = "partial"
-    """The end of the prompt: less than a whole chunk or block, and the last token."""
-    AUDIT = "audit"
-    """The chunk is stored, but computed nevertheless to compare the result with its record."""
-    OTHER_MODEL = "other_model"
-    """An audit found KV of another model stored under this model's identity."""
-    NOT_PRODUCED = "not_produced"
-    """Another engine was said to compute the chunk, but did not store it in time."""
-    OTHER_PRODUCER = "other_producer"
-    """The producing engine differs in kind, version, model, configuration or tenant."""
-    OTHER_TOKENS = "other_tokens"
-    """The producing engine had other tokens: a chat template with a clock, an edited history."""
-    NOT_CACHEABLE = "not_cacheable"
-    """The request must not be cached."""
-    ADAPTER = "adapter"
-    """It is not known yet, or cannot be known, which LoRA adapter the engine loaded."""
-    NOT_LOADING = "not_loading"
-    """No load, or no further load, is allowed: this engine only stores, its host carries no reports
-    from workers, the host did not ask for this request, or the request's options say so."""
+    meaning: str
+    """A sentence for users, as docs/operate.md has it."""
+
+    def __new__(cls, word: str, meaning: str) -> Self:
+        made = str.__new__(cls, word)
+        made._value_ = word
+        made.meaning = meaning
+        return made
+
+    ABSENT = "absent", "No store that answered has the chunk."
+    AWAY = "away", "A store or tier that may have the chunk failed, or did not answer."
+    EVICTED = "evicted", "It was removed to make room."
+    DELETED = "deleted", "It was removed by a command or a program."
+    QUARANTINED = "quarantined", "It was taken out because it was damaged."
+    VANISHED = "vanished", "The store listed it, and it is gone: removed from outside."
+    UNREADABLE = "unreadable", "It is there, and its bytes are wrong."
+    DEADLINE = "deadline", "The read did not end in time, so the engine computed instead."
+    NO_MEMORY = "no_memory", "The host pool was full of chunks in use; a larger pool would help."
+    SLOWER = "slower", "Computing was measured to be faster than loading."
+    PARTIAL = "partial", "The end of a prompt, less than a chunk or block, is always computed."
+    AUDIT = "audit", "It was stored, but was computed too, to check the stored record."
+    OTHER_NAMESPACE = "other_namespace", "These tokens are stored under another namespace."
+    OTHER_KEYS = "other_keys", "These tokens are stored without this salt and LoRA adapter."
+    BEHIND = "behind", "It is stored, but an earlier chunk is missing."
+    OTHER_MODEL = "other_model", "An audit found records of another model; no more are read."
+    NOT_PRODUCED = "not_produced", "Another engine had to compute it and did not store it in time."
+    OTHER_PRODUCER = "other_producer", "The engine that prefilled it runs another version or model."
+    OTHER_TOKENS = "other_tokens", "The engine that prefilled it computed other tokens."
+    NOT_CACHEABLE = "not_cacheable", "kvferry cannot cache a request of this form."
+    ADAPTER = "adapter", "It is not known, or not yet, which LoRA adapter was loaded."
+    NOT_LOADING = "not_loading", "This engine only stores, or the request limits what is loaded."
+    NOT_STORING = "not_storing", "This engine only loads, or the request asked to store nothing."
+    REFUSED = "refused", "No store took it: full, read-only, or not answering."
 
 
 class LookupResult(NamedTuple):

@@ -78,6 +78,9 @@ class TierStatus(NamedTuple):
     because: str
     """Why the tier is not fully in use; empty if it is."""
     stat: StoreStat
+    fault: str = ""
+    """Why its values may not be found now: its state, or the error of its last call. Empty if its
+    last call succeeded."""
 
 
 class Entry(NamedTuple):

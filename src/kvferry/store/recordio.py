@@ -52,8 +52,11 @@ def read_record(
     read: RecordRead,
     observer: Observer,
     deadline: float = NO_DEADLINE,
+    *,
+    faults: list[StoreError] | None = None,
 ) -> MissReason | None:
-    """Read and verify parts of a record; None if all that was read is right.
+    """Read and verify parts of a record; None if all that was read is right. What the store raised
+    is appended to `faults`.
 
     A wrong record is read once more, since another process may have replaced it meanwhile. If it is
     wrong again, it is discarded from the store.
@@ -62,8 +65,10 @@ def read_record(
         reason = _read(store, schema, read, deadline)
         if reason is not None and reason.is_corruption:
             reason = _read(store, schema, read, deadline)
-    except StoreError:
+    except StoreError as error:
         reason = MissReason.IO_ERROR
+        if faults is not None:
+            faults.append(error)
     if reason is None:
         return None
     observer.count(f"miss_{reason}")

@@ -98,12 +98,12 @@ def test_absent_beyond_a_hit(make_host, observer, store):
     assert observer["hits"] == 1
 
 
-def test_unreadable(make_host, observer, store):
+def test_away(make_host, observer, store):
     failing = FailingStore(store, operations={"read"})
     host = make_host(store=failing, observer=observer)
     request = host.add("r", PROMPT)
     assert host.admit(request) == 0
-    assert misses(observer) == {"unreadable": 40, "partial": 1}
+    assert misses(observer) == {"away": 40, "partial": 1}
     assert observer["miss_io_error"] == NUM_CHUNKS
 
 

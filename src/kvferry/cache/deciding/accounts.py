@@ -47,8 +47,7 @@ class Accounts:
 
     Args:
         schema: layout of the records.
-        journal: receives each request once, at its first admission or, without one, at its end.
-            None: no journal. `close` closes it.
+        journal: receives each request once, at its end. None: no journal. `close` closes it.
     """
 
     def __init__(self, context: RoleContext, schema: RecordSchema, journal: Journal | None) -> None:
@@ -83,15 +82,7 @@ class Accounts:
         misses[LookupMiss.PARTIAL] += num_tokens - limit
         misses = +misses  # those above zero, as for hits
         self._count(num_tokens, local, hits, misses)
-        why = ""
-        if search.miss is LookupMiss.SLOWER and search.worth is not None:
-            _, load, compute = search.worth
-            why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
-        elif search.miss is LookupMiss.NOT_LOADING and state.options.max_load_tokens is not None:
-            why = f"the request loads {state.options.max_load_tokens} tokens at most"
-        plan = state.handover
-        if plan is not None and search.miss is plan.miss:
-            why = plan.why
+        why = search.why
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: of %d tokens the engine has %d; hits %s, misses %s%s",
@@ -107,7 +98,6 @@ class Accounts:
             state.answer = answer
             if request.handover is not None:
                 self._count_handover(request, request.handover, answer, search)
-            self._note(request, state, answer)
 
     def _count_handover(
         self, request: RequestView, handover: Handover, answer: JournalAnswer, search: Search
@@ -164,10 +154,18 @@ class Accounts:
             answer = JournalAnswer(0, {}, {reason: num_tokens}, request.extra_keys.why)
             self._count_handover(request, request.handover, answer, Search())
 
+    def wants_end(self, request: RequestView) -> bool:
+        """Whether anyone is told what of a request was not stored."""
+        return self._journal is not None or request.options.explain
+
     def ended(self, request: RequestView, state: RequestState) -> None:
-        """Note a request that ended, unless it was noted at its admission."""
-        if state.answer is None:
-            self._note(request, state, None)
+        """Note a request that ended."""
+        if self._journal is not None:
+            answer, num_tokens = state.answer, request.num_prompt_tokens
+            if answer is not None:  # which may count generated tokens, after a preemption
+                num_tokens = answer.num_tokens
+            keys = state.keys.keys[: num_tokens // self._chunk]
+            self._journal.add(state.arrived_at, request.request_id, num_tokens, keys, answer)
 
     def ended_uncached(self, request: RequestView) -> None:
         """Note a request that ended and must not be cached. Its keys are not written."""
@@ -180,13 +178,6 @@ class Accounts:
         """Write out the journal and close it. Idempotent."""
         if self._journal is not None:
             self._journal.close()
-
-    def _note(
-        self, request: RequestView, state: RequestState, answer: JournalAnswer | None
-    ) -> None:
-        if self._journal is not None:
-            num_tokens, keys = len(request.all_token_ids), state.keys.keys
-            self._journal.add(state.arrived_at, request.request_id, num_tokens, keys, answer)
 
     def _by_tier(self, state: RequestState, search: Search, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()
@@ -217,8 +208,9 @@ def explained(
     if answer is None:
         return result
     explanation = write_explanation(
-        num_local=answer.local, hits=answer.hits, misses=answer.misses, why=answer.why
-    )
+        num_local=answer.local, hits=answer.hits, misses=answer.misses, why=answer.why,
+        not_stored=answer.not_stored, not_stored_why=answer.not_stored_why,
+    )  # fmt: skip
     params = dict(result.params or {})
     params[STAMP] = {**params.get(STAMP, {}), **explanation}
     return result._replace(params=params)

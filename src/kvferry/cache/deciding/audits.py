@@ -247,9 +247,9 @@ class Audits:
         where = f"record {key.hex()} of {self._context.store.url}"
         if worst.agrees:
             observer.count("audits")
-            logger.info("audit passed; largest difference: %s", worst.difference)
+            logger.info("audit passed; largest difference: %s", worst.detail)
             if worst.excess > DOUBTFUL:
-                self._doubt(where, worst.difference)
+                self._doubt(where, worst.detail)
             self._has_passed |= audit.is_at_end
             return
         observer.count("audit_mismatch")
@@ -257,7 +257,7 @@ class Audits:
             self.has_failed = True
             store = self._context.store
             self._thread.submit(lambda _job: store.discard(key, OTHER_KV))
-            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.difference, REMEDY)
+            logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.detail, REMEDY)
 
     def _doubt(self, where: str, difference: str) -> None:
         """Note a difference that is nearly a mismatch."""

@@ -31,7 +31,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.policy import LoadPolicy
-from kvferry.cache.deciding.requests import HandoverPlan, RequestState, Search, UnreadableKeys
+from kvferry.cache.deciding.requests import FailedKeys, HandoverPlan, RequestState, Search
 from kvferry.cache.messages import SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.store.base import ASK_SECONDS
@@ -76,7 +76,7 @@ class Lookup:
         self,
         context: RoleContext,
         pool: HostPool,
-        unreadable: UnreadableKeys,
+        unreadable: FailedKeys,
         policy: LoadPolicy,
         audits: Audits,
     ) -> None:
@@ -107,7 +107,8 @@ class Lookup:
         if search.awaited and self._clock() < search.deadline:
             return ASK_AGAIN
         self.probe(state)
-        known, search.miss = self._find(state.chain, num_local // self._chunk)
+        known, miss, why = self._find(state.chain, num_local // self._chunk)
+        search.missed(miss, why)
         known, num_tokens = self._limited(state, search, known, num_tokens)
         if known < len(state.chain) and search.miss in (None, LookupMiss.ABSENT):
             if search.miss is None and self._waits_for_store(state, search):
@@ -115,10 +116,10 @@ class Lookup:
             if self._waits_for_producer(state, search, known, num_tokens):
                 self._fetch_known(state, search, known, num_tokens)
                 return ASK_AGAIN
-            search.miss = LookupMiss.ABSENT if state.handover is None else state.handover.miss
+            self._say_lacking(state, search)
             if state.handover is not None and known == len(state.keys.keys):
                 state.handover.drop_tail()
-                search.miss = None
+                search.missed(None)
         late = self._late(search)
         if not self._settle(state, search, self._choose(state, search, known), num_tokens):
             return ASK_AGAIN
@@ -138,8 +139,19 @@ class Lookup:
             return known, num_tokens
         stop = search.num_local + most
         if known * self._chunk >= stop:
-            search.miss = LookupMiss.NOT_LOADING
+            search.missed(LookupMiss.NOT_LOADING, f"the request loads {most} tokens at most")
         return min(known, -(-stop // self._chunk)), stop + 1
+
+    def _say_lacking(self, state: RequestState, search: Search) -> None:
+        """Note that no store that answered has the next chunk, and name those that did not."""
+        plan = state.handover
+        if plan is not None and plan.miss is not LookupMiss.ABSENT:
+            search.missed(plan.miss, plan.why)
+            return
+        away = "; ".join(f"{each.name} {each.fault}" for each in self._store.tiers() if each.fault)
+        if search.miss is None:
+            away = away or f"asked, and no answer within {ASK_SECONDS:g} s"
+        search.missed(LookupMiss.AWAY if away else LookupMiss.ABSENT, away)
 
     def _waits_for_store(self, state: RequestState, search: Search) -> bool:
         """Whether the host must ask again, since the store still asks its medium what it has."""
@@ -205,18 +217,18 @@ class Lookup:
             hit = self._candidate(state, num_local, stop)
             num_surplus = hit.num_slots - self._pool.num_slots
             if num_surplus > 0:
-                search.miss = LookupMiss.NO_MEMORY
+                search.missed(LookupMiss.NO_MEMORY)
                 fits = self._usable(state, hit.numbers[-num_surplus], num_tokens)
                 stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
             if lacking is None:
                 if not self._promise(state, search, hit):
-                    search.miss = LookupMiss.NO_MEMORY
+                    search.missed(LookupMiss.NO_MEMORY)
                 return True
             if may_fetch and self._fetch(state, search, hit):
                 return False
-            search.miss = self._why_not_held(state.chain[lacking], search, may_fetch=may_fetch)
+            search.missed(self._why_not_held(state.chain[lacking], search, may_fetch=may_fetch))
             stop = min(self._usable(state, lacking, num_tokens), stop - block)
         return True
 
@@ -265,10 +277,11 @@ class Lookup:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None]:
-        """Return the index at which the known chunks from `first` on end, and why. The chunk there
-        failed to be read lately, or has no slot and is not in the store. The reason is None if all
-        are known, or while the store asks its medium, which takes a bounded time."""
+    def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, LookupMiss | None, str]:
+        """Return the index at which the known chunks from `first` on end, why, and details in
+        words. The chunk there failed to be read lately, or has no slot and is not in the store. The
+        reason is None if all are known, or while the store asks its medium, which takes a bounded
+        time."""
         contains, find, unreadable = self._store.contains, self._pool.find, self._unreadable
         everything = self._tables.all_groups
         for index in range(first, len(keys)):
@@ -277,10 +290,10 @@ class Lookup:
             if slot is None or not (slot.is_save or everything <= slot.held):
                 # Not whole in memory, so it matters what the store has.
                 if key in unreadable:
-                    return index, LookupMiss.UNREADABLE
+                    return index, *unreadable.why(key)
                 if slot is None and not (is_stored := contains(key)):
-                    return index, LookupMiss.ABSENT if is_stored is False else None
-        return max(first, len(keys)), None
+                    return index, LookupMiss.ABSENT if is_stored is False else None, ""
+        return max(first, len(keys)), None, ""
 
     def _choose(self, state: RequestState, search: Search, known: int) -> int:
         """Return the index of the first known chunk that is computed sooner than loaded; `known` if
@@ -291,7 +304,7 @@ class Lookup:
             while until < known and holds(keys[until], everything):
                 until += 1  # in memory by now
             if until < known:
-                search.miss = LookupMiss.SLOWER
+                search.missed(LookupMiss.SLOWER, search.worth[1])
             return until
         is_begun = search.fetching_since is not None or search.fetched
         if is_begun or not self._policy.is_any_slow:
@@ -306,8 +319,10 @@ class Lookup:
         ]
         worth = self._policy.worth_loading(parts)
         if worth.num_chunks < len(parts):
-            search.miss = LookupMiss.SLOWER
-            search.worth = first + worth.num_chunks, worth.load_seconds, worth.compute_seconds
+            load, compute = worth.load_seconds, worth.compute_seconds
+            why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
+            search.missed(LookupMiss.SLOWER, why)
+            search.worth = first + worth.num_chunks, why
         return first + worth.num_chunks
 
     def _usable(self, state: RequestState, num_chunks: int, num_tokens: int) -> int:

@@ -26,8 +26,11 @@ RETRY_SECONDS = 3.0
 """The same if the store did not answer, or no longer had the chunk: nothing is wrong with the
 record, and a server that is back is to be used soon."""
 
-MAX_UNREADABLE = 100_000
-"""Number of unreadable chunks beyond which all are forgotten."""
+REFUSED_SECONDS = 3600.0
+"""How long it is known why a chunk was not stored."""
+
+MAX_FAILED = 100_000
+"""Number of failed chunks beyond which all are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,11 +136,12 @@ class Search:
             engine is still to bring more.
         deadline: time by which its fetches must have ended.
         worth: index of the first chunk that is not worth loading, and the seconds expected to load
-            and to compute all; None while all chunks are worth it.
+            and to compute all in words; None while all chunks are worth it.
         gave_up: why no more is fetched for it; None: more may be fetched.
         loads: tokens and seconds of what was fetched and promised, by where from.
         promised: tokens `[start, stop)` of the last positive answer.
         miss: why the last answer was not longer; NOT_LOADING if there was none.
+        why: details of `miss` in words, or empty.
     """
 
     num_local: int = 0
@@ -147,11 +151,16 @@ class Search:
     began_at: float = 0.0
     fetching_since: float | None = None
     deadline: float = 0.0
-    worth: tuple[int, float, float] | None = None
+    worth: tuple[int, str] | None = None
     gave_up: LookupMiss | None = None
     loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     promised: tuple[int, int] | None = None
     miss: LookupMiss | None = LookupMiss.NOT_LOADING
+    why: str = ""
+
+    def missed(self, miss: LookupMiss | None, why: str = "") -> None:
+        """Note why the answer is not longer."""
+        self.miss, self.why = miss, why
 
     @property
     def phase(self) -> Literal["asking", "fetching", "settled"]:
@@ -176,6 +185,7 @@ class RequestState:
         saves_blocked: a load failed on blocks that it may share, so no more of it is saved until it
             has new blocks.
         next_save: index of a chunk; those before it are stored, on their way, or not to be saved.
+        lacks_slot: the host pool has no slot for the next chunk to save.
         audit: audit of the promised hit, if it has one.
         handover: None if no other engine takes part.
         options: what the request asks of the cache.
@@ -191,6 +201,7 @@ class RequestState:
     probed_at: float | None = None
     saves_blocked: bool = False
     next_save: int = 0
+    lacks_slot: bool = False
     audit: Audit | None = None
     handover: HandoverPlan | None = None
     options: RequestOptions = DEFAULT_OPTIONS
@@ -231,27 +242,38 @@ class RequestState:
         return self.handover is not None and self.handover.lends
 
 
-class UnreadableKeys:
-    """Chunks whose read failed a short time ago. Not thread-safe."""
+class FailedKeys:
+    """Chunks whose read or write failed a short time ago, and why. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: dict[bytes, float] = {}
+        self._failed: dict[bytes, _Failed] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._until and self._clock() < self._until[key]
+        return key in self._failed and self._clock() < self._failed[key].until
 
-    def add(self, keys: Iterable[bytes], seconds: float = UNREADABLE_SECONDS) -> None:
-        if len(self._until) > MAX_UNREADABLE:
-            self._until.clear()
-        self._until.update(dict.fromkeys(keys, self._clock() + seconds))
+    def why(self, key: bytes) -> tuple[LookupMiss, str]:
+        """Return why a chunk that is here failed, and details in words."""
+        return self._failed[key][1:]
+
+    def add(self, keys: Iterable[bytes], seconds: float, miss: LookupMiss, why: str = "") -> None:
+        if len(self._failed) > MAX_FAILED:
+            self._failed.clear()
+        failed = _Failed(self._clock() + seconds, miss, why)
+        self._failed.update(dict.fromkeys(keys, failed))
 
     def discard(self, key: bytes) -> None:
-        """Offer a chunk again: it was stored again."""
-        self._until.pop(key, None)
+        """Forget a chunk: it was stored again."""
+        self._failed.pop(key, None)
 
     def clear(self) -> None:
-        self._until.clear()
+        self._failed.clear()
+
+
+class _Failed(NamedTuple):
+    until: float
+    miss: LookupMiss
+    why: str
 
 
 class Requests:
@@ -265,6 +287,7 @@ class Requests:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
         unreadable: chunks that are not offered, although the store may seem to have them.
+        refused: chunks that the store did not take.
     """
 
     def __init__(
@@ -276,7 +299,8 @@ class Requests:
         self.namespace = namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, RequestState] = {}
-        self.unreadable = UnreadableKeys(clock)
+        self.unreadable = FailedKeys(clock)
+        self.refused = FailedKeys(clock)
 
     def track(self, request: RequestView) -> RequestState:
         """Return the state of a request, with the keys of all chunks that are whole by now. A new

@@ -6,13 +6,14 @@ The scheduler role asks for the saves of every step, and passes on what the rank
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.requests import Requests, RequestState, Tail
+from kvferry.cache.deciding.requests import REFUSED_SECONDS, Requests, RequestState, Tail
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     PUT_OFF,
@@ -22,9 +23,10 @@ from kvferry.cache.messages import (
     Sealed,
     SlotChunk,
 )
+from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult
-from kvferry.types import ChunkKey, ScheduledRequest, StepView, is_tail
+from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView, is_tail
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +154,10 @@ class SavePlan:
             key = keys[state.next_save]
             if not self.has(key, state) and not self._plan_chunk(item, state, saves):
                 self._context.observer.count("save_no_slot")
+                state.lacks_slot = True
                 return  # offered again in the next step of this request
             state.next_save += 1
+        state.lacks_slot = False
         if plan is not None and lends_tail and computed >= request.num_prompt_tokens:
             plan.tail = self._plan_tail(item, state, saves)
 
@@ -224,6 +228,30 @@ class SavePlan:
     def _is_stored(self, key: ChunkKey) -> bool:
         return bool(self._context.store.contains(key)) and key not in self._requests.unreadable
 
+    def not_stored(
+        self, request: RequestView, state: RequestState, *, may_save: bool
+    ) -> tuple[dict[str, int], str]:
+        """Count the tokens of a prompt that was computed whose chunks are neither stored nor on
+        their way, by reason; say details of the first reason in words."""
+        size, end = state.keys.chunk_tokens, request.num_prompt_tokens
+        found: Counter[str] = Counter()
+        why = ""
+        for number, key in enumerate(state.keys.keys[: end // size]):
+            if key in self._requests.refused:
+                reason, said = self._requests.refused.why(key)
+                why = why or said
+            elif self.has(key, state):
+                continue
+            elif not may_save:
+                reason = LookupMiss.NOT_STORING
+            elif state.lacks_slot and number >= state.next_save:
+                reason = LookupMiss.NO_MEMORY
+            else:
+                continue  # not computed, or removed since
+            found[reason] += size
+        found[LookupMiss.PARTIAL] = end % size
+        return dict(+found), why
+
     # -- reports --------------------------------------------------------------------------------
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
@@ -247,15 +275,18 @@ class SavePlan:
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
-    def learn_saved(self, index: int, result: str) -> None:
-        """Learn the result of the write of a slot."""
+    def learn_saved(self, index: int, result: str, why: str) -> None:
+        """Learn the result of the write of a slot; `why` it was not stored, or empty."""
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
+            refused = self._requests.refused
+            refused.add((slot.key,), REFUSED_SECONDS, LookupMiss.REFUSED, why or result)
             self._announce_failed(slot.key)
             return
+        self._requests.refused.discard(slot.key)
         if self._is_alone:
             self._context.store.note_stored(slot.key)
         if result == PutResult.STORED:
@@ -265,7 +296,7 @@ class SavePlan:
         """Learn which records of several ranks this process has written."""
         if not self._is_alone:
             for slot, result in self.shared_writes.poll():
-                self.learn_saved(slot.index, result)
+                self.learn_saved(slot.index, result, self._context.store.refusal)
 
     def _announce_failed(self, key: ChunkKey) -> None:
         """Drop the event of a chunk whose save failed."""

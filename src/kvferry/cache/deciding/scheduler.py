@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,13 @@ logger = logging.getLogger(__name__)
 
 RECENT_CLOSE_SECONDS = 0.5
 """How long `close` waits for a listing of the store that is under way."""
+
+_MISSED: Mapping[str, LookupMiss] = {
+    MissReason.ABSENT: LookupMiss.VANISHED,
+    MissReason.IO_ERROR: LookupMiss.AWAY,
+    MissReason.DEADLINE: LookupMiss.DEADLINE,
+}
+"""What a failed fetch means for a request; all else is unreadable."""
 
 EARLY_PER_STEP = 4
 """Requests of the host's queue that one step looks up, if they wait for another engine."""
@@ -162,6 +169,9 @@ class SharedStorageScheduler(SchedulerRole):
     def _may_save(self) -> bool:
         return self._is_running and not (self.context.spec.disabled or self.audits.has_failed)
 
+    def _saves(self, request: RequestView, state: RequestState) -> bool:
+        return request.options.store and (self.context.spec.saves or state.gives_all)
+
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
         limit = self._lookup.limit(state, len(request.all_token_ids))
@@ -242,7 +252,7 @@ class SharedStorageScheduler(SchedulerRole):
                 )
             start, stop = promised[0], promised[0] + num_external_tokens
             self._plan_load(request.request_id, state, search, block_ids, (start, stop))
-        if request.options.store and (self.context.spec.saves or state.gives_all):
+        if self._saves(request, state):
             self.saves.admit(request.request_id, state)
         limit = self._lookup.limit(state, len(request.all_token_ids))
         if state.search is not None or state.answer is None:  # else a session goes on in its blocks
@@ -383,11 +393,13 @@ class SharedStorageScheduler(SchedulerRole):
             if slot is not None:
                 self.saves.learn_sealed(report.rank, slot, sealed)
         for saved in report.saved:
-            self.saves.learn_saved(saved.slot, saved.result)
+            self.saves.learn_saved(saved.slot, saved.result, saved.why)
         if report.filled or report.sealed:
             self.saves.await_reports()
         if report.failed_keys:
-            self.requests.unreadable.add(report.failed_keys)
+            self.requests.unreadable.add(
+                report.failed_keys, UNREADABLE_SECONDS, LookupMiss.UNREADABLE, "a load failed"
+            )
             for key in report.failed_keys:
                 self.pool.drop(ChunkKey(key))
         if report.failures:
@@ -411,7 +423,9 @@ class SharedStorageScheduler(SchedulerRole):
             if filled.missed == MissReason.IO_ERROR and self._handovers.reads_again(slot.key):
                 return
             seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
-            self.requests.unreadable.add((slot.key,), seconds)
+            miss = _MISSED.get(filled.missed or "", LookupMiss.UNREADABLE)
+            why = filled.detail if filled.missed in SOUND else filled.missed
+            self.requests.unreadable.add((slot.key,), seconds, miss, why or "")
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -428,6 +442,10 @@ class SharedStorageScheduler(SchedulerRole):
                 self._accounts.ended_uncached(request)
             return explained(FREE_NOW, request, None)
         result = self._handovers.answer(request, state)
+        if state.answer is not None and self._accounts.wants_end(request):
+            may_save = self._may_save and self._saves(request, state)
+            found, why = self.saves.not_stored(request, state, may_save=may_save)
+            state.answer = state.answer._replace(not_stored=found, not_stored_why=why)
         self._accounts.ended(request, state)
         self._lookup.end(state)
         self._pin(request, state)

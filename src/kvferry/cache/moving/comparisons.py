@@ -62,7 +62,7 @@ class Comparisons:
             computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
             found = compare(self._rows, computed, stored, self._tolerances)
             what = found.describe(self._rows)
-            return Filled(slot, excess=found.excess, difference=what)
+            return Filled(slot, excess=found.excess, detail=what)
 
         self._jobs.append((slot, save.checks, self._pool.submit(run)))
 

@@ -18,7 +18,7 @@ from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import CacheBounds, RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
-from kvferry.errors import TransferError
+from kvferry.errors import StoreError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
@@ -113,9 +113,12 @@ class SlotIO:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
             deadline = started + self._context.config.load_timeout_seconds
-            missed = read_record(self._context.store, schema, record, self._observer, deadline)
+            faults: list[StoreError] = []
+            missed = read_record(
+                self._context.store, schema, record, self._observer, deadline, faults=faults
+            )
             seconds = 0.0 if missed else time.monotonic() - started
-            return Filled(chunk.slot, missed, seconds)
+            return Filled(chunk.slot, missed, seconds, detail="; ".join(map(str, faults)))
 
         self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
 
@@ -161,9 +164,9 @@ class SlotIO:
             return Sealed(chunk.slot), None
 
         def write(_job: Job[Saved]) -> Saved:
-            return Saved(
-                chunk.slot, write_sealed(self._context.store, key, [image], self._observer)
-            )
+            store = self._context.store
+            result = write_sealed(store, key, [image], self._observer)
+            return Saved(chunk.slot, result, "" if result.is_there else store.refusal)
 
         return Sealed(chunk.slot), self._write_pool.submit(write)
 

@@ -396,6 +396,11 @@ class Index:
         with self._transaction(writes=False) as db:
             return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
 
+    def lists(self, key: ChunkKey) -> bool:
+        """Whether there is a row for `key`, whose file may be gone."""
+        with self._transaction(writes=False) as db:
+            return bool(read_keys(db, "records WHERE key = ?", key)[1])
+
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
         """Yield all records by id, or the `limit` most recently used ones. Those that are used
         meanwhile may be missing."""

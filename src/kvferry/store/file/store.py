@@ -189,7 +189,12 @@ class FileStore(Store):
         return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
     def contains(self, key: ChunkKey) -> bool:
-        return self._known.contains(key)
+        """See `Store.contains`. If this store keeps no keys in memory, its index is asked."""
+        if self._known.tracks_keys:
+            return self._known.contains(key)
+        with suppress(OSError):
+            return not self._closed and self.index.lists(key)
+        return False
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE

@@ -136,6 +136,7 @@ class Health:
     Attributes:
         standing: the state as it is now.
         until: when an unopened or away store is tried next, or a refusing one is written to again.
+        fault: error of the last call; empty after one that succeeded.
         generation: how often the store went away. Results of calls that began in an earlier
             generation are ignored.
         may_create: whether opening may make a store. False once the medium did not answer, since a
@@ -148,6 +149,7 @@ class Health:
         self._patience = patience
         self.standing = Standing(State.OPENING, clock())
         self.until = -math.inf
+        self.fault = ""
         self.generation = 0
         self.may_create = True
         self._is_announced = False  # the log says that the store is not open, and why
@@ -243,7 +245,7 @@ class Health:
         if generation != self.generation or self.state in (State.OPENING, State.CLOSED):
             return ""
         counts = self._breaker
-        counts.num_failures = 0
+        counts.num_failures, self.fault = 0, ""
         if self.state is not State.AWAY:
             return ""
         self._stand(State.UP)
@@ -257,6 +259,7 @@ class Health:
             return ""
         counts, patience, now = self._breaker, self._patience, self._clock()
         counts.num_failures += 1
+        self.fault = str(why)[:_MAX_BECAUSE]
         if counts.num_failures < patience.max_failures:
             return ""
         is_again = counts.is_back and now - counts.since < patience.soon_seconds

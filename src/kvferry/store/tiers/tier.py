@@ -194,7 +194,8 @@ class Tier:
         """State of the tier and counts of its store. Memory only."""
         state, since, because = self._health.standing
         since = time.time() - (self.calls.clock() - since)
-        return TierStatus(self.name, state, since, because, self.stat())
+        fault = self._health.fault if self._health.is_up else f"{state}: {because}"
+        return TierStatus(self.name, state, since, because, self.stat(), fault)
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """Do `ask`, and count the result."""

@@ -202,6 +202,11 @@ class TieredStore(Store):
             if is_written and not farther.has(key):
                 self._threads[farther.number].add(key, tier)
 
+    @property
+    def refusal(self) -> str:
+        states = [(tier.name, tier.status) for tier in self._tiers]
+        return "; ".join(f"{name} {at.state}: {at.because}" for name, at in states if at.because)
+
     def _cancel_copies(self, key: ChunkKey) -> None:
         for thread in self._threads:
             thread.cancel(key)
