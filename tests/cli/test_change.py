@@ -246,7 +246,7 @@ def test_the_answer_decides(url):
         ("rm --namespace zz", "hexadecimal"),
         ("rm --namespace 00", "no such namespace"),
         ("rm --tokens F", "whose prompt is it"),
-        ("rm --namespace 00 --tokens F --older-than 1d", "do not go together"),
+        ("rm --namespace 00 --tokens /dev/null --older-than 1d", "do not go together"),
         ("rm --older-than soon", "not a duration"),
         ("rm --salt s", "are of a prompt"),
         ("rm --max-bytes 1GiB --tenant x", "--max-bytes is of the whole store"),

@@ -343,7 +343,6 @@ def test_a_hit_that_the_engine_does_not_see_is_told_apart(run, model_dir, tmp_pa
     out = " ".join(run("explain", url, *asked).out.split())
     assert "would hit for" not in out
     assert ", float32, 16 tokens a chunk)" in out
-    assert "An engine that misses it may read another namespace" in out
 
 
 def test_the_other_form_of_a_prompt_is_tried(run, tmp_path, url):
@@ -405,7 +404,7 @@ def test_old_lines_and_a_line_under_way(run, tmp_path):
     path = tmp_path / "journal"
     path.write_text(line() + line(request="cmpl-7-a", misses={"new_reason": 30}) + '{"time": 1')
     out = run("explain", "--journal", path).out
-    assert "no answer" in out
+    assert "it ended before" in " ".join(out.split())
     assert "does not know" in " ".join(out.split())
     value = json.loads(run("explain", "--journal", path, "--request", "cmpl-7", "--json", "-").out)
     assert [each["request"] for each in value["requests"]] == ["cmpl-7-a"]

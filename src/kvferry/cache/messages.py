@@ -88,11 +88,9 @@ EMPTY_PLAN = SharedStoragePlan()
 PUT_OFF = "put_off"
 """The chunk may be saved in a later step."""
 
-REFUSED = "refused"
-"""The blocks do not hold what the host reported: a later try would not help."""
-
-NOT_COMPARED = "not_compared"
-"""There is no result of the comparison."""
+NOT_DONE = "not_done"
+"""A copy or a comparison failed, as of blocks that do not hold what the host reported: a later try
+would not help."""
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
@@ -101,8 +99,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     missed: str | None = None
     """None: the slot holds what the plan said, verified. Else why it does not: for a fetch a
-    `kvferry.record.check.MissReason`, for a save `PUT_OFF` or `REFUSED`, for an audit one of these
-    two or `NOT_COMPARED`."""
+    `kvferry.record.check.MissReason`, for a save or an audit `PUT_OFF` or
+    `NOT_DONE`."""
     seconds: float = 0.0
     """For a fetch: the time from the plan to the end of the read."""
     excess: float = 0.0

@@ -10,21 +10,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.choice import (
-    Choice,
-    DryRunOption,
-    LoraOption,
-    ModelOption,
-    NamespaceOption,
-    PromptOption,
-    RawOption,
-    SaltOption,
-    TenantOption,
-    TokensOption,
-    chosen,
-    count,
-    read_choice,
-)
+from kvferry.cli.choice import Choice, DryRunOption, choosing, chosen, count
 from kvferry.cli.output import (
     JsonOption,
     JsonRow,
@@ -43,8 +29,10 @@ from kvferry.store.base import GcReport, Store, too_many_pins
 from kvferry.store.kind import shown_url
 
 
+@choosing
 def rm(
     url: UrlArgument,
+    choice: Choice,
     max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
     ] = None,
@@ -52,14 +40,6 @@ def rm(
         str | None,
         typer.Option(metavar="AGE", help="Only records not used for this long, e.g. 36h."),
     ] = None,
-    namespace: NamespaceOption = None,
-    model: ModelOption = None,
-    tenant: TenantOption = None,
-    prompt_file: PromptOption = None,
-    tokens: TokensOption = None,
-    raw: RawOption = False,
-    salt: SaltOption = None,
-    lora: LoraOption = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All records of the store.")
     ] = False,
@@ -75,10 +55,10 @@ def rm(
 
     Example: kvferry rm file:///var/cache/kvferry --tenant team-a --dry-run
     """
-    choice = read_choice(
-        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
-        raw=raw, salt=salt, lora=lora, older_than=older_than,
-    )  # fmt: skip
+    if older_than is not None:
+        if choice.token_ids is not None:
+            raise ConfigError("--older-than and a prompt do not go together")
+        choice = replace(choice, age=parse_duration(older_than))
     is_by_use = _is_by_use(choice, max_bytes is not None, everything)
     keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
 
@@ -132,8 +112,10 @@ def _delete(url: str, choice: Choice) -> GcReport:
         return maintenance.clear(store, bar.track(chosen(store, choice), description="deleting"))
 
 
+@choosing
 def pin(
     url: UrlArgument,
+    choice: Choice,
     until: Annotated[
         str,
         typer.Option(
@@ -141,14 +123,6 @@ def pin(
             help="For so long, e.g. 36h; a local time such as 2027-01-31T08:00; or 'now' to unpin.",
         ),
     ],
-    namespace: NamespaceOption = None,
-    model: ModelOption = None,
-    tenant: TenantOption = None,
-    prompt_file: PromptOption = None,
-    tokens: TokensOption = None,
-    raw: RawOption = False,
-    salt: SaltOption = None,
-    lora: LoraOption = None,
     dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
@@ -161,10 +135,6 @@ def pin(
     Example: kvferry pin "file:///var/cache/kvferry?max_bytes=200GiB" --until 36h --model M
     """
     ends = _time(until)
-    choice = read_choice(
-        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
-        raw=raw, salt=salt, lora=lora,
-    )  # fmt: skip
     if choice.is_everything:
         raise ConfigError("choose the records: --namespace, --model, --tenant, or a prompt")
     with open_existing(url, writable=not dry_run) as store:

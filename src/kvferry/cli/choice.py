@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.output import parse_duration
 from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
 from kvferry.errors import ConfigError
 from kvferry.store.base import Entry, Store
@@ -21,28 +22,6 @@ if TYPE_CHECKING:
     from kvferry.keys import ModelIdentity, Namespace
     from kvferry.types import ExtraKeys
 
-NamespaceOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIGEST", help="Only records of this namespace (its digest, or first digits)."
-    ),
-]
-ModelOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Only records of this model.")
-]
-TenantOption = Annotated[str | None, typer.Option(help="Only records of this tenant.")]
-PromptOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Only records of this prompt; needs --model.")
-]
-TokensOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Only records of these token ids, instead of --prompt-file."),
-]
-RawOption = Annotated[bool, typer.Option("--raw", help="Use the prompt without the chat template.")]
-SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
-LoraOption = Annotated[
-    str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
-]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
 ]
@@ -72,17 +51,35 @@ class Choice:
         return all(part is None for part in parts)
 
 
-def read_choice(
+def _read_choice(
     *,
-    namespace: str | None,
-    model: Path | None,
-    tenant: str | None,
-    prompt_file: Path | None,
-    tokens: Path | None,
-    raw: bool,
-    salt: str | None,
-    lora: str | None,
-    older_than: str | None = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIGEST", help="Only records of this namespace (its digest, or first digits)."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only records of this model.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only records of this tenant.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only records of this prompt; needs --model."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Only records of these token ids, instead of --prompt-file."
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the prompt without the chat template.")
+    ] = False,
+    salt: Annotated[str | None, typer.Option(help="The prompt's cache salt.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
+    ] = None,
 ) -> Choice:
     """Read the options. Raises ConfigError if they cannot be read, or do not go together."""
     from kvferry.types import ExtraKeys
@@ -90,8 +87,6 @@ def read_choice(
     has_prompt = prompt_file is not None or tokens is not None
     if has_prompt and namespace is None and model is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if has_prompt and older_than is not None:
-        raise ConfigError("--older-than and a prompt do not go together")
     if not has_prompt and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora are of a prompt: give --prompt-file or --tokens")
     return Choice(
@@ -100,8 +95,26 @@ def read_choice(
         tenant=tenant,
         token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,
         extra=ExtraKeys(cache_salt=salt, lora=lora_identity(lora)),
-        age=None if older_than is None else parse_duration(older_than),
     )
+
+
+def choosing(command: Callable[..., None]) -> Callable[..., None]:
+    """Put the options that choose records in the place of a command's argument `choice`."""
+    options = signature(_read_choice, eval_str=True).parameters
+    own = signature(command, eval_str=True).parameters
+    parameters = {**own, **options}
+    del parameters["choice"]
+
+    @wraps(command)
+    def call(**given: Any) -> None:  # noqa: ANN401 - as typer reads them
+        choice = _read_choice(**{name: given.pop(name) for name in options})
+        command(choice=choice, **given)
+
+    call.__dict__["__signature__"] = Signature(
+        [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters.values()]
+    )
+    call.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    return call
 
 
 def count(store: Store, choice: Choice) -> tuple[int, int]:

@@ -6,20 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.choice import (
-    DryRunOption,
-    LoraOption,
-    ModelOption,
-    NamespaceOption,
-    PromptOption,
-    RawOption,
-    SaltOption,
-    TenantOption,
-    TokensOption,
-    chosen,
-    count,
-    read_choice,
-)
+from kvferry.cli.choice import Choice, DryRunOption, choosing, chosen, count
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress
 from kvferry.cli.stores import UrlArgument, await_answer, open_existing
 from kvferry.config import format_size
@@ -35,17 +22,11 @@ MAX_RECORD_BYTES = 4 << 30
 """Limit of a record; one is in memory at a time."""
 
 
+@choosing
 def copy(
     url: UrlArgument,
+    choice: Choice,
     to: Annotated[str, typer.Argument(metavar="TO", help="Store that takes the records.")],
-    namespace: NamespaceOption = None,
-    model: ModelOption = None,
-    tenant: TenantOption = None,
-    prompt_file: PromptOption = None,
-    tokens: TokensOption = None,
-    raw: RawOption = False,
-    salt: SaltOption = None,
-    lora: LoraOption = None,
     dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
@@ -56,10 +37,6 @@ def copy(
 
     Example: kvferry copy file:///kv valkey://cache/kv --model DIR --prompt-file F
     """
-    choice = read_choice(
-        namespace=namespace, model=model, tenant=tenant, prompt_file=prompt_file, tokens=tokens,
-        raw=raw, salt=salt, lora=lora,
-    )  # fmt: skip
     target = _target(to)
     with open_existing(url) as source, progress() as bar:
         num_records, num_bytes = count(source, choice)

@@ -26,6 +26,7 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
+from kvferry.types import ExtraKeys
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Store
     from kvferry.survey import Differences
-    from kvferry.types import ExtraKeys
 
 _MAX_TEXT = 200
 """Most characters that are shown of an untrusted value."""
@@ -92,23 +92,19 @@ def explain(
 
     Example: kvferry explain file:///var/cache/kvferry --model path/to/model --prompt-file F
     """
+    if bool(urls) == (journal is not None):
+        raise ConfigError("give the URL of a store, or --journal FILE, and not both")
     if journal is not None:
-        if urls:
-            raise ConfigError("give a store URL or --journal, not both")
         _explain_journal(journal, request, limit, json)
         return
-    if not urls:
-        raise ConfigError("give the URL of a store, or --journal FILE")
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
     digits = None if namespace is None else check_digits(namespace)
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
-    from kvferry.types import ExtraKeys
-
     extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
-    ask = _question(urls, model, digits, extra, block_size)
+    ask = _question(urls or [], model, digits, extra, block_size)
     answer = ask(token_ids)
-    notes = _notes(answer, extra, by_model=digits is None)
+    notes = _notes(answer, extra)
     if prompt_file is not None and answer.reason is LookupMiss.ABSENT:
         other = ask(read_tokens(model, prompt_file, None, raw=not raw))
         notes += _note_of_other_form(answer, other, raw=raw)
@@ -236,7 +232,7 @@ def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> N
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[str]:
+def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
     """Return hints where to look further."""
     from kvferry.explain import away_lines
 
@@ -253,12 +249,6 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys, *, by_model: bool) -> list[st
             notes.append(
                 "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
             )
-    elif by_model and answer.reason is LookupMiss.PARTIAL:
-        notes.append(
-            "An engine that misses it may read another namespace (other dtype, chunk size, tenant)"
-            ": give --namespace with the one in its log. Or the engine chose to compute: see "
-            "--journal."
-        )
     return notes
 
 
@@ -496,7 +486,7 @@ def _without_keys(line: JournalLine) -> JsonRow:
 def _journal_row(line: JournalLine) -> JsonRow:
     hits, why = line.by_source(), "; ".join(filter(None, (line.why, line.not_stored_why)))
     if not (hits or line.misses):
-        why = "no answer: an earlier release wrote it, or it ended before admission"
+        why = "it ended before admission"
     return {
         "at": line.time,
         "request": _cut(line.request),

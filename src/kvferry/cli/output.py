@@ -7,11 +7,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import chain, islice
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,8 +33,6 @@ def _check_target(context: typer.Context, target: str | None) -> str | None:
     if os.path.realpath(target) == os.path.realpath("/dev/stdout"):
         return "-"
     path = Path(target)
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: Is a directory; give --json a file, or '-'")
     # The result of `demo` may go into the directory that it makes.
     if context.info_name != "demo" or path.parent.exists():
         require_writable(path)
@@ -116,9 +112,7 @@ _PIPE_WIDTH = 80
 """Width of a table in characters when stdout is no terminal."""
 
 _TABLE_ROWS = 1000
-"""Most rows that are laid out at once; a longer list is printed in parts of this size."""
-
-_MAX_COLUMN = 40
+"""Most rows of a table. The widths of its columns follow from all of them."""
 
 _SHOWN_NAMESPACES = 20
 
@@ -144,32 +138,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
     text = json.dumps(value, indent=2)
     if json_target != "-":
         _print(*renderables)
-    _write([text, "\n"], json_target)
-
-
-def emit_rows(
-    value: Iterable[JsonRow],
-    json_target: str | None,
-    columns: Mapping[str, str],
-    rows: Iterable[JsonRow],
-    *renderables: RenderableType,
-) -> None:
-    """Print a list that may be long, as `emit` does. More than `_TABLE_ROWS` rows are printed as
-    they come, in columns that may grow on the way.
-
-    Args:
-        columns, rows: as for `make_table`.
-        *renderables: what follows the table.
-    """
-    if json_target != "-":
-        rows = iter(rows)
-        first = list(islice(rows, _TABLE_ROWS + 1))
-        if len(first) <= _TABLE_ROWS:
-            _print(make_table(columns, first))
-        else:
-            _print_lines(columns, chain(first, rows))
-        _print(*renderables)
-    _write(_json_list(value), json_target)
+    _write(f"{text}\n", json_target)
 
 
 def _print(*renderables: RenderableType) -> None:
@@ -181,49 +150,15 @@ def _print(*renderables: RenderableType) -> None:
             console.print(renderable)
 
 
-def _print_lines(columns: Mapping[str, str], rows: Iterator[JsonRow]) -> None:
-    """Print a line per row, in columns that grow where a later row needs it. Not by rich, which
-    measures all rows first and is slow for thousands."""
-    widths = [len(heading) for heading in columns]
-    headings = [list(columns)]
-    while some := list(islice(rows, _TABLE_ROWS)):
-        numbers = [any(isinstance(row.get(each), int | float) for row in some)
-                   for each in columns.values()]  # fmt: skip
-        lines = headings + [
-            [printable(_readable(name, row.get(name))) for name in columns.values()] for row in some
-        ]
-        headings = []
-        widths = [
-            min(_MAX_COLUMN, max(width, *map(len, cells)))
-            for width, cells in zip(widths, zip(*lines, strict=True), strict=True)
-        ]
-        for line in lines:
-            cells = [
-                cell.rjust(width) if is_number else cell.ljust(width)
-                for cell, width, is_number in zip(line, widths, numbers, strict=True)
-            ]
-            print("  ".join(cells).rstrip())
-
-
-def _json_list(rows: Iterable[JsonRow]) -> Iterator[str]:
-    """Yield the text of a list row by row, as `json.dumps` indents it."""
-    before = "["
-    for row in rows:
-        yield before + "\n" + indent(json.dumps(row, indent=2), "  ")
-        before = ","
-    yield "[]\n" if before == "[" else "\n]\n"
-
-
-def _write(text: Iterable[str], json_target: str | None) -> None:
+def _write(text: str, json_target: str | None) -> None:
     if json_target is None:
         return
     if json_target == "-":
-        sys.stdout.writelines(text)
+        sys.stdout.write(text)
         sys.stdout.flush()
         return
     try:
-        with open(json_target, "w", encoding="utf-8") as file:
-            file.writelines(text)
+        Path(json_target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
 
@@ -275,6 +210,12 @@ def make_table(
     return table
 
 
+def make_tables(columns: Mapping[str, str], rows: Sequence[Mapping[str, JsonValue]]) -> list[Table]:
+    """Make tables, as `make_table` does, of a list that may be long."""
+    starts = range(0, max(1, len(rows)), _TABLE_ROWS)
+    return [make_table(columns, rows[start : start + _TABLE_ROWS]) for start in starts]
+
+
 def make_namespace_table(
     title: str, spaces: Sequence[JsonRow], more: Mapping[str, str] | None = None
 ) -> Table:
@@ -296,8 +237,8 @@ def _readable(name: str, value: JsonValue) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name.endswith("bytes") and isinstance(value, int):
-        return format_size(value)
+    if isinstance(value, int):
+        return format_size(value) if name.endswith("bytes") else f"{value:,}"
     if name == "pinned_until" and isinstance(value, float):
         return f"{format_age(time.time(), value)} more"
     if name in ("last_used", "last_at", "at") and isinstance(value, float):
@@ -315,7 +256,7 @@ def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:
         if value is None:
             text = "no limit" if name == "max_bytes" else "not known"
         elif name.endswith("_bytes"):
-            text = f"{text} ({value} bytes)"
+            text = f"{text} ({value:,} bytes)"
         elif isinstance(value, str):
             text = value
         rows.append({"what": name.replace("_", " "), "value": text})

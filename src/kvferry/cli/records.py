@@ -17,11 +17,11 @@ from kvferry.cli.output import (
     JsonOption,
     JsonRow,
     emit,
-    emit_rows,
     format_age,
     make_fact_table,
     make_namespace_table,
     make_table,
+    make_tables,
     progress,
 )
 from kvferry.cli.stores import (
@@ -174,25 +174,23 @@ def _place(found: _Shown) -> tuple[bytes, int]:
 def _show_records(
     shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
 ) -> None:
-    def facts() -> Iterator[JsonRow]:
-        return (found.facts(models.get(found.namespace)) for found in shown)
-
+    facts = [found.facts(models.get(found.namespace)) for found in shown]
     columns = {
         "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
         "size": "num_bytes", "used": "last_used",
     }  # fmt: skip
     if any(found.entry.pinned_until for found in shown):
         columns["pinned"] = "pinned_until"
-    rows = (
+    rows = [
         {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
-        for row in facts()
-    )
-    tables = []
+        for row in facts
+    ]
+    tables = make_tables(columns, rows)
     if models:
         # Beside each record, a long name would leave no room for the rest.
         names = [{"namespace": each.hex(), "model": name} for each, name in models.items()]
         tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
-    emit_rows(facts(), json, columns, rows, *tables, f"{len(shown):,} of {num_records:,} records")
+    emit(list(facts), json, *tables, f"{len(shown):,} of {num_records:,} records")
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
@@ -202,15 +200,14 @@ def _entry_facts(entry: Entry) -> JsonRow:
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
-    def facts() -> Iterator[JsonRow]:
-        return ({**each._asdict(), "key": each.key.hex()} for each in removals)
-
-    rows = (
+    facts = [{**each._asdict(), "key": each.key.hex()} for each in removals]
+    rows = [
         {**row, "why": f"{row['reason']}: {row['detail']}" if row["detail"] else row["reason"]}
-        for row in facts()
-    )
+        for row in facts
+    ]
     columns = {"key": "key", "size": "num_bytes", "when": "at", "why": "why", "by": "by"}
-    emit_rows(facts(), json, columns, rows, f"{len(removals)} records were removed last")
+    tables = make_tables(columns, rows)
+    emit(list(facts), json, *tables, f"{len(removals):,} records were removed last")
 
 
 def _show_one(url: str, key_prefix: str, json: str | None) -> None:
@@ -296,15 +293,7 @@ def by_reason(removals: list[Removal]) -> list[JsonRow]:
     from kvferry.report.gather import causes
 
     found = causes(each._replace(detail="") for each in removals)
-    return [
-        {
-            "reason": cause.reason,
-            "num_records": cause.num_records,
-            "num_bytes": cause.num_bytes,
-            "last_at": cause.last_at,
-        }
-        for cause in sorted(found, key=lambda cause: -cause.last_at)
-    ]
+    return [cause._asdict() for cause in sorted(found, key=lambda cause: -cause.last_at)]
 
 
 def verify(

@@ -13,7 +13,7 @@ import torch
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
-from kvferry.cache.messages import PUT_OFF, REFUSED, Fetch, Filled, SlotChunk
+from kvferry.cache.messages import NOT_DONE, PUT_OFF, Fetch, Filled, SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.errors import TransferError
 from kvferry.layout.device import TorchCopies
@@ -243,7 +243,7 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
     host.begin(saves=(save,), failures_known=(1,))
     host.end()
     simulated.drain()
-    assert host.missed[1:] == [Filled(save.chunk.slot, REFUSED)]
+    assert host.missed[1:] == [Filled(save.chunk.slot, NOT_DONE)]
     found = host.rows(LOADED)
     host.restore(before)
     for ours, old in zip(found, host.rows(LOADED), strict=True):
@@ -515,7 +515,7 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.end()
     device.drain()
     assert host.invalid == {block for table in LOADED for block in table}
-    assert host.missed == [Filled(slot, REFUSED) for slot in (6, 7, 0)]
+    assert host.missed == [Filled(slot, NOT_DONE) for slot in (6, 7, 0)]
     for cache, old in zip(host.caches, before, strict=True):
         assert torch.equal(cache.whole, old)
 

@@ -69,7 +69,6 @@ RECENT_CLOSE_SECONDS = 0.5
 _MISSED: Mapping[str, LookupMiss] = {
     MissReason.ABSENT: LookupMiss.VANISHED,
     MissReason.IO_ERROR: LookupMiss.AWAY,
-    MissReason.DEADLINE: LookupMiss.DEADLINE,
 }
 """What a failed fetch means for a request; all else is unreadable."""
 

@@ -24,8 +24,8 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import (
     EMPTY_PLAN,
+    NOT_DONE,
     PUT_OFF,
-    REFUSED,
     Fetch,
     Filled,
     Load,
@@ -329,7 +329,7 @@ class SharedStorageWorker(WorkerRole):
                 runs = self._copies.paged.chunk_runs(save.blocks, chunk.first_token)
             except LayoutError as error:
                 logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
-                self._end_early(save, REFUSED)
+                self._end_early(save, NOT_DONE)
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
