@@ -20,7 +20,6 @@ from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -61,7 +60,7 @@ class JournalAnswer(NamedTuple):
     """Computed tokens by miss reason."""
     why: str
     """Details of the first reason in words; empty for most."""
-    not_stored: Mapping[str, int] = MappingProxyType({})
+    not_stored: Mapping[str, int] = {}
     """Tokens that the engine computed and did not store, by reason. Known at the end."""
     not_stored_why: str = ""
     """Details of the first reason in words; empty for most."""
@@ -201,19 +200,13 @@ class Journal:
         answer: JournalAnswer | None,
     ) -> bytes:
         """Runs in: the thread of this journal."""
-        answer = answer or JournalAnswer(0, {}, {}, "")
         line = JournalLine(
             time=round(arrived_at, 3),
             chunk_tokens=self._chunk_tokens,
             num_tokens=num_tokens,
             keys=[key[:KEY_BYTES].hex() for key in keys],
             request=request_id,
-            local=answer.local,
-            hits=dict(answer.hits),
-            misses=dict(answer.misses),
-            why=answer.why,
-            not_stored=dict(answer.not_stored),
-            not_stored_why=answer.not_stored_why,
+            **(answer or JournalAnswer(0, {}, {}, ""))._asdict(),
         )
         return msgspec.json.encode(line) + b"\n"
 

@@ -223,30 +223,6 @@ def test_an_adapter_is_named_by_its_directory(url, asked, run, tmp_path, tokens_
 
 
 @pytest.mark.parametrize("kind", ["valkey", "s3"])
-def test_servers(url_of, asked, kind):
-    url = url_of(kind)
-    keys = put_prompt(url)
-    assert asked(url)["hit_tokens"] == 28
-    with open_one(url, Opening(namespace=SPACE.digest)) as store:
-        assert store.delete(keys[1])
-        assert store.delete(keys[3])
-    value = asked(url)
-    assert runs_of(value) == [
-        (0, 7, "hit"),
-        (7, 7, "absent"),
-        (14, 7, "behind"),
-        (21, 7, "absent"),
-        (28, 2, "partial"),
-    ]
-    assert "later chunks are there" in value["namespaces"][0]["chunks"][1]["detail"]
-    other = space_of("b")
-    put_prompt(url, other, range(7))
-    value = asked(url, space=other)
-    assert (value["reason"], value["hit_tokens"]) == ("other_namespace", 0)
-    assert value["elsewhere"]["hit_tokens"] == 7
-
-
-@pytest.mark.parametrize("kind", ["valkey", "s3"])
 def test_tiers_are_asked_nearest_first(url_of, url, run, tokens_file, kind):
     far = url_of(kind)
     put_prompt(url, tokens=TOKENS[:7])

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from kvferry.contract.handover import read_handover, read_options, write_explanation
 from kvferry.errors import ConfigError
+from kvferry.journal import JournalAnswer
 from kvferry.types import DEFAULT_OPTIONS, Handover, RequestOptions
 from tests.contract.test_handover import ANYTHING, TOY_PROXY, answer
 
 ALL = {"store": False, "load": False, "max_load_tokens": 7, "pin": 60, "explain": True}
 EXPLANATION = write_explanation(
-    num_local=4, hits={"file": 8}, misses={"slower": 16, "partial": 2}, why="numbers"
-)
+    local=4, hits={"file": 8}, misses={"slower": 16, "partial": 2}, why="numbers",
+    not_stored={"refused": 16}, not_stored_why="full",
+)  # fmt: skip
 
 
 def test_clients_do_not_see_the_addresses_of_peers():
     hits = {"file": 8, "peer 10.0.0.1:7100": 16, "peer 10.0.0.2:7100": 32}
-    told = write_explanation(num_local=0, hits=hits, misses={}, why="")
+    told = write_explanation(**JournalAnswer(0, hits, {}, "")._asdict())
     assert told["by_tier"] == {"file": 8, "peer": 48}
 
 

@@ -38,7 +38,17 @@ _MAX_PORT = 65535
 
 _STAMPED = frozenset(("v", "namespace", "chunks", "key", "tail_tokens", "tail_key"))
 _EXPLAINED = frozenset(
-    ("prompt_tokens", "local_tokens", "hit_tokens", "by_tier", "miss_reason", "miss_tokens", "why")
+    (
+        "prompt_tokens",
+        "local_tokens",
+        "hit_tokens",
+        "by_tier",
+        "miss_reason",
+        "miss_tokens",
+        "why",
+        "not_stored",
+        "not_stored_why",
+    )
 )
 _OPTIONS = RequestOptions.__struct_fields__
 _MAX_SHOWN = 40
@@ -86,7 +96,7 @@ def read_options(params: object, arguments: object = None) -> RequestOptions:
 
 def write_explanation(
     *,
-    num_local: int,
+    local: int,
     hits: Mapping[str, int],
     misses: Mapping[str, int],
     why: str,
@@ -96,7 +106,7 @@ def write_explanation(
     """Return what an answer says under our field about the tokens of a prompt.
 
     Args:
-        num_local: tokens that the engine's own prefix cache had.
+        local: tokens that the engine's own prefix cache had.
         hits: loaded tokens by `Store.tier_of`. Clients do not see the addresses of peers.
         misses: computed tokens by reason; the reason of the first such token comes first.
         why: details of that reason; empty for most.
@@ -107,8 +117,8 @@ def write_explanation(
     for source, tokens in hits.items():
         by_tier[source.partition(" ")[0]] += tokens
     explained: dict[str, Any] = {
-        "prompt_tokens": num_local + num_hit + sum(misses.values()),
-        "local_tokens": num_local,
+        "prompt_tokens": local + num_hit + sum(misses.values()),
+        "local_tokens": local,
         "hit_tokens": num_hit,
         "by_tier": dict(by_tier),
         "miss_reason": str(next(iter(misses), "")) or None,

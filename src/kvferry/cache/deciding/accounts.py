@@ -207,10 +207,7 @@ def explained(
         answer = not_cached(request)
     if answer is None:
         return result
-    explanation = write_explanation(
-        num_local=answer.local, hits=answer.hits, misses=answer.misses, why=answer.why,
-        not_stored=answer.not_stored, not_stored_why=answer.not_stored_why,
-    )  # fmt: skip
+    explanation = write_explanation(**answer._asdict())
     params = dict(result.params or {})
     params[STAMP] = {**params.get(STAMP, {}), **explanation}
     return result._replace(params=params)
