@@ -95,6 +95,8 @@ def test_an_explanation_adds_up_and_names_the_first_miss():
         "miss_reason": "slower",
         "miss_tokens": {"slower": 16, "partial": 2},
         "why": "numbers",
+        "not_stored": {"refused": 16},
+        "not_stored_why": "full",
     }
 
 

@@ -24,7 +24,7 @@ class LookupMiss(StrEnum):
     meaning: str
     """A sentence for users, as docs/operate.md has it."""
 
-    def __new__(cls, word: str, meaning: str) -> Self:
+    def __new__(cls, word: str, meaning: str = "") -> Self:
         made = str.__new__(cls, word)
         made._value_ = word
         made.meaning = meaning
