@@ -1,15 +1,22 @@
 """docs/vllm.md says of options what the connector takes, and of releases what their tests say."""
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
+import yaml
+
 from kvferry.cache.config import SharedStorageConfig
+from kvferry.config import build_config
+from kvferry.store.url import parse_store_url
+from kvferry.transfer.server import Listen
 from tests.adapters.vllm.released import Release, number, versions
 from tests.adapters.vllm.test_host_versions import SERVED
 from tests.adapters.vllm.versioned_kv import shapes_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
 ROWS = {
     version.strip(" *"): cells[1:]
     for line in PAGE.splitlines()
@@ -29,6 +36,17 @@ def test_the_option_table_lists_every_option_and_its_default():
             assert (
                 told[name] == f"{default:g}" if isinstance(default, float) else str(default).lower()
             )
+
+
+def test_the_pods_of_the_example_give_options_that_there_are():
+    *_, pods = yaml.safe_load_all((ROOT / "examples/kubernetes/prefill.yaml").read_text())
+    [container] = pods["spec"]["template"]["spec"]["containers"]
+    given = json.loads(container["args"][-1].replace("$(POD)", "prefill-0"))
+    assert given["kv_role"] == "kv_producer"
+    config = build_config(SharedStorageConfig, given["kv_connector_extra_config"], where="pods")
+    listen = Listen.parse(config.serve)
+    assert {"containerPort": listen.port} in container["ports"]
+    assert parse_store_url(config.store).scheme == "file"
 
 
 def test_every_snapshot_has_its_row():
