@@ -18,7 +18,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
             "mkdocs",
             "build",
             "--strict",
-            "--quiet",
             "--site-dir",
             str(tmp_path / "site"),
         ],
