@@ -1,32 +1,54 @@
-"""Reads from dashboards/kvferry.json what its panels ask Prometheus for, and checks scrapes."""
+"""Reads from dashboards/ what its panels and alert rules ask Prometheus for, and checks scrapes."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-DASHBOARD = Path(__file__).parents[2] / "dashboards" / "kvferry.json"
+DASHBOARDS = Path(__file__).parents[2] / "dashboards"
+ALERTS = DASHBOARDS / "alerts.yml"
 
-_SELECTOR = re.compile(r'\{__name__=~"\(vllm:\)\?(kvferry_\w+)"(?:, (\w+)=~"[^"]*")?\}')
-_BY = re.compile(r"by \(([^)]*)\) \((?:rate\()?\{__name__=~\"\(vllm:\)\?(kvferry_\w+)\"")
+OF_SCRAPES = {"instance", "model_name"}
+"""Labels that Prometheus or vLLM adds; no process of ours shows them."""
+
+_SELECTOR = re.compile(r'\{__name__=~"\(vllm:\)\?(kvferry_\w+)"((?:, \w+=~?"[^"]*")*)\}')
+_BY = re.compile(r"by \(([^)]*)\)\s+\((?:\w+\()?\{__name__=~\"\(vllm:\)\?(kvferry_\w+)\"")
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((DASHBOARDS / "kvferry.json").read_text(encoding="utf-8"))
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def expressions() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    return [target["expr"] for panel in panels for target in panel["targets"]]
+    of_panels = [each["expr"] for panel in dashboard()["panels"] for each in panel["targets"]]
+    return [*of_panels, *(rule["expr"] for rule in rules())]
+
+
+def selectors(expression: str) -> list[tuple[str, set[str]]]:
+    """Return the metrics of an expression, each with the labels by which it is selected."""
+    found = _SELECTOR.findall(expression)
+    assert len(found) == expression.count("__name__"), expression
+    return [(name, set(re.findall(r"(\w+)=", labels))) for name, labels in found]
 
 
 def asked() -> dict[str, set[str]]:
-    """Return the labels by which the panels select or sum each metric."""
+    """Return the labels by which panels and rules select or sum each metric."""
     found: dict[str, set[str]] = {}
     for expression in expressions():
-        for name, label in _SELECTOR.findall(expression):
-            found.setdefault(name, set()).update({label} - {""})
+        for name, labels in selectors(expression):
+            found.setdefault(name, set()).update(labels - OF_SCRAPES)
         for labels, name in _BY.findall(expression):
-            found[name] |= set(labels.split(", "))
+            found[name] |= set(labels.split(", ")) - OF_SCRAPES
     return found
 
 

@@ -1,15 +1,31 @@
-"""Every metric of the dashboard is in a scrape of the embedded engine's exporter. (Of vLLM:
-tests/real_vllm/test_serve.py.)"""
+"""Every metric of the dashboard and of the alert rules is in a scrape of the embedded engine's
+exporter (of vLLM: tests/real_vllm/test_serve.py), and each rule fires for what it names."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+
+import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvferry.engine import LLM
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
+from kvferry.store.tiers.health import State
 from kvferry.testing.models import make_tiny_model
-from tests.dashboards.queries import asked, expressions, missing
+from tests.dashboards.queries import (
+    ALERTS,
+    OF_SCRAPES,
+    asked,
+    dashboard,
+    expressions,
+    missing,
+    rules,
+    selectors,
+)
+from tests.debian import environment, unpacked
 
 
 def scrape(counters):
@@ -41,3 +57,85 @@ def test_all_expressions_are_understood_and_a_metric_that_is_gone_is_found():
     gone = shown.replace("kvferry_promise_seconds", "kvferry_other")
     assert missing(gone) == ["kvferry_promise_seconds_bucket"]
     assert missing(shown.replace("tier=", "level=")) == ["kvferry_hit_tokens_total by {'tier'}"]
+
+
+def test_every_panel_says_what_it_shows_and_obeys_the_variables():
+    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    assert list(variables) == ["datasource", "instance", "model"]
+    for name in ("instance", "model"):
+        assert variables[name]["allValue"] == ".*"  # also what lacks the label
+        assert dict(selectors(variables[name]["query"]["query"])).keys() <= asked().keys()
+    filters = ', instance=~"$instance", model_name=~"$model"}'
+    for panel in dashboard()["panels"]:
+        assert panel["description"].endswith("."), panel["title"]
+        for target in panel["targets"]:
+            assert target["expr"].count(filters) == target["expr"].count("__name__")
+
+
+def test_every_rule_says_what_is_wrong_where_and_what_to_do():
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names) > 5
+    for rule in rules():
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        shown = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
+        (kept,) = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        assert "instance" in shown <= set(kept.split(", "))
+        assert set(re.findall(r'state="([^"]*)"', rule["expr"])) <= set(State)
+        assert not rule["expr"].count("$")  # the variables are the dashboard's
+
+
+def series_of(expression: str, **changes: str) -> str:
+    """A series that a rule selects, of vLLM or of the embedded engine."""
+    ((name, _),) = selectors(expression)
+    labels = dict.fromkeys(["tier", "role", "because"], "x") if "tier" in name else {}
+    labels |= dict(re.findall(r'(state)="([^"]*)"', expression)) | {"instance": "a"} | changes
+    texts = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    prefix = "vllm:" if OF_SCRAPES & changes.keys() else ""
+    return f"{prefix}{name}{{{texts}}}"
+
+
+@pytest.mark.slow
+def test_each_rule_fires_for_what_it_names_alone(tmp_path):
+    """Counted by Prometheus' own tool: fired for one engine of two, after the time of the rule."""
+    cases = []
+    for rule in rules():
+        is_state = "since_seconds" in rule["expr"]
+        bad, good = ("60x60", "0x60") if is_state else ("0+1x60", "7x60")
+        if not is_state and "for" not in rule:
+            bad = "0x34 1x20"  # a single event is enough
+        for more in ({}, {"model_name": "m"}):
+            series = [
+                {"series": series_of(rule["expr"], **more), "values": bad},
+                {"series": series_of(rule["expr"], **more, instance="b"), "values": good},
+            ]
+            if is_state:
+                up = series_of(rule["expr"], **more, instance="c", state="up")
+                series.append({"series": up, "values": bad})
+            fired = 'count by (alertname, instance) (ALERTS{alertstate="firing"})'
+            labels = f'{{alertname="{rule["alert"]}", instance="a"}}'
+            cases.append(
+                {
+                    "interval": "1m",
+                    "input_series": series,
+                    "promql_expr_test": [
+                        {"expr": fired, "eval_time": "1m", "exp_samples": []}
+                        if is_state or "for" in rule
+                        else {"expr": fired, "eval_time": "0m", "exp_samples": []},
+                        {
+                            "expr": fired,
+                            "eval_time": "45m",
+                            "exp_samples": [{"labels": labels, "value": 1}],
+                        },
+                    ],
+                }
+            )
+    given = {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases}
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(given))
+    root = unpacked("prometheus")
+    done = subprocess.run(
+        [root / "usr/bin/promtool", "test", "rules", tmp_path / "cases.yml"],
+        env=environment(root), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

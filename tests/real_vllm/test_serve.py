@@ -122,6 +122,8 @@ def test_a_server_reads_what_another_engine_stored_and_its_metrics_say_so(
     }
     assert sum(hits.values()) == 256 + 384
     assert missing(metrics) == []
+    ours = [line for line in metrics.splitlines() if line.startswith("vllm:kvferry_")]
+    assert all('model_name="' in line for line in ours)  # which the dashboard selects
     assert 'tier="file"' in metrics.split("vllm:kvferry_tier_since_seconds{", 1)[1].split("}")[0]
     assert set(hits) <= {"file", "memory"}
     assert counts["vllm:kvferry_hook_failed_total"] == 0
