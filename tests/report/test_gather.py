@@ -16,11 +16,7 @@ from kvferry.report.gather import (
     AGE_UNKNOWN,
     MAX_BRANCHES,
     MAX_CHUNKS,
-    MAX_NAMES,
-    MAX_SPACES,
     MAX_STEPS,
-    OTHER,
-    OTHER_SPACES,
     Branch,
     RecordedRequests,
     Survey,
@@ -107,20 +103,17 @@ def test_memory_is_bounded_whatever_is_in_the_journal_and_the_store():
     try:
         for _ in range(300):
             keys = [rng.randbytes(KEY_BYTES).hex() for _ in range(MAX_CHUNKS // 100)]
-            tiers = {rng.randbytes(8).hex(): 1}
-            requests.add(JournalLine(rng.random() * 2e9, 7, 100, keys, hits=tiers))
+            requests.add(JournalLine(rng.random() * 2e9, 7, 100, keys, hits={"file": 1}))
         chunks = requests.chunks()
         survey = Survey(chunks, NOW)
-        for _ in range(2 * MAX_SPACES):
-            survey.add(Entry(ChunkKey(rng.randbytes(32)), 10, NOW, rng.randbytes(32)))
+        for _ in range(10_000):
+            survey.add(Entry(ChunkKey(rng.randbytes(32)), 10, NOW, SPACE))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert MAX_CHUNKS * 0.9 < len(chunks) <= MAX_CHUNKS
     assert peak < 70e6  # all of the journal would take three times as much
-    assert len(survey.spaces) == MAX_SPACES + 1
-    assert survey.spaces[OTHER_SPACES].num_records == MAX_SPACES
-    assert len(requests.hits.names) == MAX_NAMES + 1
+    assert survey.spaces[SPACE].num_records == 10_000
 
 
 @given(st.lists(st.tuples(st.floats(), st.sampled_from("abc"), st.integers(0, 9)), min_size=1))
@@ -134,14 +127,6 @@ def test_steps_of_time_lose_nothing_and_are_few(amounts):
     assert starts == sorted(starts)
     assert starts[-1] - starts[0] < MAX_STEPS * steps.seconds
     assert all(math.isfinite(at) for at in starts)
-
-
-def test_names_beyond_the_limit_are_added_up():
-    steps = TimeSteps()
-    for number in range(MAX_NAMES + 5):
-        steps.add(1.0, str(number), 1)
-    [(_, sums)] = steps.steps()
-    assert (sums[OTHER], len(sums)) == (5, MAX_NAMES + 1)
 
 
 def test_keys_that_are_none_are_an_error():

@@ -24,18 +24,8 @@ MAX_CHUNKS = 1 << 17
 MAX_BRANCHES = 400
 """Most runs of chunks in the picture; the largest are shown."""
 
-MAX_SPACES = 4096
-"""Most namespaces with sums of their own. Records of further ones count for `OTHER_SPACES`."""
-
-OTHER_SPACES = b"others"
-
 MAX_STEPS = 60
 """Most bars of a picture over time."""
-
-MAX_NAMES = 10
-"""Most tiers or reasons with a name of their own in a picture over time."""
-
-OTHER = "other"
 
 _END_OF_TIME = 1 << 33
 """Latest believed time, seconds since the epoch: anyone may have written a journal or index."""
@@ -56,21 +46,18 @@ class TimeSteps:
 
     Attributes:
         seconds: width of a step; it doubles when the times need more steps.
-        names: the first `MAX_NAMES` names, and `OTHER` for the rest.
+        names: all names, in the order in which they came.
     """
 
     def __init__(self) -> None:
         self.seconds = 1
-        self.names: list[str] = []
+        self.names: dict[str, None] = {}
         self._sums: dict[int, Counter[str]] = {}
         self._first, self._last = _END_OF_TIME, 0
 
     def add(self, at: float, name: str, amount: int) -> None:
         """Add `amount` to the sum of a name at a time, seconds since the epoch."""
-        if name not in self.names:
-            name = name if len(self.names) < MAX_NAMES else OTHER
-            if name not in self.names:
-                self.names.append(name)
+        self.names[name] = None
         step = int(_seconds(at) // self.seconds)
         self._sums.setdefault(step, Counter())[name] += max(0, amount)
         self._first, self._last = min(self._first, step), max(self._last, step)
@@ -121,23 +108,27 @@ class RecordedRequests:
 
     Attributes:
         count: number of all requests.
-        hits: hit tokens over time, by tier; `ENGINE` has the engine's own.
-        misses: computed tokens over time, by reason.
+        num_tokens, hit_tokens: tokens of answered prompts, and those that were not computed.
+        tokens: tokens over time, by the tier that had them (`ENGINE`: the engine itself), or by why
+            they were computed.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.hits, self.misses = TimeSteps(), TimeSteps()
+        self.count = self.num_tokens = self.hit_tokens = 0
+        self.tokens = TimeSteps()
         self._recent: deque[tuple[int, list[bytes]]] = deque()  # tokens of a chunk, and keys
         self._num_recent = 0
 
     def add(self, line: JournalLine) -> None:
         """Add a request. Raises ConfigError if its keys are not hexadecimal."""
         self.count += 1
-        for name, amount in line.by_source().items():
-            self.hits.add(line.time, name, amount)
+        sources = line.by_source()
+        for name, amount in sources.items():
+            self.tokens.add(line.time, name, amount)
         for name, amount in line.misses.items():
-            self.misses.add(line.time, name, amount)
+            self.tokens.add(line.time, f"computed: {name}", amount)
+        self.hit_tokens += sum(sources.values())
+        self.num_tokens += sum(sources.values()) + sum(line.misses.values())
         try:
             keys = [bytes.fromhex(key)[:KEY_BYTES] for key in line.keys[:MAX_CHUNKS]]
         except ValueError as error:
@@ -207,10 +198,7 @@ class Survey:
 
     def add(self, entry: Entry) -> None:
         """Add a record. If a server lists it twice, it counts twice."""
-        digest = entry.namespace
-        if digest not in self.spaces and len(self.spaces) >= MAX_SPACES:
-            digest = OTHER_SPACES
-        space = self.spaces.setdefault(digest, SpaceSums())
+        space = self.spaces.setdefault(entry.namespace, SpaceSums())
         space.num_records += 1
         space.num_bytes += entry.num_bytes
         space.last_used = max(space.last_used, entry.last_used)
@@ -219,7 +207,7 @@ class Survey:
             space.ages[age(entry.last_used, self._now)] += entry.num_bytes
         else:
             chunk.num_bytes, chunk.last_used = entry.num_bytes, entry.last_used
-            chunk.namespace = digest
+            chunk.namespace = entry.namespace
 
     def largest_spaces(self) -> dict[bytes, SpaceSums]:
         """Return all namespaces, the largest first."""

@@ -49,11 +49,18 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem;
   color: #222; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
-table { border-collapse: collapse; } .wide { overflow-x: auto; }
+h1 { overflow-wrap: anywhere; } table { border-collapse: collapse; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: .15rem 1.2rem .15rem 0; vertical-align: top; }
 th { border-bottom: 1px solid #999; } td.number, th.number { text-align: right; }
 dl { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; } dd { margin: 0; font-size: 1.3rem; }
-dt, p.note { color: #666; } td.text { overflow-wrap: anywhere; }
+dt, p.note { color: #666; } td { max-width: 24rem; overflow-wrap: break-word; }
+@media (max-width: 40rem) {  /* a row becomes a card, a cell a line with its heading */
+  table, tbody, tr { display: block; } th { display: none; }
+  tr { padding: .4rem 0; border-bottom: 1px solid #ccc; }
+  td, td.number { display: flex; justify-content: space-between; gap: 1rem; padding: 0;
+    max-width: none; overflow-wrap: anywhere; text-align: right; }
+  td::before { content: attr(data-head); color: #666; overflow-wrap: normal; }
+}
 """
 
 _DRAW = """
@@ -113,7 +120,7 @@ def render(report: Report) -> str:
     figures: dict[str, Figure] = {}
     body = [
         *_head(report), *_spaces(report), *_tree(report, figures), *_shares(report, figures),
-        *_removed(report, figures), *_quarantine(report),
+        *_removed(report, figures),
     ]  # fmt: skip
     texts = (f'"{name}":{figure.to_json()}' for name, figure in figures.items())
     # Plotly writes `<` and `/` as escapes, so that no text ends the element that holds it.
@@ -153,7 +160,9 @@ def _head(report: Report) -> list[str]:
         ),
     }
     if report.requests is not None:
+        hit, total = report.requests.hit_tokens, report.requests.num_tokens
         facts["requests in the journal"] = f"{report.requests.count:,}"
+        facts["of their tokens hit"] = f"{hit / total:.0%} of {total:,}" if total else "none known"
     cells = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     return [
         f"<h1>{safe(report.url)}</h1>",
@@ -170,10 +179,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -
     body = []
     for row in rows:
         cells = (
-            f'<td class="number">{value:,}</td>'
+            f'<td class="number" data-head="{head}">{value:,}</td>'
             if isinstance(value, int)
-            else f'<td class="text">{safe(value or "")}</td>'
-            for value in row
+            else f'<td data-head="{head}">{safe(value or "")}</td>'
+            for head, value in zip(columns, row, strict=True)
         )
         body.append(f"<tr>{''.join(cells)}</tr>")
     heads = (
@@ -208,28 +217,7 @@ def _spaces(report: Report) -> list[str]:
 
 
 def _space_name(digest: bytes) -> str:
-    if len(digest) != 32:
-        return digest.decode(errors="replace") or "not known yet"
-    return digest.hex()[:_DIGITS]
-
-
-def _removal_rows(removals: Iterable[Removal]) -> str:
-    rows = [
-        (_time(each.at), each.key.hex()[:_DIGITS], each.reason, each.detail,
-         format_size(each.num_bytes), each.by)
-        for each in removals
-    ]  # fmt: skip
-    return _table(("when", "key", "reason", "detail", "size", "by"), rows)
-
-
-def _quarantine(report: Report) -> list[str]:
-    kept, num_bytes = report.facts.get("quarantined"), report.facts.get("quarantined_bytes")
-    shown = ["<h2>Quarantine</h2>"]
-    if kept is None:
-        return [*shown, "<p>This store keeps none of what it takes out.</p>"]
-    shown.append(f"<p>{kept:,} records, {format_size(int(num_bytes or 0))}.</p>")
-    found = [each for each in report.removals or () if each.reason == "quarantined"][:MAX_ROWS]
-    return [*shown, _removal_rows(found)] if found else shown
+    return digest.hex()[:_DIGITS] or "not known yet"
 
 
 # -- pictures -------------------------------------------------------------------------------------
@@ -329,54 +317,26 @@ def _shares(report: Report, figures: dict[str, Figure]) -> list[str]:
     if requests is None:
         note = "Give a journal (--journal, the option <code>record</code> of an engine) to see it."
         return [*shown, f"<p>{note}</p>"]
-    if not (requests.hits.names or requests.misses.names):
+    if not requests.tokens.names:
         return [*shown, "<p>The journal holds no answered request.</p>"]
-    figures["shares"] = _draw_shares(requests)
-    figures["misses"] = _draw_sums(requests.misses, "tokens computed")
-    return [*shown, _picture("shares"), "<h2>Tokens computed, by reason</h2>", _picture("misses")]
+    figures["shares"] = _draw(requests.tokens, "percent of tokens", barnorm="percent")
+    return [*shown, _picture("shares")]
 
 
-def _draw_shares(requests: RecordedRequests) -> Figure:
-    """Draw each tier's share of all tokens, in time steps as wide as the wider of both sums."""
-    totals: Counter[float] = Counter()
-    width = max(requests.hits.seconds, requests.misses.seconds)
-    parts: dict[str, Counter[float]] = {name: Counter() for name in requests.hits.names}
-    for steps in (requests.hits, requests.misses):
-        for at, sums in steps.steps():
-            totals[at // width * width] += sum(sums.values())
-    for at, sums in requests.hits.steps():
-        for name, amount in sums.items():
-            parts[name][at // width * width] += amount
-    starts = sorted(at for at, total in totals.items() if total)
-    shares = {name: [sums[at] / totals[at] for at in starts] for name, sums in parts.items()}
-    axis = {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens that hit"}
-    return _stacked(starts, width, shares, axis)
-
-
-def _draw_sums(steps: TimeSteps, title: str) -> Figure:
-    rows = list(steps.steps())
-    heights = {name: [sums[name] for _, sums in rows] for name in steps.names}
-    return _stacked([at for at, _ in rows], steps.seconds, heights, {"title": title})
-
-
-def _stacked(
-    starts: Sequence[float],
-    seconds: int,
-    heights: Mapping[str, Sequence[float]],
-    axis: Mapping[str, object],
-) -> Figure:
-    """Draw stacked bars over time. `heights` has a height for each step, by name."""
+def _draw(steps: TimeSteps, title: str, **layout: object) -> Figure:
+    """Draw sums over time as stacked bars, by name."""
     from plotly.graph_objects import Bar, Figure
 
+    rows = list(steps.steps())
     bars = [
         Bar(
             name=safe(name),
-            x=[_time(at + 0.5 * seconds) for at in starts],
-            y=each,
-            width=1000 * seconds,
+            x=[_time(at + 0.5 * steps.seconds) for at, _ in rows],
+            y=[sums[name] for _, sums in rows],
+            width=1000 * steps.seconds,
             marker_color=_COLOURS[number % len(_COLOURS)],
         )
-        for number, (name, each) in enumerate(heights.items())
+        for number, name in enumerate(steps.names)
     ]
     return Figure(bars).update_layout(
         barmode="stack",
@@ -386,8 +346,9 @@ def _stacked(
         legend={"orientation": "h", "y": -0.25},
         plot_bgcolor="#fff",
         xaxis={"type": "date"},
-        yaxis=axis,
+        yaxis={"title": title},
         hovermode="x unified",
+        **layout,
     )
 
 
@@ -400,15 +361,12 @@ def _removed(report: Report, figures: dict[str, Figure]) -> list[str]:
     removed = TimeSteps()
     for each in report.removals:
         removed.add(each.at, each.reason, 1)
-    figures["removals"] = _draw_sums(removed, "records removed")
+    figures["removals"] = _draw(removed, "records removed")
     rows = [
         (each.reason, each.detail, each.num_records, format_size(each.num_bytes),
          _time(each.last_at))
         for each in causes(report.removals)[:MAX_ROWS]
     ]  # fmt: skip
     heads = ("reason", "detail", "records", "size", "last")
-    latest = report.removals[:MAX_ROWS]
-    return [
-        *shown, _picture("removals"), _table(heads, rows),
-        f"<h2>The last {len(latest)} of them</h2>", _removal_rows(latest),
-    ]  # fmt: skip
+    note = '<p class="note"><code>kvferry ls URL --removed</code> lists them one by one.</p>'
+    return [*shown, _picture("removals"), _table(heads, rows), note]
