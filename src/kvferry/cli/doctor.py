@@ -22,6 +22,7 @@ from kvferry.cli.output import (
     require_extra,
 )
 from kvferry.cli.prompts import model_identity
+from kvferry.config import DEFAULT_CHUNK_TOKENS
 from kvferry.store.url import read_options
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from kvferry.doctor.machine import Finding
+    from kvferry.doctor.findings import Finding
     from kvferry.doctor.stores import Model, StoreReport
     from kvferry.keys import JsonValue
     from kvferry.store.base import Store
@@ -61,8 +62,8 @@ def doctor(
 ) -> None:
     """Find what is wrong with a set-up: machine, stores, vLLM and its configuration.
 
-    Writes a record of 2 MiB to each store and removes it again. Nothing else is changed, and
-    nothing is evicted. Exit code 1 if something is wrong.
+    Writes a record of 2 MiB to each store and removes it again. Evicts nothing. Exit code 1 if
+    something is wrong.
 
     Example: kvferry doctor file:///var/cache/kvferry --model path/to/model
     """
@@ -78,19 +79,19 @@ def doctor(
     facts = None if model is None else _model(model, {} if config is None else config.fields)
     findings = [] if config is None else list(config.findings)
     hooks = _check_vllm(findings) if vllm else None
-    limit = machine.memory_limit()
+    here = machine_bytes()
     if config is not None:
-        usable, pool = limit or machine_bytes(), config.memory_bytes
-        findings += machine.check_memory(usable, pool)
-        if facts is not None:
-            findings += machine.check_steps(usable, pool, facts.token_bytes, config.step_tokens)
+        findings += machine.check_pool(here, config.memory_bytes, facts, config.step_tokens)
     # A store in memory is right for an engine of one process, and there is nothing to look at.
     configured = [url for url in config.stores if not url.startswith("memory:")] if config else []
     wanted = list(dict.fromkeys([*(urls or []), *configured]))
     reports = [run(url, _opened, facts, timeout) for url in wanted]
     for report in reports:
         findings += report.findings
-    _show(machine.software(), limit, facts, hooks, reports, findings, json)
+    about: JsonRow = {**machine.software(), "memory_bytes": here}
+    if hooks is not None:
+        about["optional hooks of vllm"] = ", ".join(hooks) or "none"
+    _show(about, facts, reports, sorted(findings, key=lambda each: each.fault.severity), json)
     if findings:
         raise typer.Exit(1)
 
@@ -116,19 +117,23 @@ def _check_vllm(findings: list[Finding]) -> list[str]:
 
 def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
-    from kvferry.doctor.stores import CHUNK_TOKENS, Model
+    from kvferry.doctor.stores import Model
     from kvferry.record.schema import RecordSchema
 
+    chunk_tokens = options.get("chunk_tokens")
+    if not isinstance(chunk_tokens, int):
+        chunk_tokens = DEFAULT_CHUNK_TOKENS
     schema = RecordSchema.for_groups(
-        namespace=bytes(32), chunk_tokens=CHUNK_TOKENS, groups=groups_of(directory)
+        namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups_of(directory)
     )
     config = json_module.loads(read_text("config", directory / "config.json"))
     context = config.get("max_position_embeddings")
     return Model(
         identity=model_identity(directory),
         options=options,
+        chunk_tokens=chunk_tokens,
         record_bytes=schema.record_bytes,
-        token_bytes=schema.payload_bytes // CHUNK_TOKENS,
+        token_bytes=schema.payload_bytes // chunk_tokens,
         context_tokens=context if type(context) is int and context > 0 else None,
     )
 
@@ -145,32 +150,33 @@ def groups_of(model: Path) -> tuple[KVGroup, ...]:
 
 
 def _show(
-    software: dict[str, str | None],
-    limit: int | None,
+    about: JsonRow,
     model: Model | None,
-    hooks: list[str] | None,
     reports: list[StoreReport],
     findings: list[Finding],
     json: str | None,
 ) -> None:
-    about: JsonRow = {name: found or "not installed" for name, found in software.items()}
-    if limit is not None:
-        about["memory_limit_bytes"] = limit
-    if hooks is not None:
-        about["optional hooks of vllm"] = ", ".join(hooks) or "none"
     if model is not None:
         about["token_bytes"] = model.token_bytes
         about["record_bytes"] = model.record_bytes
         about["context_tokens"] = model.context_tokens
     rows: list[JsonRow] = [
-        {"where": _cut(each.where), "wrong": _cut(each.what), "todo": _cut(each.todo)}
+        {
+            "code": each.fault.code,
+            "severity": str(each.fault.severity),
+            "where": _cut(each.where),
+            "wrong": _cut(each.text),
+            "todo": _cut(each.todo),
+        }
         for each in findings
     ]
-    count = len(findings)
-    summary = "1 thing is wrong" if count == 1 else f"{count or 'no'} things are wrong"
+    summary = f"{len(rows)} things are wrong" if len(rows) > 1 else "1 thing is wrong"
+    if not rows:
+        summary = f"nothing is wrong (stores looked at: {len(reports)})"
     shown: list[RenderableType] = [summary]
     for row in rows:
-        shown += ["", f"{row['where']}: {row['wrong']}", f"  -> {row['todo']}"]
+        shown += ["", f"{row['severity']} {row['code']}, {row['where']}: {row['wrong']}",
+                  f"  -> {row['todo']}"]  # fmt: skip
     shown += ["", make_fact_table(about)]
     for report in reports:
         shown += ["", *_tables(report)]

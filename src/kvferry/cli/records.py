@@ -29,7 +29,6 @@ from kvferry.cli.stores import (
     check,
     entries,
     find,
-    inspect,
     namespaces,
     open_existing,
     query_store,
@@ -75,7 +74,7 @@ class _Shown(NamedTuple):
 
     @classmethod
     def of(cls, store: Store, entry: Entry) -> _Shown:
-        found = inspect(store, entry)
+        found = maintenance.inspect(store, entry)
         if isinstance(found, MissReason):
             return cls(entry, entry.namespace, error=found)
         return cls(entry, found.schema.namespace, found.first_token, found.schema.chunk_tokens)
@@ -216,7 +215,7 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
 
     def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
-        return entry, inspect(store, entry), check(store, entry)
+        return entry, maintenance.inspect(store, entry), check(store, entry)
 
     entry, record, fault = query_store(url, look_at)
     facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}

@@ -1,5 +1,5 @@
 """Opens existing stores for commands and reads their records. Creates nothing, and changes nothing
-unless asked to. Hostile bytes become a miss reason instead of an error.
+unless asked to.
 
 `query_store` serves commands that only look. `open_existing` serves those that may change a store,
 and `doctor`, `copy` and `explain` of several stores. `copy` and `warm` open the store that they
@@ -16,8 +16,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.record.check import MissReason, RecordInfo, parse_head
-from kvferry.record.schema import MAX_HEADER_BYTES
+from kvferry.record.check import MissReason
 from kvferry.store.base import Entry, Store
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import verify
@@ -165,21 +164,6 @@ def find(store: Store, key_prefix: str) -> Entry:
     number = "no record" if not matches else f"{len(matches)} records"
     hint = "`kvferry ls` lists them" if not matches else "give more digits"
     raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
-
-
-def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
-    """Read the header of a record; hostile bytes and a failing medium become a reason."""
-    try:
-        head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
-        size = store.of(entry.namespace).read(entry.key, [(0, head)])
-        if size is None:
-            return MissReason.ABSENT
-        info = parse_head(head[:size], size)
-    except StoreError:
-        return MissReason.IO_ERROR
-    if isinstance(info, RecordInfo) and info.key != entry.key:
-        return MissReason.WRONG_KEY
-    return info
 
 
 def check(store: Store, entry: Entry) -> MissReason | None:

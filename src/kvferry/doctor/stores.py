@@ -1,4 +1,4 @@
-"""Checks one store: whether it answers, how fast, what fits, and which namespaces are shared.
+"""Checks one store: whether it answers, how fast, what fits, what it holds and for whom.
 
 `run` is the entry. A store may hang at any call, so a thread of its own runs `check` and fills a
 report; `run` reads the report when it has waited long enough.
@@ -9,21 +9,26 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from kvferry.config import format_size
-from kvferry.doctor.machine import Finding
+from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
+from kvferry.contract.messages import LookupMiss
+from kvferry.doctor.findings import Fault, Finding
 from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
+from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import PutResult, Store
+from kvferry.store.base import Entry, PutResult, Store
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
+from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, survey
@@ -35,13 +40,20 @@ ANSWER_SECONDS = 5.0
 CLEAN_SECONDS = 5.0
 SKEW_SECONDS = 60.0
 MIN_FREE_FILES = 10_000
-CHUNK_TOKENS = 128
+NUM_INSPECTED = 4
+"""How many records are looked at."""
+
+LATELY_SECONDS = 86400.0
+"""How far back removals are looked at."""
 
 _GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat16", block_size=16)
 """A KV group whose records have 2 MiB."""
 
 _DELIBERATE = frozenset({"tenant", "weights_version"})
 """Fields with which operators separate namespaces of one model on purpose."""
+
+_OF_PEERS = "another model, configuration or tenant is served here"
+"""What a peer says to a reader that names no namespace: it answers, and the key is right."""
 
 _PREFIX = "kvferry-doctor-"
 """Start of the names of this check's records on a server."""
@@ -55,13 +67,14 @@ class Model:
 
     Attributes:
         options: fields of a namespace that an engine's configuration decides; empty without one.
-        record_bytes: size of the record of a chunk of `CHUNK_TOKENS`.
+        chunk_tokens, record_bytes: tokens of a chunk, and the size of its record.
         token_bytes: size of the KV of one token.
         context_tokens: longest prompt; None if the config does not say.
     """
 
     identity: ModelIdentity
     options: Mapping[str, JsonValue]
+    chunk_tokens: int
     record_bytes: int
     token_bytes: int
     context_tokens: int | None
@@ -72,19 +85,29 @@ class StoreReport:
     """What `check` has found out about a store so far.
 
     Attributes:
+        is_tls: whether the store is asked in TLS.
         namespaces: a table row for each namespace that has records.
         is_over: set when `run` wants no more results; the check then removes its records.
     """
 
     url: str
+    is_tls: bool = False
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, JsonValue] = field(default_factory=dict)
     namespaces: list[dict[str, JsonValue]] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
     step: str = "opening it"
 
-    def add(self, what: str, todo: str) -> None:
-        self.findings.append(Finding(self.url, what, todo))
+    def add(self, fault: Fault, **values: object) -> None:
+        self.findings.append(fault.at(self.url, **values))
+
+    def add_said(self, said: str, otherwise: Fault) -> None:
+        """Add the fault that has what the store said, or else `otherwise`. A server in clear waits
+        for more when it gets the first words of TLS, so a client of TLS sees no answer."""
+        if otherwise is Fault.AWAY and self.is_tls and "refused" not in said:
+            otherwise = Fault.AWAY_OR_CLEAR
+        known = (each for each in Fault if each.said and re.search(each.said, said))
+        self.add(next(known, otherwise), said=said)
 
 
 def check(
@@ -108,49 +131,11 @@ def check(
         with opened(parsed) as store:
             _check_open(store, parsed, model, report, wall)
     except ConfigError as error:
-        otherwise = "correct the URL, or let an engine make the store first"
-        report.add(str(error), _arrow(str(error), url, otherwise))
+        report.add_said(str(error), Fault.UNUSABLE)
     except StoreError as error:
-        report.add(f"{report.step} failed: {error}", _arrow(str(error), url, _AWAY))
+        report.add_said(f"{report.step} failed: {error}", Fault.AWAY)
     except OSError as error:  # of the directory, for example after its mount was lost
-        report.add(f"{report.step} failed: {error.strerror}", _AWAY)
-
-
-_AWAY = "start the server or mount; check host, port, firewall; engines go on without it meanwhile"
-
-_ARROWS = (
-    (
-        r"NOPERM|cannot be written",
-        "allow this user to read, write and delete under the prefix",
-    ),
-    (
-        r"WRONGPASS|NOAUTH|refused the login|password_file|the rights to list",
-        "give the server's user and password or key, and check that they are not outdated",
-    ),
-    (
-        r"READONLY|is opened read-only",
-        "name the primary, not a replica; of a store opened read-only, leave read_only out",
-    ),
-    (
-        r"cluster support disabled|CLUSTERDOWN|node of a cluster",
-        "write ?cluster=true for a cluster and only for one; start all of its nodes",
-    ),
-    (
-        r"SSL|TLS|certificate|speak the protocol|closed the connection",
-        "TLS needs valkeys:// or https://, a port in clear valkey:// or http://; check ca_file",
-    ),
-)
-"""What to do, by a pattern of what the store said."""
-
-
-def _arrow(said: str, url: str, otherwise: str) -> str:
-    """Return what to do about a fault of a store. A server in clear waits for more when it gets the
-    first words of TLS, so a client of TLS sees no answer."""
-    found = next((todo for pattern, todo in _ARROWS if re.search(pattern, said)), otherwise)
-    is_tls = url.startswith(("valkeys:", "rediss:")) or "endpoint=https:" in url
-    if found == _AWAY and is_tls and "refused" not in said:
-        return f"{_ARROWS[-1][1]}; or {_AWAY}"
-    return found
+        report.add_said(f"{report.step} failed: {error.strerror}", Fault.AWAY)
 
 
 def _check_open(
@@ -162,8 +147,14 @@ def _check_open(
 ) -> None:
     report.step = "the first answer"
     started = time.perf_counter()
-    store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
+    try:
+        store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
+    except StoreError as error:
+        if _OF_PEERS not in str(error):
+            raise
     report.facts["answer_ms"] = round(1e3 * (time.perf_counter() - started), 3)
+    if parsed.scheme == "peer":
+        return  # it lists nothing, and takes no records
     room = math.inf
     if parsed.scheme == "file":
         room = _check_directory(store, parsed, report)
@@ -172,10 +163,11 @@ def _check_open(
     if "put_gb_per_second" in report.facts:
         report.step = "asking for its limits"
         _check_eviction(store, report)
-    report.step = "listing its namespaces"
+    report.step = "listing its records"
+    _check_records(store, report)
     _check_namespaces(store, model, report)
     if model is not None:
-        _check_model(store, parsed, model, report)
+        _check_model(parsed, model, report)
 
 
 def _check_eviction(store: Store, report: StoreReport) -> None:
@@ -184,21 +176,33 @@ def _check_eviction(store: Store, report: StoreReport) -> None:
     if "maxmemory" not in facts:
         return
     report.facts |= facts
-    todo = "set maxmemory to what the server may take, and maxmemory-policy allkeys-lru"
     if not facts["maxmemory"]:
-        report.add("it has no maxmemory: it grows until its machine has no memory left", todo)
+        report.add(Fault.NO_MAXMEMORY)
     elif not facts["evicts_all_keys"]:
-        report.add(
-            "its maxmemory-policy evicts no records, as none expires: once full, it refuses all",
-            todo,
-        )
+        report.add(Fault.EVICTS_NOTHING)
+
+
+def _check_records(store: Store, report: StoreReport) -> None:
+    """Look at the heads of a few records, and for files that something else removed."""
+    found = {entry.key: inspect(store, entry) for entry in islice(store.scan(), NUM_INSPECTED)}
+    faults = {key: info for key, info in found.items() if isinstance(info, MissReason)}
+    absent = {key for key, fault in faults.items() if fault is MissReason.ABSENT}
+    if wrong := [fault for key, fault in faults.items() if key not in absent]:
+        report.add(Fault.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
+    # Another machine has an index of its own, so what it evicts is gone without a reason here.
+    removals = store.removals(sys.maxsize)
+    if removals is not None and not report.facts["shared_by_machines"]:
+        since = time.time() - LATELY_SECONDS
+        vanished = any(each.reason == LookupMiss.VANISHED and each.at > since for each in removals)
+        if vanished or absent - {each.key for each in removals}:
+            report.add(Fault.VANISHED)
 
 
 def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
     """Check a directory; return how many bytes can be stored without evicting records."""
     root, options = parsed.path, read_options(parsed)
     if untrusted := why_untrusted(root):
-        report.add(f"the directory {untrusted}: others can change it", "chown it, and chmod 700")
+        report.add(Fault.UNTRUSTED, why=untrusted)
     report.facts["file_system"] = file_system(root)
     report.facts["shared_by_machines"] = not is_of_one_machine(root)
     found, facts = os.statvfs(root), store.facts()
@@ -208,10 +212,7 @@ def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int
     used, free = int(facts.get("used_bytes") or 0), found.f_bavail * found.f_frsize
     check_room(report, quota, used, free, found.f_favail if found.f_files else None)
     if facts.get("quarantined"):
-        report.add(
-            f"{facts['quarantined']} damaged records are in quarantine",
-            "check the disk; `kvferry ls --removed` says when and why",
-        )
+        report.add(Fault.QUARANTINE, num=facts["quarantined"])
     if getattr(options, "read_only", False):
         return 0
     return free if quota is None else min(free, quota - used)
@@ -222,22 +223,14 @@ def check_room(
 ) -> None:
     """Check that a directory has room to grow. `free_files` is None if there is no limit."""
     report.facts |= {"free_bytes": free, "free_files": free_files}
+    sizes = {"used": used, "free": free, "most": used + free, "quota": quota or 0}
+    texts = {name: format_size(size) for name, size in sizes.items()}
     if quota is None:
-        report.add(
-            f"its URL has no quota: it grows until the disk ({format_size(free)} free) is full",
-            "add ?max_bytes=200GiB or what the disk can spare",
-        )
+        report.add(Fault.NO_QUOTA, **texts)
     elif quota - used > free:
-        report.add(
-            f"its quota ({format_size(quota)}) does not fit: {format_size(used)} are used, and "
-            f"the disk has {format_size(free)} free",
-            f"set max_bytes to at most {format_size(used + free)}, or make room",
-        )
+        report.add(Fault.QUOTA_ABOVE_DISK, **texts)
     if free_files is not None and free_files < MIN_FREE_FILES:
-        report.add(
-            f"its file system has room for {free_files} more files",
-            "remove small files, or make a file system with more inodes",
-        )
+        report.add(Fault.FEW_FILES, free=free_files)
 
 
 # -- rates ----------------------------------------------------------------------------------------
@@ -260,7 +253,7 @@ def _try_record(
 ) -> None:
     """Write a record, read it and remove it, unless it would evict others."""
     schema = RecordSchema.for_groups(
-        namespace=os.urandom(32), chunk_tokens=CHUNK_TOKENS, groups=(_GROUP,)
+        namespace=os.urandom(32), chunk_tokens=DEFAULT_CHUNK_TOKENS, groups=(_GROUP,)
     )
     if room < 2 * schema.record_bytes or report.is_over.is_set():
         return
@@ -271,12 +264,10 @@ def _try_record(
             _time(values, schema, key, report)
             _check_clock(own, parsed, key, report, wall)
         finally:
-            is_gone = _removed(values, key)
-    if not is_gone:
-        report.add(
-            "a record of this check could not be deleted",
-            "check the right to delete: damaged records could not be taken out either",
-        )
+            try:
+                delete_or_fail(own, Entry(key, 0, 0.0, schema.namespace), 0)
+            except StoreError:
+                report.add(Fault.NOT_DELETED)
 
 
 def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
@@ -288,37 +279,17 @@ def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreRepor
     result = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
     written = time.perf_counter()
     if result is not PutResult.STORED:
-        _add_refusal(values, result, report)
+        if result is PutResult.NO_SPACE:
+            report.add(Fault.FULL)
+        else:
+            report.add_said(values.refusal or "no reason is known", Fault.REFUSED)
         return
     size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
     read = time.perf_counter()
     if size != len(image):
-        what = "a record that was just stored is gone: the server evicts at once"
-        report.add(what, "give it more memory, or its own server")
+        report.add(Fault.EVICTS_AT_ONCE)
     for name, seconds in (("put", written - started), ("get", read - written)):
         report.facts[f"{name}_gb_per_second"] = float(f"{len(image) / seconds / 1e9:.3g}")
-
-
-def _add_refusal(values: Store, result: PutResult, report: StoreReport) -> None:
-    if result is PutResult.NO_SPACE:
-        report.add(
-            "it is full and evicts nothing, so nothing more is stored",
-            "raise its limit, or have it evict (Valkey: maxmemory-policy allkeys-lru)",
-        )
-    else:
-        why = f": {values.refusal}" if values.refusal else ""
-        otherwise = "check the right to write, and the disk or server"
-        report.add(f"it does not store{why}", _arrow(why, report.url, otherwise))
-
-
-def _removed(values: Store, key: ChunkKey) -> bool:
-    """Delete a record of this check; return whether it is gone."""
-    if values.delete(key):
-        return True
-    try:
-        return values.read(key, (), time.monotonic() + ANSWER_SECONDS) is None
-    except StoreError:
-        return False
 
 
 def _check_clock(
@@ -339,10 +310,7 @@ def _check_clock(
     skew = written - wall()
     report.facts["clock_skew_seconds"] = round(skew, 1)
     if abs(skew) > SKEW_SECONDS:
-        report.add(
-            f"its clock differs from that of this machine by {abs(skew):.0f} s, so ages are wrong",
-            "synchronise both (chrony, systemd-timesyncd)",
-        )
+        report.add(Fault.CLOCK, skew=round(abs(skew)))
 
 
 # -- namespaces -----------------------------------------------------------------------------------
@@ -356,11 +324,7 @@ def _check_namespaces(store: Store, model: Model | None, report: StoreReport) ->
         if space is not None and not space.is_opaque:
             found.append(space)
         if holding.is_described and space is None:
-            report.add(
-                f"the description of namespace {holding.digest.hex()[:16]} is damaged, or of "
-                "another",
-                "start an engine of this model, which writes it again",
-            )
+            report.add(Fault.DESCRIPTION, namespace=holding.digest.hex()[:16])
         if model is not None and space is not None:
             differs = list(differences_of_model(space, model.identity))
             there = {name: space.description.get(name) for name in model.options}
@@ -388,11 +352,8 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
             f"{name[:60]} ({str(there)[:40]}, {str(here)[:40]})"
             for name, (there, here) in list(differs.items())[:4]
         )
-        report.add(
-            f"namespaces {other.digest.hex()[:16]} and {space.digest.hex()[:16]} are of one model "
-            f"and do not share: {fields}",
-            "use the same options in both; delete old records by `kvferry rm URL --namespace`",
-        )
+        one, two = (each.digest.hex()[:16] for each in (other, space))
+        report.add(Fault.NOT_SHARED, one=one, other=two, fields=fields)
 
 
 def _check_ours(report: StoreReport) -> None:
@@ -401,35 +362,31 @@ def _check_ours(report: StoreReport) -> None:
         nearest = min(rows, key=lambda row: len(str(row["differs"])))
         fields = nearest["differs"]
         names = ", ".join(str(each)[:60] for each in fields) if isinstance(fields, list) else ""
-        report.add(
-            f"nothing in it is of this model and configuration; the nearest namespace differs in "
-            f"{names}",
-            "check --model and the options, or the store of the engines that run it",
-        )
+        report.add(Fault.OTHER_MODEL, fields=names)
 
 
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _check_model(store: Store, parsed: StoreUrl, model: Model, report: StoreReport) -> None:
+def _check_model(parsed: StoreUrl, model: Model, report: StoreReport) -> None:
     quota = getattr(read_options(parsed), "max_bytes", None)
-    if quota is not None:
-        fits = quota // model.record_bytes * CHUNK_TOKENS
-        report.facts["tokens_that_fit"] = fits
-        longest = max(model.context_tokens or 0, CHUNK_TOKENS)
-        if fits < longest:
-            needed = -(-longest // CHUNK_TOKENS) * model.record_bytes
-            report.add(
-                f"its quota holds {fits:,} tokens of this model, less than one prompt of "
-                f"{longest:,}",
-                f"raise max_bytes to at least {format_size(needed)}",
-            )
+    if quota is None:
+        return
+    fits = quota // model.record_bytes * model.chunk_tokens
+    report.facts["tokens_that_fit"] = fits
+    longest = max(model.context_tokens or 0, model.chunk_tokens)
+    if fits < longest:
+        needed = format_size(-(-longest // model.chunk_tokens) * model.record_bytes)
+        report.add(
+            Fault.QUOTA_BELOW_PROMPT, fits=f"{fits:,}", longest=f"{longest:,}", needed=needed
+        )
 
 
 def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:
     """Run `check` for `seconds` at most, in a thread that may hang. Then, or after an interrupt,
     wait `CLEAN_SECONDS` at most for the check to remove its records."""
-    report = StoreReport(shown_url(url))
+    is_tls = url.startswith(("valkeys:", "rediss:")) or "endpoint=https:" in url
+    report = StoreReport(shown_url(url), is_tls)
     thread = threading.Thread(
         target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True
     )
@@ -439,7 +396,7 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
         thread.join(seconds)
         if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
-            late.add(f"{late.step} took more than {seconds:.0f} s", _arrow("", url, _AWAY))
+            late.add_said(f"{late.step} took more than {seconds:.0f} s", Fault.AWAY)
     finally:
         report.is_over.set()
         thread.join(CLEAN_SECONDS)

@@ -16,8 +16,8 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.record.check import MissReason, check_head, parse_head
-from kvferry.record.schema import DIGEST_BYTES, digest, leaf_spans
+from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
+from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, digest, leaf_spans
 from kvferry.store.base import Entry, GcReport, Store
 from kvferry.types import ChunkKey
 
@@ -79,6 +79,21 @@ def verify(
         if progress is not None:
             progress(num_records, num_bytes)
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
+
+
+def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
+    """Read the header of a record; hostile bytes and a failing medium become a reason."""
+    try:
+        head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+        size = store.of(entry.namespace).read(entry.key, [(0, head)])
+        if size is None:
+            return MissReason.ABSENT
+        info = parse_head(head[:size], size)
+    except StoreError:
+        return MissReason.IO_ERROR
+    if isinstance(info, RecordInfo) and info.key != entry.key:
+        return MissReason.WRONG_KEY
+    return info
 
 
 def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:

@@ -1,4 +1,4 @@
-"""Measures how fast a local store is, for `kvferry doctor` and for the log of an engine's start."""
+"""Measures how fast a local store is, for the log of an engine's start."""
 
 from __future__ import annotations
 

@@ -1,0 +1,143 @@
+"""All that `kvferry doctor` can find: one table for the command, its JSON and the docs."""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    """KV is not stored or not found, or the engine does not start."""
+    WARNING = "warning"
+    """It works, but not for long, or not as well as it could."""
+
+
+class Finding(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        where: a store, "vllm", "config" or "machine".
+        text: what is wrong. May quote text from outside.
+        todo: what to do about it.
+    """
+
+    where: str
+    fault: Fault
+    text: str
+    todo: str
+
+
+_E, _W = Severity.ERROR, Severity.WARNING
+_AWAY = "start the server or mount; check host, port, firewall; engines go on without it meanwhile"
+_TLS = "TLS needs valkeys:// or https://, a port in clear valkey:// or http://; check ca_file"
+_EVICT = "set maxmemory to what the server may take, and maxmemory-policy allkeys-lru"
+
+
+class Fault(Enum):
+    """A row of the table. Its check fills in the names in braces.
+
+    Attributes:
+        severity, text, todo: as in `Finding`.
+        said: pattern of what a store says that has this fault; the first row that fits counts.
+            Empty if a check finds the fault.
+    """
+
+    # fmt: off
+    # A store does not serve.
+    RIGHTS = (_E, "its user may not do this: {said}",
+              "allow this user to read, write and delete under the prefix",
+              r"NOPERM|cannot be written")
+    LOGIN = (_E, "it refuses the login: {said}",
+             "give the server's user and password or key, and check that they are not outdated",
+             r"WRONGPASS|NOAUTH|refused the login|password_file|rights to list|keys are different")
+    READ_ONLY = (_E, "it is read-only: {said}",
+                 "name the primary, not a replica; leave the option read_only out",
+                 r"READONLY|is opened read-only")
+    CLUSTER = (_E, "it is a cluster that is not asked as one, or the reverse: {said}",
+               "write ?cluster=true for a cluster and only for one; start all of its nodes",
+               r"cluster support disabled|CLUSTERDOWN|node of a cluster")
+    PROTOCOL = (_E, "it does not speak this protocol: {said}", _TLS,
+                r"SSL|TLS|certificate|speak the protocol|closed the connection")
+    AWAY = (_E, "it does not answer: {said}", _AWAY)
+    AWAY_OR_CLEAR = (_E, "it does not answer to TLS: {said}", f"{_TLS}; or {_AWAY}")
+    UNUSABLE = (_E, "it cannot be used: {said}",
+                "correct the URL, or let an engine make the store first")
+    REFUSED = (_E, "it does not store: {said}", "check the right to write, and the disk or server")
+    FULL = (_E, "it has no room for a record of 2 MiB, and evicts nothing for it",
+            "raise its limit, or have it evict (Valkey: maxmemory-policy allkeys-lru)")
+    EVICTS_AT_ONCE = (_E, "a record that was just stored is gone: the server evicts at once",
+                      "give it more memory, or its own server")
+    NOT_DELETED = (_W, "a record of this check could not be deleted",
+                   "check the right to delete: damaged records could not be taken out either")
+    # It will not serve for long.
+    NO_MAXMEMORY = (_W, "it has no maxmemory: it grows until its machine's memory is full", _EVICT)
+    EVICTS_NOTHING = (_W, "its maxmemory-policy evicts no records, as none expires: once full, it "
+                      "refuses all", _EVICT)
+    NO_QUOTA = (_W, "its URL has no quota: it grows until the disk ({free} free) is full",
+                "add ?max_bytes=200GiB or what the disk can spare")
+    QUOTA_ABOVE_DISK = (_W, "its quota ({quota}) does not fit: {used} are used, and the disk has "
+                        "{free} free", "set max_bytes to at most {most}, or make room")
+    QUOTA_BELOW_PROMPT = (_W, "its quota holds {fits} tokens of this model, less than one prompt "
+                          "of {longest}", "raise max_bytes to at least {needed}")
+    FEW_FILES = (_W, "its file system has room for {free} more files",
+                 "remove small files, or make a file system with more inodes")
+    UNTRUSTED = (_W, "the directory {why}: others can change it", "chown it, and chmod 700")
+    CLOCK = (_W, "its clock differs from that of this machine by {skew} s, so ages are wrong",
+             "synchronise both (chrony, systemd-timesyncd)")
+    # What it holds.
+    QUARANTINE = (_W, "{num} damaged records are in quarantine",
+                  "check the disk; `kvferry ls --removed` says when and why")
+    DAMAGED = (_W, "{num} of {of} records that were looked at are damaged: {why}",
+               "check the disk or server; `kvferry verify` takes damaged records out")
+    VANISHED = (_W, "files of records were removed in the last day, and not by kvferry",
+                "nothing, if it was you; else keep other programs out: the quota makes room")
+    DESCRIPTION = (_W, "the description of namespace {namespace} is damaged, or of another",
+                   "start an engine of this model, which writes it again")
+    NOT_SHARED = (_W, "namespaces {one} and {other} are of one model and do not share: {fields}",
+                  "use the same options in both; `kvferry rm --namespace` deletes old records")
+    OTHER_MODEL = (_W, "nothing in it is of this model and configuration; the nearest namespace "
+                   "differs in {fields}",
+                   "check --model and the options, or the store of the engines that run it")
+    # vLLM as it is installed, and its configuration.
+    NO_VLLM = (_E, "vLLM is not installed in this environment",
+               "run kvferry in the environment that runs vLLM")
+    RELEASE = (_E, "this vLLM is not served: {said}", "install a release that is served")
+    PLUGINS = (_E, "{variable} is set and does not name kvferry, so vLLM does not load it",
+               "add kvferry to {variable}, or unset it")
+    ENTRY_POINT = (_E, "vLLM does not find kvferry: its entry point is not installed",
+                   'install it by pip, or add "kv_connector_module_path": "{module}"')
+    FORM = (_E, "it is not of the form that vLLM reads: {said}",
+            'write an object with "kv_connector": "KVFerryConnector", names in double quotes')
+    CONNECTOR = (_E, "its connector is not kvferry's: {said}",
+                 'set "kv_connector": "KVFerryConnector"')
+    MODULE = (_E, "its module is not kvferry's: {said}", 'leave it out, or set it to "{module}"')
+    KEY = (_E, "vLLM does not know one of its keys: {said}",
+           "correct it; options of kvferry go into kv_connector_extra_config")
+    ROLE = (_E, "it has no role: {said}", 'set "kv_role": "kv_both" to store and to read')
+    OPTION = (_E, "an option of kvferry is wrong: {said}", "correct it; docs/vllm.md lists them")
+    PARALLEL = (_E, "this split of the model is not served: {said}", "docs/vllm.md lists what is")
+    NO_PREFIX_CACHING = (_W, "prefix caching is off: each hit is loaded again, also where vLLM has "
+                         "just had it, and requests with images may not be cached",
+                         "leave enable_prefix_caching out, or set it to true")
+    # The machine.
+    POOL_ABOVE_MEMORY = (_E, "the host pool ({pool}) takes more than half of the memory here "
+                         "({here}): the kernel may kill the engine",
+                         "lower memory_bytes, or give the machine or container more memory")
+    POOL_BELOW_RECORDS = (_E, "the host pool ({pool}) is smaller than two records of this model, "
+                          "so the engine does not start", "set memory_bytes to at least {needed}")
+    POOL_BELOW_STEPS = (_E, "the host pool ({pool}) is smaller than the KV of two steps of "
+                        "{step} tokens, so chunks are not stored",
+                        "set memory_bytes to at least {needed}, or lower max_num_batched_tokens")
+    # fmt: on
+
+    def __init__(self, severity: Severity, text: str, todo: str, said: str = "") -> None:
+        self.severity, self.text, self.todo, self.said = severity, text, todo, said
+
+    @property
+    def code(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+    def at(self, where: str, **values: object) -> Finding:
+        """Return this fault of `where`, its braces filled in."""
+        return Finding(where, self, self.text.format(**values), self.todo.format(**values))
