@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheBounds
 from kvferry.contract.spec import EngineSpec
@@ -57,6 +58,7 @@ def make_shared_storage_host(
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
     bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
+    setup: DeviceSetup | None = None,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
     rank (close their stores last). Nothing is audited unless the options say so; `draw` then
@@ -88,7 +90,7 @@ def make_shared_storage_host(
         scheduler.expect_no_reports()
     host = SimulatedHost(
         scheduler,
-        [(spec, part.worker()) for spec, part in zip(specs, parts, strict=True)],
+        [(spec, part.worker(setup)) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
         check=lambda: check_pool(scheduler.pool),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.layout.streams import Mark, SideStream, pinned
+from kvferry.errors import TransferError
+from kvferry.layout.streams import DeviceStream, Mark, Streams, pinned
 from tests.layout.paging import Cache, expected_rows
 
 DEVICES = [
@@ -32,20 +33,20 @@ def test_a_round_trip_through_pinned_staging_on_a_side_stream(layout, device):
     source = Cache(layout, device=device, head_dim=4)
     target = Cache("HND", device=device, head_dim=4)
     there, here = source.paged(), target.paged()
-    side = SideStream(device)
+    engine, side = DeviceStream(device, is_engines=True), DeviceStream(device)
     shape = (2, 3, 8, 8)
     staging = memoryview(mmap.mmap(-1, 4 * int(np.prod(shape))))
     rows = there.as_rows(staging, shape)
     with pinned(staging, device):
         source.fill()  # the engine's work: in its own stream, right before
         gathered = side.run(
-            lambda: there.gather(rows, 0, there.runs([2, 4], 0, 8), 0), after=side.mark()
+            lambda: there.gather(rows, 0, there.runs([2, 4], 0, 8), 0), engine.run()
         )
         assert gathered.wait(10)
         expected = expected_rows(source, [2, 4], 0, 8)
         assert np.frombuffer(staging, np.int32).tobytes() == expected.tobytes()
-        loaded = side.run(lambda: here.scatter(rows, 0, here.runs([5, 1], 0, 8), 0), after=Mark())
-        loaded.hold()
+        loaded = side.run(lambda: here.scatter(rows, 0, here.runs([5, 1], 0, 8), 0))
+        engine.run(None, loaded)
         assert np.array_equal(expected_rows(target, [5, 1], 0, 8), expected)
     assert loaded.poll()
 
@@ -66,11 +67,12 @@ def test_waiting_ends_at_its_deadline():
 
 class CudaByThread:
     """Stands for `torch.cuda`: every thread begins on device 0, as CUDA's do. Notes on which device
-    each call is made."""
+    each call is made, and counts the streams of each device."""
 
     def __init__(self) -> None:
         self._current = threading.local()
         self.calls: list[tuple[str, int]] = []
+        self.streams: list[tuple[int, str]] = []
 
     def note(self, call: str) -> None:
         self.calls.append((call, getattr(self._current, "device", 0)))
@@ -87,7 +89,8 @@ class CudaByThread:
     def stream(self, _stream: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def Stream(self, _device: torch.device) -> object:
+    def Stream(self, device: torch.device) -> object:
+        self.streams.append((device.index, threading.current_thread().name))
         return object()
 
     def Event(self) -> NotedEvent:
@@ -114,23 +117,40 @@ class NotedEvent:
         return True
 
 
-@pytest.mark.parametrize("index", [0, 3])
-def test_every_thread_asks_events_on_their_own_device(index, monkeypatch):
+@pytest.fixture
+def cuda(monkeypatch):
     fake = CudaByThread()
     for name in ("device", "stream", "Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    side = SideStream(torch.device("cuda", index))
-    mark = side.run(lambda: None, after=Mark())
-    side.hold(mark)
+    return fake
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_every_thread_asks_events_on_their_own_device(index, cuda):
+    engine, side, *_others = Streams.of(torch.device("cuda", index))
+    mark = side.run(None, engine.run())
     waiters = [
         threading.Thread(target=ask)
-        for ask in (mark.poll, lambda: mark.wait(1.0), lambda: side.end().poll())
+        for ask in (mark.poll, lambda: mark.wait(1.0), lambda: side.run().poll())
     ]
     for thread in waiters:
         thread.start()
         thread.join()
-    assert fake.calls.count(("query", index)) == 3
-    assert {device for _, device in fake.calls} == {index}
+    assert cuda.calls.count(("query", index)) == 3
+    assert {device for _, device in cuda.calls} == {index}
+
+
+def test_a_rank_has_three_streams_of_its_own_on_its_device_and_a_cpu_none(cuda):
+    assert Streams.of(torch.device("cpu")) is None
+    assert cuda.streams == []
+    assert Streams.of(torch.device("cuda", 2)) is not None
+    assert cuda.streams == [(2, threading.current_thread().name)] * 3
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "meta"])
+def test_a_device_of_another_kind_is_refused_by_name(kind):
+    with pytest.raises(TransferError, match=kind):
+        Streams.of(torch.device(kind))
 
 
 def test_a_failure_of_the_work_is_the_callers():
@@ -138,4 +158,4 @@ def test_a_failure_of_the_work_is_the_callers():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        SideStream("cpu").run(fail, after=Mark())
+        DeviceStream("cpu").run(fail)

@@ -1,13 +1,18 @@
 """One rank's copies between blocks and slots, ordered with what the engine submits.
 
-    engine's stream   ─ forward ─●───────────(waits)─ next forward
-                        produced ╎          ╎ gathered
-    side stream                  └─ gather ─┴─ hash ─ copy to slot ─●
-                                                            copied ╎
-    I/O thread                                                     └─ write
+    save  engine's stream  ─ forward ─ gather ●─ next forward
+          outward                    gathered └─ copy to slot ●
+          hashing                                      copied └─ hash ●
+          I/O thread                                                  └─ write
 
-This is a save. A load goes the other way: slot to the device, scatter, and the engine's stream
-waits. The worker role calls this on the engine's thread, which only submits. Every token's place is
+    load  inward           ─ copy from slot ●
+          engine's stream  ─ forward ───────┴─ scatter ─ next forward
+
+Between the blocks and the slots, chunks lie in pieces of device memory, which are taken when the
+engine starts: no copy fails later for lack of memory. A save that finds no free piece is put off,
+so that the engine's stream never waits for the copy of another. Loads take pieces by turns.
+
+The worker role calls this on the engine's thread, which only submits. Every token's place is
 checked before anything is submitted. On a CPU every call copies at once, straight between slot and
 block, and the worker role spreads the chunks of loads over I/O threads.
 """
@@ -15,10 +20,11 @@ block, and the worker role spreads the chunks of loads over I/O threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,13 +35,17 @@ from kvferry.blocks.rows import GroupDigests, RankRows
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import TransferError
 from kvferry.layout.ops import MakeCopies
-from kvferry.layout.streams import Mark, SideStream, pinned
+from kvferry.layout.streams import REACHED, DeviceStream, Mark, Streams, pinned
 from kvferry.record.schema import LEAF_BYTES
 
 logger = logging.getLogger(__name__)
 
-REACHED = Mark()
-"""For work that need not wait."""
+
+def staging_bytes(device: torch.device, step_bytes: int) -> int:
+    """Return how much device memory chunks on their way take: as much as a step saves, within
+    small shares of the device and of what the engine has left."""
+    free, total = torch.cuda.mem_get_info(device)
+    return min(step_bytes, free // 8, total // 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +53,17 @@ class DeviceSetup:
     """How a device is used; tests replace parts of it.
 
     Attributes:
-        stream: makes the side stream.
+        streams: makes the streams; None from it for a CPU.
         copies: makes the copy kernels; None for the fastest that are installed.
         pin: locks the pages of slots.
-        num_bytes: device memory for one step's saves. If a step saves more, the engine's stream
-            waits for copies to slots.
+        num_bytes: returns how much device memory chunks on their way may take, from the device and
+            the KV of one step. They take a quarter of it in, the rest out.
     """
 
-    stream: Callable[[torch.device], SideStream] = SideStream
+    streams: Callable[[torch.device], Streams | None] = Streams.of
     copies: MakeCopies | None = None
     pin: Callable[[memoryview, torch.device], AbstractContextManager[None]] = pinned
-    num_bytes: int = 256 << 20
+    num_bytes: Callable[[torch.device, int], int] = staging_bytes
 
 
 class ChunkCopy(NamedTuple):
@@ -73,8 +83,18 @@ class Gathered(NamedTuple):
     """Leaf digests of the groups that the device hashes; valid once `mark` is reached."""
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Device memory for one chunk: the rows of each group."""
+
+    rows: Mapping[int, torch.Tensor]
+    free: Mark = REACHED
+    """Reached when the device has done with the last chunk in it."""
+
+
 class BlockCopies:
-    """Copies between one rank's slots and blocks. Runs in: worker. Thread-safe after `register`.
+    """Copies between one rank's slots and blocks. Runs in: worker, with a device on the engine's
+    thread alone; without one, `scatter` is thread-safe.
 
     Args:
         spec: the engine, and what this rank holds of it.
@@ -83,140 +103,184 @@ class BlockCopies:
 
     Attributes:
         paged: the engine's tables and tensors.
-        stream: stream of the copies; without a device until `register`.
     """
 
     def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
         self.paged = PagedTables(spec, rows)
-        self.stream = SideStream("cpu")
         self._rows = rows
         self._setup = setup
+        # A host that does not say how much a step computes: as much as vLLM's steps.
+        tokens = spec.step_tokens or 8192
+        self._step_bytes = tokens * rows.slot_bytes // rows.schema.chunk_tokens
         self._pins = ExitStack()
+        self._streams: Streams | None = None
+        self._incoming: deque[_Piece] = deque()
+        self._outgoing: list[_Piece] = []
+        self._blocks_used = REACHED
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies go on after a call has returned: True on a device."""
+        return self._streams is not None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
-        """Bind the engine's tensors. The first time, pin the memory of all slots for their device.
+        """Bind the engine's tensors. The first time, pin the memory of all slots for their device,
+        and take the memory for copies.
 
         Raises:
             LayoutError: see `PagedTables.register`.
+            TransferError: the device cannot be used, or has too little memory left.
         """
         self.paged.register(kv_caches, self._setup.copies)
-        if self.stream.overlaps:
+        if self._streams is not None:
             return
-        self.stream = self._setup.stream(self.paged.device)
-        if not self.stream.overlaps:
+        self._streams = self._setup.streams(self.paged.device)
+        if self._streams is None:
             return
         try:
             self._pins.enter_context(self._setup.pin(slots, self.paged.device))
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        wanted = self._setup.num_bytes(self.paged.device, self._step_bytes)
+        pieces: list[_Piece] = []
+        with suppress(torch.cuda.OutOfMemoryError):  # it may be in parts too small
+            while (len(pieces) + 1) * self._rows.slot_bytes <= wanted:
+                pieces.append(_Piece(self.paged.new_rows()))
+        if len(pieces) < 2:
+            raise TransferError(
+                f"the device has no memory left for two chunks of {self._rows.slot_bytes} bytes "
+                "on their way; leave it more (in vLLM, by a smaller gpu_memory_utilization)"
+            )
+        num_incoming = max(1, len(pieces) // 4)
+        self._incoming = deque(pieces[:num_incoming])
+        self._outgoing = pieces[num_incoming:]
 
     def unregister(self, timeout: float) -> None:
-        """Let copies under way end, and drop the engine's tensors until the next `register`.
-        Idempotent.
+        """Let copies from and to the engine's tensors end, and drop these until the next
+        `register`. Idempotent.
 
         Raises:
             TransferError: the copies did not end within `timeout` seconds; nothing was dropped.
         """
-        if not self.stream.end().wait(timeout):
+        if not self._blocks_used.wait(timeout):
             raise TransferError(
                 f"copies out of the KV memory did not end in {timeout:.0f} s: keep it"
             )
         self.paged.unregister()
 
-    def scatter(self, chunk: ChunkCopy, *, after: Mark) -> None:
-        """Copy tokens of a chunk from its slot into the blocks. No block is written before `after`
-        is reached. The slot is read until `stream.end()` is reached.
+    def scatter(self, chunk: ChunkCopy) -> None:
+        """Copy tokens of a chunk from its slot into the blocks, between what the engine has
+        submitted and what it submits next. The slot is read until `slots_read` is reached.
 
         Raises:
-            TransferError: no device memory; some blocks may be written until `stream.end()` is
-                reached.
+            TransferError: no device memory; some blocks may be written.
         """
-        if self.stream.overlaps:
-            self._run(partial(self._scatter_on_device, chunk), after)
+        groups = self.paged.groups_in(chunk.runs)
+        memory = {group: self._rows.group_rows(chunk.slot, group) for group in groups}
+        if self._streams is None:
+            for group in groups:
+                self.paged.scatter(group, memory[group], chunk.runs, chunk.first_token)
             return
-        for group in self.paged.groups_in(chunk.runs):
-            rows = self._rows.group_rows(chunk.slot, group)
-            self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
+        piece = self._incoming[0]
+        self._incoming.rotate(-1)
+
+        def to_device() -> None:
+            for group in groups:
+                _bytes_of(piece.rows[group]).copy_(_bytes_in(memory[group]), non_blocking=True)
+
+        def to_blocks() -> None:
+            for group in groups:
+                self.paged.scatter(group, piece.rows[group], chunk.runs, chunk.first_token)
+
+        copied = _submit(self._streams.inward, to_device, piece.free)
+        piece.free = self._blocks_used = _submit(self._streams.engine, to_blocks, copied)
 
     def gather(self, chunks: Iterator[ChunkCopy]) -> Iterator[Gathered]:
-        """Copy whole chunks out of the blocks into their slots. Once all are yielded, the engine's
-        stream may overwrite the blocks.
+        """Copy whole chunks out of the blocks into their slots. On a device, only the first ones
+        are taken, as many as there is memory for now. Once they are yielded, the engine's stream
+        may overwrite the blocks.
 
         Raises:
-            TransferError: no device memory; the slots of chunks that were not yielded may be
-                written until `stream.end()` is reached.
+            TransferError: no device memory; the slots of chunks that were taken and not yielded may
+                be written until `slots_written` is reached.
         """
-        if not self.stream.overlaps:
+        streams = self._streams
+        if streams is None:
             for chunk in chunks:
                 for group in self.paged.groups_in(chunk.runs):
                     rows = self._rows.group_rows(chunk.slot, group)
                     self.paged.gather(group, rows, chunk.runs, chunk.first_token)
                 yield Gathered(REACHED, {})
             return
-        produced = self.stream.mark()
-        per_wave = max(1, self._setup.num_bytes // self._rows.slot_bytes)
-        while wave := list(islice(chunks, per_wave)):
-            yield from self._gather_wave(wave, produced)
-
-    def _gather_wave(self, wave: Sequence[ChunkCopy], produced: Mark) -> Iterator[Gathered]:
-        """Gather all chunks of a wave first: the engine's stream waits for these gathers alone."""
-        gathered: list[dict[int, torch.Tensor]] = []
+        free = [piece for piece in self._outgoing if piece.free.poll()]
+        wave = list(zip(islice(chunks, len(free)), free, strict=False))
+        if not wave:
+            return
 
         def gather() -> None:
-            gathered.extend(self._gather_on_device(chunk) for chunk in wave)
+            for chunk, piece in wave:
+                for group in self.paged.groups_in(chunk.runs):
+                    self.paged.gather(group, piece.rows[group], chunk.runs, chunk.first_token)
 
-        self.stream.hold(self._run(gather, produced))
-        for index, chunk in enumerate(wave):
-            digests: dict[int, Callable[[], bytes]] = {}
-            copy = partial(self._to_slot, gathered, index, chunk.slot, digests)
-            yield Gathered(self._run(copy, REACHED), digests)
-
-    # The following methods only submit work to the current stream.
-
-    def _scatter_on_device(self, chunk: ChunkCopy) -> None:
-        for group in self.paged.groups_in(chunk.runs):
-            rows = self.paged.new_rows(group)
-            memory = _bytes_in(self._rows.group_rows(chunk.slot, group))
-            rows.view(-1).view(torch.uint8).copy_(memory, non_blocking=True)
-            self.paged.scatter(group, rows, chunk.runs, chunk.first_token)
-
-    def _gather_on_device(self, chunk: ChunkCopy) -> dict[int, torch.Tensor]:
-        """Gather the rows of a chunk into new device memory. Return them by group."""
-        gathered = {}
-        for group in self.paged.groups_in(chunk.runs):
-            rows = gathered[group] = self.paged.new_rows(group)
-            self.paged.gather(group, rows, chunk.runs, chunk.first_token)
-        return gathered
+        self._blocks_used = gathered = _submit(streams.engine, gather)
+        for chunk, piece in wave:
+            yield self._to_slot(streams, chunk, piece, gathered)
 
     def _to_slot(
-        self,
-        gathered: list[dict[int, torch.Tensor]],
-        index: int,
-        slot: memoryview,
-        digests: dict[int, Callable[[], bytes]],
-    ) -> None:
-        # Dropped here: this stream may reuse the memory, but only for work after the copy.
-        by_group, gathered[index] = gathered[index], {}
-        for group, rows in by_group.items():
-            later = self.paged.digests_later(group, rows, LEAF_BYTES)
-            if later is not None and self._rows.writes_group(group):
-                digests[group] = later
-            target = _bytes_in(self._rows.group_rows(slot, group))
-            target.copy_(rows.view(-1).view(torch.uint8), non_blocking=True)
+        self, streams: Streams, chunk: ChunkCopy, piece: _Piece, gathered: Mark
+    ) -> Gathered:
+        groups = self.paged.groups_in(chunk.runs)
+        digests: dict[int, Callable[[], bytes]] = {}
 
-    def _run(self, work: Callable[[], object], after: Mark) -> Mark:
-        try:
-            return self.stream.run(work, after=after)
-        except torch.cuda.OutOfMemoryError as error:
-            raise TransferError("the device has no memory left to copy a chunk") from error
+        def copy() -> None:
+            for group in groups:
+                target = _bytes_in(self._rows.group_rows(chunk.slot, group))
+                target.copy_(_bytes_of(piece.rows[group]), non_blocking=True)
+
+        def digest() -> None:
+            for group in groups:
+                later = self.paged.digests_later(group, piece.rows[group], LEAF_BYTES)
+                if later is not None and self._rows.writes_group(group):
+                    digests[group] = later
+
+        # Loads from the same slot have read it: their scatter came before this gather.
+        piece.free = _submit(streams.outward, copy, gathered)
+        piece.free = _submit(streams.hashing, digest, piece.free)
+        return Gathered(piece.free, digests)
+
+    def slots_read(self) -> Mark:
+        """Return a mark behind the device's reads of slots so far."""
+        return REACHED if self._streams is None else self._streams.inward.run()
+
+    def slots_written(self) -> Mark:
+        """Return a mark behind the device's writes to slots so far."""
+        return REACHED if self._streams is None else self._streams.outward.run()
 
     def close(self, timeout: float) -> bool:
         """Let copies under way end, then unpin the slots. Return False if the copies did not end in
         time; the slots then stay pinned. Idempotent."""
-        if not self.stream.end().wait(timeout):
-            return False
+        if self._streams is not None:
+            # Hashing reads the pieces, which go with this object.
+            marks = (*(stream.run() for stream in self._streams[1:]), self._blocks_used)
+            deadline = time.monotonic() + timeout
+            if not all(mark.wait(deadline - time.monotonic()) for mark in marks):
+                return False
         self._pins.close()
         return True
+
+
+def _submit(stream: DeviceStream, work: Callable[[], None], *after: Mark) -> Mark:
+    try:
+        return stream.run(work, *after)
+    except torch.cuda.OutOfMemoryError as error:
+        raise TransferError("the device has no memory left to copy a chunk") from error
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1).view(torch.uint8)
 
 
 def _bytes_in(memory: memoryview) -> torch.Tensor:

@@ -192,10 +192,17 @@ class PagedTables:
             if any(part.table in runs for part in parts)
         )
 
-    def new_rows(self, group: int) -> torch.Tensor:
-        """Allocate device memory for all rows of a group, in the current stream."""
-        kind = INT_OF[self._of_group[group][0].paged.item_bytes]
-        return torch.empty(self._rows.group_shape(group), dtype=kind, device=self.device)
+    def new_rows(self) -> dict[int, torch.Tensor]:
+        """Allocate device memory for all rows of each group."""
+        return {
+            group: torch.empty(
+                self._rows.group_shape(group),
+                dtype=INT_OF[parts[0].paged.item_bytes],
+                device=self.device,
+            )
+            for group, parts in enumerate(self._of_group)
+            if parts
+        }
 
     def digests_later(
         self, group: int, rows: torch.Tensor, leaf_bytes: int

@@ -160,6 +160,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's slots; in every report, since the scheduler role may start later than the rank."""
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
+    off: str = ""
+    """Why this rank neither loads nor saves, in the first report of one that cannot."""
     failures: int = 0
     """Steps in which a load failed on this rank, since its start."""
     failed_requests: frozenset[str] = frozenset()

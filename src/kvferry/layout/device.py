@@ -23,12 +23,16 @@ INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size in bytes. Elements are copied as integers: not every float8 can be indexed."""
 
 
-def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a small table to the device by way of pinned memory. From other memory the thread would
-    wait for everything in the stream."""
-    if device.type != "cuda":
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
+def upload(
+    table: torch.Tensor, device: torch.device, target: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy a small table to the device, into `target` if that is given, by way of pinned memory.
+    From other memory the thread would wait for everything in the stream."""
+    if device.type == "cuda":
+        table = table.pin_memory()
+    if target is not None:
+        return target.copy_(table, non_blocking=True)
+    return table.to(device, non_blocking=True)
 
 
 class TorchCopies:

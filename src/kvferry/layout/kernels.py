@@ -163,8 +163,8 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
 
 
 class TritonCopies:
-    """Copies and leaf digests by the kernels above, for parts that `serves` accepts. The class is a
-    `MakeCopies`."""
+    """Copies and leaf digests by the kernels above, for parts that `serves` accepts. All copies are
+    made in one stream. The class is a `MakeCopies`."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
         self._storages = dict(storages)  # kept alive: kernels have their addresses
@@ -185,6 +185,8 @@ class TritonCopies:
         self._bases = torch.from_numpy(bases).to(self._device)
         constants = torch.from_numpy(hash_constants().view(np.int64))
         self._constants = constants.to(self._device)
+        # Of the copy under way. It grows with the first copy: no later one takes device memory.
+        self._slots_there = torch.empty(0, dtype=torch.int64, device=self._device)
 
     @staticmethod
     def serves(parts: Sequence[Segment]) -> bool:
@@ -244,7 +246,9 @@ class TritonCopies:
             within = np.arange(run.first_slot, run.first_slot + run.num_slots) * self._token
             places = np.asarray(run.blocks, np.int64)[:, None] * self._block + within
             slots[run.start - first_token : run.stop - first_token] = places.ravel()
-        return upload(torch.from_numpy(slots), self._device)
+        if len(slots) > len(self._slots_there):
+            self._slots_there = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        return upload(torch.from_numpy(slots), self._device, self._slots_there[: len(slots)])
 
     def _copy(self, rows: torch.Tensor, layer: int, slots: torch.Tensor, *, to_rows: bool) -> None:
         num_layers, num_heads, num_tokens, _ = rows.shape

@@ -1,11 +1,10 @@
-"""Device copies beside the engine's own work: pinned memory, a side stream, and marks in streams.
+"""Device copies beside the engine's own work: pinned memory, streams, and marks in them.
 
-    engine's thread                    copying thread
-    ───────────────                    ──────────────
-    produced = side.mark()             done = side.run(gather_and_write, after=produced)
-    ...next step...                    done.wait(timeout)
-
-    loaded.hold()  # work that the engine submits from here on waits for the mark `loaded`
+    engine's thread                        copying thread
+    ───────────────                        ──────────────
+    gathered = engine.run(gather)          copied.wait(timeout)
+    copied = outward.run(copy, gathered)
+    ...next step...
 
 `blocks.copies` uses this. On a CPU the same code runs; all work is done when a call returns.
 """
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -62,55 +62,64 @@ class Mark:
             pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
         return True
 
-    def hold(self) -> None:
-        """Make the current stream's next work wait for this mark. Does not block the thread."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+
+REACHED = Mark()
+"""For work that need not wait."""
 
 
-class SideStream:
-    """A stream of one device for copies only, so that they run beside compute. Thread-safe: work
-    of several threads runs in the order in which it was submitted."""
+class DeviceStream:
+    """A stream of one device. Thread-safe: work of several threads runs in the order in which it
+    was submitted.
 
-    def __init__(self, device: torch.device | str) -> None:
+    Args:
+        is_engines: whether it is the stream in which the calling thread submits its own work; else
+            a new one, whose work runs beside that.
+    """
+
+    def __init__(self, device: torch.device | str, *, is_engines: bool = False) -> None:
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda" and not is_engines:
+            self._stream = torch.cuda.Stream(self._device)
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether work goes on after `run` has returned: True on a device."""
-        return self._stream is not None
-
-    def mark(self) -> Mark:
-        """Return a mark behind all work submitted so far to the caller's current stream."""
-        if self._stream is None:
-            return Mark()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return Mark(event, self._device)
-
-    def hold(self, mark: Mark) -> None:
-        """Make the next work of the caller's current stream on this device wait for `mark`. Does
-        not block the thread."""
-        if self._stream is not None:
-            with torch.cuda.device(self._device):
-                mark.hold()
-
-    def end(self) -> Mark:
-        """Return a mark behind all copies submitted so far, by any thread."""
-        return self.run(lambda: None, after=Mark())
-
-    def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
+    def run(self, work: Callable[[], object] | None = None, *after: Mark) -> Mark:
         """Call `work`, which submits copies, with this stream as the current one. No copy runs
-        before `after` is reached. Return the mark behind them. Device memory that `work` allocates
-        belongs to this stream."""
-        if self._stream is None:
-            work()
-            return Mark()
+        before the marks `after` are reached. Return the mark behind them. Device memory that `work`
+        allocates belongs to this stream."""
+        if self._device.type != "cuda":
+            if work is not None:
+                work()
+            return REACHED
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            after.hold()
-            work()
-            return self.mark()
+            stream = torch.cuda.current_stream(self._device)
+            for mark in after:
+                if mark.event is not None:
+                    stream.wait_event(mark.event)
+            if work is not None:
+                work()
+            event = torch.cuda.Event()
+            event.record(stream)
+            return Mark(event, self._device)
+
+
+class Streams(NamedTuple):
+    """The streams of one rank's device. Only `engine` has the order of the engine's steps; the
+    others copy between slots and the device, in both directions at once, and hash."""
+
+    engine: DeviceStream
+    inward: DeviceStream
+    outward: DeviceStream
+    hashing: DeviceStream
+
+    @classmethod
+    def of(cls, device: torch.device) -> Streams | None:
+        """Make the streams; None for a CPU, where every copy is done at once. Raises TransferError
+        for a kind of device that has no such streams."""
+        if device.type == "cpu":
+            return None
+        if device.type != "cuda":
+            raise TransferError(f"KV on a device of kind {device.type!r} is not served")
+        return cls(DeviceStream(device, is_engines=True), *(DeviceStream(device) for _ in range(3)))
 
 
 @contextmanager

@@ -104,6 +104,7 @@ class DeviceHost:
         self.worker.register_kv_caches(self.tensors)
         self.held, self.missed, self.saved, self.invalid = [], [], [], set()
         self.sealed = []
+        self.off = ""
 
     def begin(self, **plan: object) -> None:
         """Run the part of a step before the forward."""
@@ -122,6 +123,7 @@ class DeviceHost:
         if output.meta is not None:
             (report,) = output.meta.reports
             self.region = report.region
+            self.off = self.off or report.off
             self.held += [one for one in report.filled if one.missed is None]
             self.missed += [one for one in report.filled if one.missed is not None]
             self.sealed += report.sealed

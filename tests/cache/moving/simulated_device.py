@@ -1,5 +1,5 @@
-"""A stand-in for a GPU whose two streams run only when a test says so. The test chooses the stream
-that runs first, as far as the marks that a stream waits for allow."""
+"""A stand-in for a GPU whose streams run only when a test says so. The test chooses the stream that
+runs first, as far as the marks that a stream waits for allow. A copy reads when it runs."""
 
 from __future__ import annotations
 
@@ -10,76 +10,79 @@ from collections.abc import Callable
 import torch
 
 from kvferry.blocks.copies import DeviceSetup
-from kvferry.layout.streams import Mark
+from kvferry.layout.streams import Mark, Streams
 from kvferry.store.io_pool import Job
-from kvferry.testing.stores.hooks import PATIENCE_SECONDS
+from kvferry.testing.stores.hooks import wait_until
 
 
 class Event:
     """A point in a stream, reached once the device has run all work before it."""
 
-    def __init__(self, asked: threading.Event) -> None:
+    def __init__(self, askers: set[str]) -> None:
         self.reached = False
-        self._asked = asked
+        self._askers = askers
 
     def query(self) -> bool:
-        if not self.reached and threading.current_thread() is not threading.main_thread():
-            self._asked.set()
+        if not self.reached:
+            self._askers.add(threading.current_thread().name)
         return self.reached
 
 
-class SimulatedDevice:
-    """The engine's stream and a side stream over CPU tensors. It replaces a `SideStream`."""
+STREAMS = ("engine", "inward", "outward", "hashing")
 
-    overlaps = True
+
+class SimulatedStream:
+    """Replaces a `DeviceStream`."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._device = device
+        self.queue = device.queues[name] = deque()
+
+    def run(self, work: Callable[[], object] | None = None, *after: Mark) -> Mark:
+        device = self._device
+        if work is not None:
+            if device.memory_left == 0:
+                raise torch.cuda.OutOfMemoryError
+            device.memory_left -= 1
+        event = Event(device.askers)
+        with device.lock:
+            self.queue.extend(mark.event for mark in after if mark.event is not None)
+            if work is not None:
+                self.queue.append(work)
+            event.reached = not self.queue
+            if not event.reached:
+                self.queue.append(lambda: setattr(event, "reached", True))
+        if device.is_eager:
+            device.drain()
+        return Mark(event)
+
+
+class SimulatedDevice:
+    """The streams of a device over CPU tensors."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked = threading.Event()
-        self.queues: dict[str, deque[Event | Callable[[], object]]] = {
-            "engine": deque(),
-            "side": deque(),
-        }
+        self.lock = threading.Lock()
+        self.askers: set[str] = set()
+        """Threads that found a mark that was not reached."""
+        self.queues: dict[str, deque[Event | Callable[[], object]]] = {}
+        self.streams = Streams(*(SimulatedStream(self, name) for name in STREAMS))
         self.memory_left = 10**9
         """Calls of `run` with work before the device is out of memory."""
         self.pinned = 0
+        self.is_eager = False
+        """Whether everything runs at once."""
 
-    def setup(self, **options: int) -> DeviceSetup:
-        return DeviceSetup(stream=lambda _device: self, pin=self.pin, **options)
+    def setup(self, num_pieces: int = 64, chunk_tokens: int = 32, **options: object) -> DeviceSetup:
+        """Memory for so many chunks; a quarter, or one at least, is for loads."""
+
+        def num_bytes(_device: torch.device, step_bytes: int) -> int:
+            return num_pieces * step_bytes * chunk_tokens // 8192
+
+        options = {"pin": self.pin, "num_bytes": num_bytes} | options
+        return DeviceSetup(streams=lambda _device: self.streams, **options)
 
     def pin(self, _memory: memoryview, _device: torch.device):
         return Pin(self)
-
-    # -- SideStream -----------------------------------------------------------------------------
-
-    def mark(self) -> Mark:
-        return self._record("engine")
-
-    def hold(self, mark: Mark) -> None:
-        self._wait("engine", mark)
-
-    def end(self) -> Mark:
-        with self._lock:
-            return self._record("side")
-
-    def run(self, work: Callable[[], object], *, after: Mark) -> Mark:
-        if self.memory_left == 0:
-            raise torch.cuda.OutOfMemoryError
-        self.memory_left -= 1
-        with self._lock:
-            self._wait("side", after)
-            self.queues["side"].append(work)
-            return self._record("side")
-
-    def _record(self, stream: str) -> Mark:
-        event = Event(self._asked)
-        event.reached = not self.queues[stream]
-        self.queues[stream].append(lambda: setattr(event, "reached", True))
-        return Mark(event)
-
-    def _wait(self, stream: str, mark: Mark) -> None:
-        if mark.event is not None:
-            self.queues[stream].append(mark.event)
 
     # -- the engine and time --------------------------------------------------------------------
 
@@ -89,17 +92,18 @@ class SimulatedDevice:
 
     def wait_until_waited_for(self) -> None:
         """Return once another thread has found a mark that is not reached, and so waits for it."""
-        assert self._asked.wait(PATIENCE_SECONDS), "no thread waits for the device"
+        main = {threading.main_thread().name}
+        wait_until(lambda: self.askers - main, "a thread waits for the device")
 
     def drain(self, first: str = "engine") -> None:
-        """Run everything. Whenever both streams could go on, `first` goes on."""
-        other = "side" if first == "engine" else "engine"
-        while self._advance(first) or self._advance(other):
+        """Run everything. Whenever the stream `first` could go on, it does."""
+        while any(self.advance(name) for name in (first, *STREAMS)):
             pass
         left = {name: len(queue) for name, queue in self.queues.items() if queue}
         assert not left, f"streams wait for each other: {left}"
 
-    def _advance(self, stream: str) -> bool:
+    def advance(self, stream: str) -> bool:
+        """Run the next piece of work of a stream; False if it has none, or waits for a mark."""
         queue = self.queues[stream]
         if not queue:
             return False

@@ -6,22 +6,26 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvferry.blocks.copies import DeviceSetup
+from kvferry.blocks.copies import DeviceSetup, staging_bytes
 from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import NOT_DONE, PUT_OFF, Fetch, Filled, SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.errors import TransferError
 from kvferry.layout.device import TorchCopies
+from kvferry.layout.streams import Streams
+from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores.hooks import wait_until
+from tests.cache.hosts import make_shared_storage_host
 from tests.cache.moving.device_host import (
     CHUNK,
     FETCH_SLOTS,
@@ -33,15 +37,14 @@ from tests.cache.moving.device_host import (
     chunks,
     saves,
 )
-from tests.cache.moving.simulated_device import SimulatedDevice, job_without_a_thread
+from tests.cache.moving.simulated_device import STREAMS, SimulatedDevice, job_without_a_thread
 
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-ORDERS = pytest.mark.parametrize("first", ["engine", "side"])
-WAVES = pytest.mark.parametrize("num_bytes", [1, 256 << 20], ids=["waves of one", "one wave"])
+ORDERS = pytest.mark.parametrize("first", STREAMS)
 
 
 class NotesReads(WrapperStore):
@@ -122,12 +125,9 @@ def test_what_one_layout_saved_another_loads(make, device, layout, other):
 
 
 @ORDERS
-@WAVES
-def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(
-    make, first, num_bytes
-):
+def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(make, first):
     device, store = SimulatedDevice(), MemoryStore("device")
-    host = make(store=store, setup=device.setup(num_bytes=num_bytes))
+    host = make(store=store, setup=device.setup())
     host.begin(saves=saves())
     expected = []
     device.compute(lambda: (host.fill(), expected.extend(host.rows(SAVED))))
@@ -250,12 +250,66 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
         assert ours[:, :, 2 * CHUNK :].tobytes() == old[:, :, 2 * CHUNK :].tobytes()
 
 
+def run_all(device, *streams):
+    """Run what these streams can do while the others stand still. Return which have work left."""
+    while any(device.advance(stream) for stream in streams):
+        pass
+    return [stream for stream in streams if device.queues[stream]]
+
+
+def test_loads_and_saves_wait_for_nothing_but_what_they_need(make):
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup())
+    host.fetch()
+    device.compute(host.fill)
+    host.begin(saves=saves())
+    host.end()
+    # The copies of a load begin while the step before still runs; only the scatter waits for it.
+    host.begin(loads=(host.load(),))
+    assert run_all(device, "inward") == []
+    # The engine waits for no copy to a slot.
+    seen = []
+    device.compute(lambda: seen.extend(host.rows(LOADED)))
+    assert run_all(device, "engine") == []
+    assert_rows(seen, expected)
+    host.end()
+    # No copy to a slot waits for a hash.
+    assert run_all(device, "outward") == []
+    assert device.queues["hashing"]
+    device.drain()
+    host.settle(saved=3)
+
+
+def test_saves_that_find_no_device_memory_free_are_offered_again(make):
+    store, device = MemoryStore("device"), SimulatedDevice()
+    host = make(store=store, setup=device.setup(num_pieces=2))  # one for loads
+    host.fill()
+    expected = host.rows(SAVED)
+    left = saves()
+    while left:
+        host.missed.clear()
+        for _step in range(2):  # in the second, the first one's copy has not ended
+            host.begin(saves=left)
+            host.end()
+            assert run_all(device, "engine") == []
+            left = left[1:] if _step == 0 else left
+        assert host.missed == [Filled(save.chunk.slot, PUT_OFF) for save in [*left, *left]]
+        device.drain()
+        host.settle(saved=3 - len(left))
+    assert is_stored(host)
+    reader = make("HND", store)
+    reader.fetch()
+    reader.begin(loads=(reader.load(),))
+    assert_rows(reader.rows(LOADED), expected)
+
+
 def test_saves_without_device_memory_are_put_off(make):
     device = SimulatedDevice()
-    host = make(setup=device.setup(num_bytes=1))
+    host = make(setup=device.setup())
     host.begin(saves=saves())
     device.compute(host.fill)
-    device.memory_left = 3  # gather and copy of one chunk, gather of the next
+    device.memory_left = 3  # gather, copy and hash of one chunk
     host.end()
     assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS[1:]]
     assert host.observer["save_no_device_memory"] == 1
@@ -269,10 +323,10 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     store, expected = stored(make)
     notes = NotesReads(store)
     device = SimulatedDevice()
-    host = make(store=notes, setup=device.setup(num_bytes=1))
+    host = make(store=notes, setup=device.setup())
     host.begin(saves=saves())
     device.compute(host.fill)
-    device.memory_left = 1  # gather of one chunk, and not its copy
+    device.memory_left = 2  # gather and copy of one chunk, and not its hash
     host.end()
     assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS]
     device.memory_left = 10**9
@@ -373,7 +427,7 @@ def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead
     device = SimulatedDevice()
     host = make(store=store, setup=device.setup())
     host.fetch()
-    device.memory_left = 1
+    device.memory_left = 3  # one chunk, and the next one's copy to the device
     host.begin(loads=(host.load(),))
     device.compute(lambda: host.fill(start=50))
     host.end()
@@ -416,8 +470,7 @@ def test_slots_that_cannot_be_pinned_is_a_warning(make, caplog):
     def refuse(_memory, _device):
         raise TransferError("not so many pages")
 
-    setup = DeviceSetup(stream=lambda _device: device, pin=refuse)
-    host = make(setup=setup)
+    host = make(setup=device.setup(pin=refuse))
     assert "not so many pages" in caplog.text
     host.begin(saves=saves())
     host.end()
@@ -462,7 +515,7 @@ class Memory(bytearray):
 @pytest.mark.parametrize("copies", [None, TorchCopies])
 def test_a_sleeping_engine_has_its_memory_back(make, copies):
     device = SimulatedDevice()
-    host = make(setup=DeviceSetup(stream=lambda _device: device, pin=device.pin, copies=copies))
+    host = make(setup=device.setup(copies=copies))
     for _ in range(2):
         host.worker.unregister_kv_caches()
         device.drain()
@@ -498,10 +551,9 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.begin(saves=saves())
     device.compute(host.fill)
     host.end()
-    under_way = len(device.queues["side"])
-    asleep = threading.Thread(target=host.worker.unregister_kv_caches)
+    asleep = threading.Thread(target=host.worker.unregister_kv_caches, name="asleep")
     asleep.start()
-    wait_until(lambda: len(device.queues["side"]) > under_way, "it asks for the end of the copies")
+    wait_until(lambda: "asleep" in device.askers, "it asks for the end of the copies")
     assert asleep.is_alive()
     device.drain()
     asleep.join(60)
@@ -539,3 +591,105 @@ def test_memory_that_is_still_copied_does_not_go(make):
     device.drain()
     host.settle(saved=3)
     assert is_stored(host)
+
+
+def out_of_memory_after(monkeypatch, num_pieces):
+    real, taken = PagedTables.new_rows, []
+
+    def new_rows(paged):
+        if len(taken) == num_pieces:
+            raise torch.cuda.OutOfMemoryError
+        taken.append(None)
+        return real(paged)
+
+    monkeypatch.setattr(PagedTables, "new_rows", new_rows)
+
+
+@pytest.mark.parametrize("why", ["no memory", "memory for one", "little left", "another kind"])
+def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypatch, caplog, why):
+    store, _expected = stored(make)
+    device = SimulatedDevice()
+    setup = device.setup(num_pieces=1 if why == "little left" else 5)
+    if why == "another kind":
+        setup = replace(setup, streams=lambda _device: Streams.of(torch.device("xpu")))
+    else:
+        out_of_memory_after(monkeypatch, {"no memory": 0, "memory for one": 1}.get(why, 5))
+    host = make(store=store, setup=setup)
+    assert caplog.text.count("kvferry is off") == 1
+    host.begin(pool=7, fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
+    host.end()
+    assert host.off
+    assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in FETCH_SLOTS]
+    host.begin(pool=7, saves=saves())
+    host.end()
+    assert host.missed[3:] == [Filled(slot, NOT_DONE) for slot in SAVE_SLOTS]
+    assert host.worker.is_idle
+    assert not any(device.queues.values())
+    host.worker.unregister_kv_caches()
+    host.worker.register_kv_caches(host.tensors)
+
+
+def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(caplog):
+    def refuse(_device):
+        raise TransferError("no such device")
+
+    host, (part,) = make_shared_storage_host(
+        {"store": "memory://test", "chunk_tokens": 8, "memory_bytes": 1 << 20},
+        setup=DeviceSetup(streams=refuse),
+    )
+    for number in range(3):
+        assert host.run(f"r{number}", range(40)).num_external_tokens == 0
+        host.settle()
+    assert part.store.stat().num_records == 0
+    assert "rank 0: no such device. Nothing is loaded or saved" in caplog.text
+    assert part.observer["save_refused"] == 0
+    host.close()
+    part.store.close()
+
+
+def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch):
+    from kvferry.layout.kernels import TritonCopies
+
+    out_of_memory_after(monkeypatch, 3)
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make("HND", store, setup=device.setup(copies=TritonCopies))
+    host.fetch()
+    taken = []
+    empty = torch.empty
+
+    def counted(*shape, **options):
+        found = empty(*shape, **options)
+        taken.append(found.nbytes)
+        return found
+
+    def load():
+        host.begin(loads=(host.load(),))
+        host.end()
+        device.drain()
+
+    load()
+    monkeypatch.setattr(torch, "empty", counted)
+    load()
+    assert taken == []
+    assert_rows(host.rows(LOADED), expected)
+    host.begin(saves=saves(LOADED))
+    host.end()
+    device.drain()
+    host.settle(saved=2)
+    assert host.missed == [Filled(SAVE_SLOTS[2], PUT_OFF)]
+    assert sum(taken) < 4096  # checksums
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "step", "expected"),
+    [
+        (8 << 30, 80 << 30, 1 << 30, 1 << 30),
+        (8 << 30, 80 << 30, 512 << 20, 512 << 20),
+        (1 << 30, 80 << 30, 1 << 30, 128 << 20),
+        (8 << 30, 16 << 30, 1 << 30, 256 << 20),
+    ],
+)
+def test_copies_take_what_a_step_saves_and_small_shares(monkeypatch, free, total, step, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, total))
+    assert staging_bytes(torch.device("cuda", 0), step) == expected

@@ -383,6 +383,8 @@ class SharedStorageScheduler(SchedulerRole):
                 "up: the host describes the model differently to both. Nothing is loaded or saved; "
                 "make kvferry the host's only connector, or a tier of the host's own offloading"
             )
+        if report.off:
+            self._stop(f"rank {report.rank}: {report.off}. Nothing is loaded or saved")
         if report.timed:
             self.policy.end_step(report.timed)
         for filled in report.filled:

@@ -19,7 +19,7 @@ from kvferry.cache.config import CacheBounds, RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.errors import StoreError, TransferError
-from kvferry.layout.streams import Mark
+from kvferry.layout.streams import REACHED, Mark
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
@@ -95,7 +95,7 @@ class SlotIO:
         held = self.groups_held(chunk) - frozenset(fetch.groups)
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
-        mark = self._used_by_device.get(chunk.slot)
+        mark = self._used_by_device.get(chunk.slot, REACHED)
         is_whole = self._is_alone and self._rows.all_groups.issubset(fetch.groups)
         record = RecordRead(
             key=ChunkKey(chunk.key),
@@ -106,7 +106,7 @@ class SlotIO:
         )
 
         def run(job: Job[Filled]) -> Filled:
-            if mark is not None and not mark.wait(self._bounds.device_seconds):
+            if not mark.wait(self._bounds.device_seconds):
                 limit = self._bounds.device_seconds
                 raise TransferError(f"the device used a slot for more than {limit} s")
             if job.cancelled:

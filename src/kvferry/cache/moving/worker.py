@@ -64,6 +64,7 @@ class _Ended:
     pool: int = 0
     failures: int = 0
     timed: int = 0
+    off: str = ""
     filled: list[Filled] = field(default_factory=list)
     sealed: list[Sealed] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
@@ -74,7 +75,9 @@ class _Ended:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        has_ended = self.filled or self.sealed or self.saved or self.timed
+        # Before it knows the pool, the scheduler role would take this for another's report.
+        is_off = self.off and self.pool
+        has_ended = self.filled or self.sealed or self.saved or self.timed or is_off
         return not (has_ended or self.failed_keys or self.invalid_block_ids)
 
     def output(self, region: SlotRegion) -> WorkerOutput:
@@ -86,6 +89,7 @@ class _Ended:
             sealed=tuple(self.sealed),
             saved=tuple(self.saved),
             timed=self.timed,
+            off=self.off,
             failures=self.failures,
             failed_requests=frozenset(self.failed_requests),
             failed_keys=tuple(self.failed_keys),
@@ -131,9 +135,15 @@ class SharedStorageWorker(WorkerRole):
         self._plan = EMPTY_PLAN
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
+        self._off = ""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._copies.register(kv_caches, self._memory.view)
+        try:
+            self._copies.register(kv_caches, self._memory.view)
+        except TransferError as error:
+            # The engine starts all the same. The scheduler role plans nothing more once it knows.
+            logger.error("kvferry is off: %s", error)
+            self._off = self._ended.off = str(error)
         self._memory.make_ready()
 
     def unregister_kv_caches(self) -> None:
@@ -168,7 +178,11 @@ class SharedStorageWorker(WorkerRole):
         for slot in plan.cancels:
             self.io.cancel(slot)
         while self._to_begin:
-            self.io.fetch(self._to_begin[0])
+            if self._off:
+                slot = self._to_begin[0].chunk.slot
+                self._ended.filled.append(Filled(slot, MissReason.IO_ERROR))
+            else:
+                self.io.fetch(self._to_begin[0])
             self._to_begin.popleft()
 
     def start_load(self) -> None:
@@ -185,6 +199,10 @@ class SharedStorageWorker(WorkerRole):
     def save(self) -> None:
         self._saved = True
         if not self._plan.saves:
+            return
+        if self._off:
+            for save in self._plan.saves:
+                self._end_early(save, NOT_DONE)
             return
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
@@ -244,21 +262,17 @@ class SharedStorageWorker(WorkerRole):
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
             loaded = [one for load in loads for one in self._copies_of(load)]
-            before = self._copies.stream.mark()
             errors = self.io.read_pool.spread(
                 loaded,
-                lambda one: self._copies.scatter(one.copy, after=before),
-                alone=self._copies.stream.overlaps,
+                lambda one: self._copies.scatter(one.copy),
+                alone=self._copies.overlaps,
             )
             for one, error in zip(loaded, errors, strict=True):
                 if error is not None:
                     self._fail(one.load, one.chunk, error)
         finally:
-            # Also if one failed: the engine recomputes its blocks, and no copy under way may write
-            # to them after that.
-            done = self._copies.stream.end()
-            self._copies.stream.hold(done)
-            if self._copies.stream.overlaps:
+            if self._copies.overlaps:
+                done = self._copies.slots_read()
                 for load in loads:
                     for chunk in load.chunks:
                         self.io.busy_until(chunk.slot, done)
@@ -309,7 +323,7 @@ class SharedStorageWorker(WorkerRole):
         finally:
             # After any error, a chunk that was not yielded may still be on its way to its slot.
             for save in waiting:
-                self.io.busy_until(save.chunk.slot, self._copies.stream.end())
+                self.io.busy_until(save.chunk.slot, self._copies.slots_written())
             self._put_off([*waiting, *left])
             # Only after all copies: hashing and writing take memory bandwidth from them.
             for save, gathered in copied:
