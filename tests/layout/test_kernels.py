@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 import torch
 import xxhash
 
-from kvferry.layout.device import TorchCopies
+from kvferry.layout.device import INT_OF, TorchCopies
+from kvferry.layout.ops import MakeCopies, PagedKV
+from kvferry.types import GroupShard, KVGroup
 from tests.layout.paging import LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
@@ -123,6 +126,86 @@ def test_kv_that_is_not_whole_words_is_left_to_torch(options, triton_copies):
     make_cache("2BNHD", **options).paged(copies=choose)
     make_cache("2BNHD").paged(copies=choose)
     assert kinds == [False, True]
+
+
+@pytest.fixture(scope="module")
+def huge() -> torch.Tensor:
+    """40 GiB, of which only what is touched takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, 40 << 30, flags=flags), dtype=torch.uint8)
+
+
+SHAPES = {
+    # dtype, heads, tokens of a block, content
+    "bfloat16": (torch.bfloat16, 8, 16, 256),
+    "fp8": (torch.uint8, 8, 16, 256),
+    "latent": (torch.bfloat16, 1, 64, 576),
+}
+
+
+def spread_over(
+    memory: torch.Tensor, shape: str, order: str, copies: MakeCopies
+) -> tuple[PagedKV, list[torch.Tensor]]:
+    """A cache of four layers that fills the memory."""
+    dtype, heads, tokens, content = SHAPES[shape]
+    page = heads * tokens * content
+    num_blocks = memory.numel() // (page * 4 * dtype.itemsize)
+    layer, block = (page * num_blocks, page) if order[0] == "L" else (page, page * 4)
+    head, token = (content, heads * content) if order[-3:] == "NHC" else (tokens * content, content)
+    tensors = [
+        memory.view(dtype).as_strided(
+            (num_blocks, heads, tokens, content), (block, head, token, 1), each * layer
+        )
+        for each in range(4)
+    ]
+    group = KVGroup(
+        num_layers=4, num_kv_heads=heads, content_size=content, dtype=str(dtype)[6:],
+        block_size=tokens,
+    )  # fmt: skip
+    shard = GroupShard(layers=(0, 4), heads=(0, heads))
+    return PagedKV(tensors, group, shard, "BHNC", copies=copies), tensors
+
+
+def comes_back(paged: PagedKV, tensors: list[torch.Tensor]) -> bool:
+    """Whether blocks far apart, the last one among them, are copied out rightly, and in again."""
+    kind, num_blocks = INT_OF[paged.item_bytes], tensors[0].shape[0]
+    away, to = [num_blocks - 1, num_blocks // 2 + 7, 3], [num_blocks - 2, num_blocks // 3, 5]
+    num_tokens = 2 * paged.block_size + 1
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors:
+        for block in away:
+            values = torch.randint(1, 100, tensor[block].shape, generator=generator)
+            tensor[block] = values.to(tensor.dtype)
+
+    def content(blocks: list[int]) -> torch.Tensor:
+        found = [torch.cat([tensor[block].view(kind) for block in blocks], 1) for tensor in tensors]
+        return torch.stack(found)[:, :, :num_tokens]
+
+    rows = torch.zeros(content(away).shape, dtype=kind)
+    paged.gather(rows, 0, paged.runs(away, 0, num_tokens), 0)
+    paged.scatter(rows, 0, paged.runs(to, 0, num_tokens), 0)
+    right = torch.equal(rows, content(away)) and torch.equal(content(to), content(away))
+    for tensor in tensors:
+        for block in (*away, *to):
+            tensor[block] = 0
+    return right
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="for the interpreter: a device has other memory")
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_behind_the_first_four_gibi_words_are_copied(
+    huge, shape, order, triton_copies, monkeypatch
+):
+    paged, tensors = spread_over(huge, shape, order, triton_copies)
+    assert comes_back(paged, tensors)
+    slots = triton_copies._slots
+
+    def narrow(*args):
+        return slots(*args).to(torch.int32).to(torch.int64)
+
+    monkeypatch.setattr(triton_copies, "_slots", narrow)
+    assert not comes_back(paged, tensors)
 
 
 @pytest.mark.gpu

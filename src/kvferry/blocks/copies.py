@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
@@ -39,6 +40,9 @@ from kvferry.layout.streams import REACHED, DeviceStream, Mark, Streams, pinned
 from kvferry.record.schema import LEAF_BYTES
 
 logger = logging.getLogger(__name__)
+
+_PROOF_SECONDS = 60.0
+"""For the first copy of one chunk, beside whatever else the device does."""
 
 
 def staging_bytes(device: torch.device, step_bytes: int) -> int:
@@ -125,11 +129,12 @@ class BlockCopies:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
         """Bind the engine's tensors. The first time, pin the memory of all slots for their device,
-        and take the memory for copies.
+        take the memory for copies, and try these, as long as no slot is used.
 
         Raises:
             LayoutError: see `PagedTables.register`.
-            TransferError: the device cannot be used, or has too little memory left.
+            TransferError: the device cannot be used: it is of another kind, has too little memory
+                left, or does not copy or hash rightly.
         """
         self.paged.register(kv_caches, self._setup.copies)
         if self._streams is not None:
@@ -142,6 +147,12 @@ class BlockCopies:
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
         self._take_memory()
+        try:
+            self._prove(slots[: self._rows.slot_bytes])
+        except TransferError:
+            raise
+        except Exception as error:  # of a compiler or a driver: the engine can do without kvferry
+            raise TransferError(f"the device's copies do not work: {error!r}") from error
 
     def _take_memory(self) -> None:
         wanted = self._setup.num_bytes(self.paged.device, self._step_bytes)
@@ -157,6 +168,36 @@ class BlockCopies:
         num_incoming = max(1, len(pieces) // 4)
         self._incoming = deque(pieces[:num_incoming])
         self._outgoing = pieces[num_incoming:]
+
+    def _prove(self, slot: memoryview) -> None:
+        """Copy the null block of each table out, its inverse in and out, and itself back in. This
+        compiles the kernels before the first request, and tries all that copies go through."""
+        image = np.frombuffer(slot, np.uint8)
+        for runs, num_bytes in self.paged.null_blocks():
+            chunk = ChunkCopy(slot, runs, 0)
+            self._out(chunk)
+            before = image.copy()
+            image[:] = ~before
+            self._in(chunk)
+            image[:] = before
+            self._out(chunk)
+            changed = image ^ before
+            image[:] = before
+            self._in(chunk)
+            if not np.count_nonzero(changed) == np.count_nonzero(changed == 255) == num_bytes:
+                raise TransferError("the device copies blocks wrongly")
+
+    def _in(self, chunk: ChunkCopy) -> None:
+        self.scatter(chunk)
+        _await(self.slots_read())
+        _await(self._blocks_used)
+
+    def _out(self, chunk: ChunkCopy) -> None:
+        (gathered,) = self.gather(iter((chunk,)))
+        _await(gathered.mark)
+        digests = (self._rows.digests(chunk.slot, known) for known in (gathered.digests, {}))
+        if len(set(digests)) > 1:
+            raise TransferError("the device hashes rows wrongly")
 
     def unregister(self, timeout: float) -> None:
         """Let copies from and to the engine's tensors end, and drop these until the next
@@ -270,6 +311,11 @@ class BlockCopies:
                 return False
         self._pins.close()
         return True
+
+
+def _await(mark: Mark) -> None:
+    if not mark.wait(_PROOF_SECONDS):
+        raise TransferError(f"the device did not copy a chunk in {_PROOF_SECONDS:.0f} s")
 
 
 def _submit(stream: DeviceStream, work: Callable[[], None], *after: Mark) -> Mark:

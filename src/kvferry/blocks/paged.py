@@ -192,6 +192,17 @@ class PagedTables:
             if any(part.table in runs for part in parts)
         )
 
+    def null_blocks(self) -> Iterator[tuple[Runs, int]]:
+        """Yield for each table the run of its null block, or of its first tokens if a chunk has
+        fewer, and how many bytes the table's layers have in it."""
+        for table, bound in self._of_table.items():
+            num_tokens = min(bound[0].block_size, self._rows.schema.chunk_tokens)
+            token_bytes = sum(
+                each.num_layers * each.num_heads * each.content_size * each.item_bytes
+                for each in bound
+            )
+            yield {table: bound[0].runs([NULL_BLOCK], 0, num_tokens)}, num_tokens * token_bytes
+
     def new_rows(self) -> dict[int, torch.Tensor]:
         """Allocate device memory for all rows of each group."""
         return {

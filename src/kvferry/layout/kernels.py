@@ -185,8 +185,8 @@ class TritonCopies:
         self._bases = torch.from_numpy(bases).to(self._device)
         constants = torch.from_numpy(hash_constants().view(np.int64))
         self._constants = constants.to(self._device)
-        # Of the copy under way. It grows with the first copy: no later one takes device memory.
-        self._slots_there = torch.empty(0, dtype=torch.int64, device=self._device)
+        # Of the copy under way: for chunks of usual sizes, no copy takes more device memory.
+        self._slots_there = torch.empty(4096, dtype=torch.int64, device=self._device)
 
     @staticmethod
     def serves(parts: Sequence[Segment]) -> bool:

@@ -27,6 +27,7 @@ from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.testing.stores.hooks import wait_until
 from tests.cache.conftest import record_bytes
+from tests.cache.moving.simulated_device import SimulatedStream
 from tests.layout.paging import Cache, expected_rows
 
 BLOCK, CHUNK = 16, 32
@@ -102,6 +103,9 @@ class DeviceHost:
             for name, tensor in zip(several, cache.tensors, strict=True)
         }
         self.worker.register_kv_caches(self.tensors)
+        for stream in self.worker._copies._streams or ():
+            if isinstance(stream, SimulatedStream):
+                stream.device.is_eager = False
         self.held, self.missed, self.saved, self.invalid = [], [], [], set()
         self.sealed = []
         self.off = ""

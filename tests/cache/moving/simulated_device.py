@@ -35,11 +35,11 @@ class SimulatedStream:
     """Replaces a `DeviceStream`."""
 
     def __init__(self, device: SimulatedDevice, name: str) -> None:
-        self._device = device
+        self.device = device
         self.queue = device.queues[name] = deque()
 
     def run(self, work: Callable[[], object] | None = None, *after: Mark) -> Mark:
-        device = self._device
+        device = self.device
         if work is not None:
             if device.memory_left == 0:
                 raise torch.cuda.OutOfMemoryError
@@ -69,8 +69,8 @@ class SimulatedDevice:
         self.memory_left = 10**9
         """Calls of `run` with work before the device is out of memory."""
         self.pinned = 0
-        self.is_eager = False
-        """Whether everything runs at once."""
+        self.is_eager = True
+        """Whether everything runs at once, as while the engine starts."""
 
     def setup(self, num_pieces: int = 64, chunk_tokens: int = 32, **options: object) -> DeviceSetup:
         """Memory for so many chunks; a quarter, or one at least, is for loads."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvferry.blocks import copies
 from kvferry.blocks.copies import DeviceSetup, staging_bytes
 from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
@@ -624,7 +625,7 @@ def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypa
     host.end()
     assert host.missed[3:] == [Filled(slot, NOT_DONE) for slot in SAVE_SLOTS]
     assert host.worker.is_idle
-    assert not any(device.queues.values())
+    device.drain()
     host.worker.unregister_kv_caches()
     host.worker.register_kv_caches(host.tensors)
 
@@ -645,6 +646,96 @@ def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(caplog):
     assert part.observer["save_refused"] == 0
     host.close()
     part.store.close()
+
+
+class Wrong(TorchCopies):
+    """Copies on a device that is not right."""
+
+    what = ""
+
+    def scatter(self, rows, layer, runs, first_token):
+        if self.what == "brings in nothing":
+            return
+        if self.what == "brings in a wrong byte":
+            rows = rows.clone()
+            rows.view(-1)[0] ^= 1
+        if self.what == "writes another block":
+            runs = [run._replace(blocks=(run.blocks[0] + 1,)) for run in runs]
+        if self.what == "has no compiler":
+            raise RuntimeError("Failed to find C compiler")
+        super().scatter(rows, layer, runs, first_token)
+
+    def gather(self, rows, layer, runs, first_token):
+        super().gather(rows, layer, runs, first_token)
+        if self.what == "takes out a wrong byte":
+            rows.view(-1)[0] = 5
+
+    def digests_later(self, rows, _leaf_bytes):
+        return (lambda: b"other digests") if self.what == "hashes wrongly" else None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "is right",
+        "brings in nothing",
+        "brings in a wrong byte",
+        "writes another block",
+        "takes out a wrong byte",
+        "hashes wrongly",
+        "has no compiler",
+        "hangs",
+    ],
+)
+def test_a_device_is_tried_on_the_null_block_before_it_is_used(make, monkeypatch, caplog, what):
+    monkeypatch.setattr(copies, "_PROOF_SECONDS", 0.01)
+    monkeypatch.setattr(Wrong, "what", what)
+    device = SimulatedDevice()
+    device.is_eager = what != "hangs"
+    before = make().snapshot()
+    host = make(setup=device.setup(copies=Wrong))
+    assert ("kvferry is off" in caplog.text) == (what != "is right")
+    if what == "is right":
+        for ours, theirs in zip(host.snapshot(), before, strict=True):
+            assert torch.equal(ours, theirs)
+    device.drain()
+
+
+def test_the_kernels_that_requests_need_are_compiled_at_the_start(make, monkeypatch):
+    """As far as the interpreter shows: with the arguments of later calls."""
+    from kvferry.layout import kernels
+
+    seen = []
+
+    def noting(kernel):
+        class Noting:
+            def __getitem__(self, grid):
+                def launch(*args, **options):
+                    # What Triton makes variants by: constants, numbers of 1, and multiples of 16.
+                    found = [arg.data_ptr() % 16 if torch.is_tensor(arg) else arg for arg in args]
+                    seen.append((grid, *found, *options.items()))
+                    return kernel[grid](*args, **options)
+
+                return launch
+
+        return Noting()
+
+    for name in ("_copy_kernel", "_hash_kernel"):
+        monkeypatch.setattr(kernels, name, noting(getattr(kernels, name)))
+    device = SimulatedDevice()
+    host = make(setup=device.setup(copies=kernels.TritonCopies))
+    at_start = set(seen)
+    seen.clear()
+    host.begin(saves=saves())
+    host.end()
+    device.drain()
+    host.settle(saved=3)
+    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
+    host.end()
+    device.drain()
+    assert not host.invalid
+    assert seen
+    assert set(seen) <= at_start
 
 
 def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch):
