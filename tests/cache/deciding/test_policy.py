@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -109,3 +110,43 @@ def test_a_wait_lasts_as_long_as_computing_within_bounds():
     assert policy.wait_seconds(2000) == 2.0
     assert policy.wait_seconds(1_000_000) == 5.0
     assert LoadPolicy(5.0).wait_seconds(10) == 5.0
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_a_step_is_timed_from_the_end_of_the_one_before(num_ahead):
+    """However many steps the host plans ahead, and whatever the others do."""
+    clock = FakeClock()
+    policy = LoadPolicy(100.0, clock)
+    ahead: deque[int] = deque()
+    for number in range(20):
+        ahead.append(policy.begin_step(1000, loads=number % 3 == 1))
+        if len(ahead) > num_ahead:
+            clock.advance(2.0)  # of the engine: 500 tokens a second
+            step = ahead.popleft()
+            policy.end_step(step)
+            policy.end_step(step)  # by another rank
+            clock.advance(0.001)
+    assert policy.wait_seconds(10_000) == pytest.approx(20.0, rel=0.01)
+
+
+def test_a_step_without_an_output_is_not_timed_with_the_next():
+    clock = FakeClock()
+    policy = LoadPolicy(100.0, clock)
+    policy.begin_step(1000, loads=False)
+    clock.advance(1000.0)
+    last = policy.begin_step(1000, loads=False)
+    clock.advance(2.0)
+    policy.end_step(last)
+    assert policy.wait_seconds(10_000) == pytest.approx(20.0)
+
+
+def test_outputs_that_come_at_once_do_not_look_fast():
+    clock = FakeClock()
+    policy = make_policy(tokens_per_second=500.0, clock=clock)
+    for _ in range(10):
+        steps = [policy.begin_step(1000, loads=False) for _ in range(2)]
+        clock.advance(4.0)
+        for step in steps:
+            clock.advance(1e-6)
+            policy.end_step(step)
+    assert policy.wait_seconds(1000) > 1.0

@@ -9,7 +9,7 @@ not. While a tier is slower than the engine, one hit is loaded from it every `RE
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,8 +34,8 @@ MIN_LOSSES = 1.5
 A single slow load may be an outlier, or a small hit, whose rate is a bad guide to a large one. Each
 fast load halves the count: if every second load is slow, the tier is slow half the time."""
 
-MAX_STEP_SECONDS = 60.0
-"""A step that has had no output for so long is not timed any more."""
+MAX_TIMED = 8
+"""Steps whose output may be awaited at once; earlier ones are not timed any more."""
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
@@ -57,6 +57,12 @@ class TierSpeed:
     def is_slow(self) -> bool:
         """Whether loading was slower than computing lately."""
         return self.losses >= MIN_LOSSES
+
+
+class _TimedStep(NamedTuple):
+    number: int
+    planned: float
+    num_tokens: int
 
 
 class LoadDecision(NamedTuple):
@@ -84,7 +90,8 @@ class LoadPolicy:
         self._timeout = load_timeout_seconds
         self._clock = clock
         self._num_timed = 0
-        self._timed: tuple[int, float, int] | None = None
+        self._timed: deque[_TimedStep] = deque(maxlen=MAX_TIMED)
+        self._last_end = 0.0
         self.tiers: defaultdict[str, TierSpeed] = defaultdict(TierSpeed)
         self._compute_rate: float | None = None
         self._retry_slow_at = 0.0
@@ -110,32 +117,35 @@ class LoadPolicy:
                 speed.rate = _average(speed.rate, bound)
 
     def begin_step(self, num_tokens: int, *, loads: bool) -> int:
-        """Time a step that computes `num_tokens`. One that also loads is left out: its time shows
-        neither speed.
+        """Time a step that computes `num_tokens`.
 
         Returns:
             The number by which `end_step` knows the step; 0 if it is not timed.
         """
-        if num_tokens < PREFILL_TOKENS or loads:
+        if num_tokens < PREFILL_TOKENS:
             return 0
-        now = self._clock()
-        if self._timed is not None and now - self._timed[1] < MAX_STEP_SECONDS:
-            return 0  # one step is timed at a time
         self._num_timed += 1
-        self._timed = (self._num_timed, now, num_tokens)
+        # The time of a step that also loads shows neither speed; its end shows when the next began.
+        shown = 0 if loads else num_tokens
+        self._timed.append(_TimedStep(self._num_timed, self._clock(), shown))
         return self._num_timed
 
     def end_step(self, number: int) -> None:
-        """Learn from a timed step that ended."""
-        if self._timed is not None and self._timed[0] == number:
-            _, started, num_tokens = self._timed
-            self._timed = None
-            self.saw_compute(num_tokens, self._clock() - started)
+        """Learn from a timed step that ended. Where steps overlap, the engine begins one when the
+        one before has ended, not when it is planned."""
+        while self._timed and self._timed[0].number <= number:
+            step = self._timed.popleft()
+            if step.number == number:
+                now = self._clock()
+                self.saw_compute(step.num_tokens, now - max(step.planned, self._last_end))
+                self._last_end = now
 
     def saw_compute(self, num_tokens: int, seconds: float) -> None:
         """Learn that a step computed `num_tokens` in `seconds`."""
         if num_tokens > 0 and seconds > 0:
-            self._compute_rate = _average(self._compute_rate, num_tokens / seconds)
+            # Of times, not rates: outputs that come late and then at once must not look fast.
+            old = None if self._compute_rate is None else 1 / self._compute_rate
+            self._compute_rate = 1 / _average(old, seconds / num_tokens)
 
     @property
     def is_any_slow(self) -> bool:
