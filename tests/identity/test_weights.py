@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from kvferry import filesystem
 from kvferry.errors import ConfigError
 from kvferry.identity import weights, weights_digest, weights_state
 from kvferry.identity.weights import RACY_NS, _DigestCache, _entry_of
+from kvferry.testing.stores.hooks import PATIENCE_SECONDS
 
 
 def later():
@@ -105,13 +108,111 @@ def test_links_are_followed_to_the_content(tmp_path, digest):
     assert digest(snapshot) == digest(model)
 
 
+def hub_of(model, cache):
+    """A hub's cache that holds a model: blobs by name, and a snapshot of links to them."""
+    repository = cache / "models--some--model"
+    snapshot, blobs = repository / "snapshots" / f"{1:040x}", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in model.iterdir():
+        content = path.read_bytes()
+        is_large = path.suffix == ".safetensors"
+        blob = blobs / (sha256(content).hexdigest() if is_large else f"{len(content):040x}")
+        blob.write_bytes(content)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The names of the files that were read and hashed."""
+    found = []
+    whole = weights._hash
+
+    def noted(file, before, path, stopped):
+        found.append(path.name)
+        return whole(file, before, path, stopped)
+
+    monkeypatch.setattr(weights, "_hash", noted)
+    return found
+
+
+def in_place(snapshot, name):
+    """Write to a file of a snapshot as `save_pretrained` does, later than the link."""
+    blob = (snapshot / name).resolve()
+    wait_for_a_tick(blob)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x7f")
+
+
+def link_to_other(snapshot, name):
+    """As a program that shares files of its own by content, under names that say something else."""
+    blob = (snapshot / name).resolve()
+    other = snapshot.parent.parent / "files" / blob.name
+    other.parent.mkdir()
+    other.write_bytes(b"other content")
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(other)
+
+
+def copied(snapshot, name):
+    content = (snapshot / name).read_bytes()
+    (snapshot / name).unlink()
+    (snapshot / name).write_bytes(content)
+
+
+def renamed(snapshot, name):
+    blob = (snapshot / name).resolve()
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(blob.rename(blob.with_name("A" * 64)))
+
+
+@pytest.mark.parametrize("change", [None, in_place, link_to_other, copied, renamed])
+def test_a_file_in_a_hubs_cache_is_known_by_its_name_if_a_hub_put_it_there(
+    tmp_path, digest, hashed, change
+):
+    model = make_model(tmp_path / "a", shards=2)
+    write_index(model, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    snapshot = hub_of(model, tmp_path / "hub")
+    changed = "model-00002-of-00002.safetensors"
+    if change is not None:
+        change(snapshot, changed)
+    found = digest(snapshot, home=tmp_path / "other")
+    small = ["model.safetensors.index.json"]
+    assert sorted(hashed) == (small if change is None else sorted([changed, *small]))
+    # Whoever reads all of it finds the same.
+    plain = tmp_path / "plain"
+    shutil.copytree(snapshot, plain, symlinks=False)
+    assert digest(plain) == found
+
+
+def test_a_file_that_cannot_be_read_ends_the_work_on_the_others(tmp_path, digest, monkeypatch):
+    model = make_model(tmp_path / "a", shards=3)
+    last = model / "model-00003-of-00003.safetensors"
+    is_begun, went_on = threading.Event(), []
+
+    def pieces(readinto):
+        if readinto.__self__.name != str(last):
+            assert is_begun.wait(PATIENCE_SECONDS)
+            raise OSError(5, "broken disk")
+        is_begun.set()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < until:
+            yield memoryview(b"")
+        went_on.append(last)
+
+    monkeypatch.setattr(weights, "_pieces", pieces)
+    with pytest.raises(ConfigError, match="broken disk"):
+        digest(model)
+    assert went_on == []
+
+
 def test_the_digest_is_the_documented_one(tmp_path, digest):
     model = make_model(tmp_path / "a", shards=2)
     (model / "pytorch_model.bin").write_bytes(b"tensors")
-    hasher = blake3(b"kvferry.weight.1")
+    hasher = blake3(b"kvferry.weight.2")
     for path in sorted(model.iterdir()):
         if path.name != "config.json":
-            name, content = path.name.encode(), blake3(path.read_bytes()).hexdigest().encode()
+            name, content = path.name.encode(), sha256(path.read_bytes()).hexdigest().encode()
             hasher.update(b"L" + (2).to_bytes(8, "little"))
             hasher.update(b"S" + len(name).to_bytes(8, "little") + name)
             hasher.update(b"S" + (64).to_bytes(8, "little") + content)
@@ -399,7 +500,7 @@ def test_a_process_that_hangs_with_the_lock_holds_no_other(tmp_path, digest, mon
     model = make_model(tmp_path / "a")
     (file,) = model.glob("*.safetensors")
     expected = digest(model, home=tmp_path / "other")
-    with _DigestCache(cache_in(tmp_path)).hashing(entry_of(file), 1):
+    with _DigestCache(cache_in(tmp_path)).hashing(entry_of(file), 1, threading.Event()):
         assert digest(model) == expected
 
 

@@ -4,18 +4,23 @@ Two fine-tunes of one shape have files of equal names, sizes and headers, so onl
 byte distinguishes them. Each file is hashed once: a cache keeps the digest with the file's device,
 inode, size and times, and the file is hashed again when one of these differs. On file systems whose
 times do not show every change, a sample of its bytes must be equal, too. Of processes that start
-together one hashes a file, with a lock beside the cache.
+together one hashes a file, with a lock beside the cache. The digest is SHA-256, the name that hubs
+give a large file in their caches, so that these need not be read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
 import os
+import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
@@ -30,7 +35,7 @@ from kvferry.keys.encoding import canonical
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_TAG = b"kvferry.weight.1"
+WEIGHTS_TAG = b"kvferry.weight.2"
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json")
 """Files that hold tensors, and the index that names the file of each tensor."""
@@ -44,9 +49,14 @@ RACY_NS = 2_000_000_000
 """Coarsest time stamp of a file system in use (2 s). A file that changed less than this before it
 was hashed may change again with equal times."""
 
-_BUFFER_BYTES = 16 * 1024 * 1024
+_BUFFER_BYTES = 1024 * 1024
+_NUM_THREADS = 8
+"""Files that are hashed at a time: the reads of one go on while another is hashed."""
+
 _LONG_BYTES = 1 << 30
 """From this size on, hashing a file takes a while and is logged."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 _SAMPLE_BYTES = 64 * 1024
 _NUM_SAMPLES = 64
@@ -81,6 +91,7 @@ def weights_digest(
     Weight files are those of the directory itself, and those that the `weight_map` of an index in
     it names, also in sub-directories. The digest does not depend on path, owner and times of the
     directory, so a copy has the same one. Memory stays below 17 MiB whatever the sizes.
+    A file that a snapshot in a hub's cache links to is known by its name there.
 
     `kvferry/weights` in the user's cache directory keeps the digests of unchanged files. A cache
     that cannot be written, is damaged, or is not private to this user is ignored: it costs time,
@@ -99,14 +110,22 @@ def weights_digest(
     files = _weight_files(model_dir, may_be_none=weights_version is not None)
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
-    cache = _DigestCache(_default_cache_dir())
-    hasher = blake3(WEIGHTS_TAG)
-    for name, path in files.items():
+    cache, stopped = _DigestCache(_default_cache_dir()), threading.Event()
+
+    def digest_of(path: Path) -> bytes:
         try:
-            digest = _file_digest(path, cache, clock_ns)
+            return _name_in_hub(path) or _file_digest(path, cache, clock_ns, stopped)
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
-        hasher.update(canonical([name, digest.hex()]))
+
+    threads = ThreadPoolExecutor(_NUM_THREADS, "kvferry-weights")
+    hasher = blake3(WEIGHTS_TAG)
+    try:
+        for name, digest in zip(files, threads.map(digest_of, files.values()), strict=True):
+            hasher.update(canonical([name, digest.hex()]))
+    finally:  # also if this thread is interrupted, or one file cannot be read
+        stopped.set()
+        threads.shutdown(cancel_futures=True)
     return hasher.digest()
 
 
@@ -194,33 +213,50 @@ def _stat(path: Path) -> os.stat_result:
         raise ConfigError(f"cannot look at {path}: {error.strerror}") from error
 
 
-def _file_digest(path: Path, cache: _DigestCache, clock_ns: Callable[[], int]) -> bytes:
+def _name_in_hub(path: Path) -> bytes | None:
+    """The SHA-256 of a file, if it is a link of a snapshot to a blob of that name, as in Hugging
+    Face's cache. None for other files, and for a blob that changed since the link was made: a
+    program that writes to a snapshot's file changes the blob and not its name. (Small files, which
+    are no blobs of Git LFS, have the shorter names of Git.)"""
+    blob = path.resolve()
+    if not path.is_symlink() or blob.parent.name != "blobs" or not _SHA256.fullmatch(blob.name):
+        return None
+    is_snapshots = blob.parent.with_name("snapshots") in (each.resolve() for each in path.parents)
+    if not is_snapshots or blob.stat().st_ctime_ns > path.lstat().st_ctime_ns:
+        return None
+    return bytes.fromhex(blob.name)
+
+
+def _file_digest(
+    path: Path, cache: _DigestCache, clock_ns: Callable[[], int], stopped: threading.Event
+) -> bytes:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         started = clock_ns()
         entry = _entry_of(file.fileno(), before, path.resolve())
         # The ranks of an engine start together: the first hashes, the others then find its digest.
-        with cache.hashing(entry, before.st_size):
+        with cache.hashing(entry, before.st_size, stopped):
             cached = cache.get(entry)
             if cached is not None:
                 return cached
-            digest = _hash(file, before, path)
+            digest = _hash(file, before, path, stopped)
             # As for git's "racily clean" files.
             if entry.changed_ns + RACY_NS <= started:
                 cache.put(entry, digest)
     return digest
 
 
-def _hash(file: io.FileIO, before: os.stat_result, path: Path) -> bytes:
-    """Hash the whole file. Raises ConfigError if it changes meanwhile."""
+def _hash(file: io.FileIO, before: os.stat_result, path: Path, stopped: threading.Event) -> bytes:
+    """Hash the whole file. Raises ConfigError if it changes meanwhile, or nobody waits any more."""
     if before.st_size >= _LONG_BYTES:
         logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = hashlib.sha256()
     num_bytes = 0
     for piece in _pieces(file.readinto):
         hasher.update(piece)
         num_bytes += len(piece)
-        if num_bytes > before.st_size:  # a file that grows as fast as it is read
+        # A file may grow as fast as it is read.
+        if num_bytes > before.st_size or stopped.is_set():
             break
     if _identity(before) != _identity(os.fstat(file.fileno())) or num_bytes != before.st_size:
         raise ConfigError(f"{path} changes while it is read: wait until it is complete")
@@ -277,7 +313,9 @@ class _DigestCache:
         self._directory = directory if directory is not None and _private(directory) else None
 
     @contextmanager
-    def hashing(self, entry: _KnownFile, num_bytes: int) -> Iterator[None]:
+    def hashing(
+        self, entry: _KnownFile, num_bytes: int, stopped: threading.Event
+    ) -> Iterator[None]:
         """Let one process at a time hash a file. A process that waits for longer than a slow disk
         takes goes on without: another one may hang or be stopped."""
         if self._directory is None or num_bytes < _LOCKED_BYTES:
@@ -291,7 +329,8 @@ class _DigestCache:
             return
         try:
             while not _locked(lock) and time.monotonic() < until:
-                time.sleep(_LOCK_POLL_SECONDS)
+                if stopped.wait(_LOCK_POLL_SECONDS):
+                    break
             yield
         finally:
             os.close(lock)
@@ -324,7 +363,7 @@ class _DigestCache:
     @staticmethod
     def _encode(entry: _KnownFile, digest_hex: bytes) -> bytes:
         """Encode what must be unchanged, a checksum of that and the digest, and the digest."""
-        state = b"kvferry weights 3 " + entry.state
+        state = b"kvferry weights 4 " + entry.state
         return b"%s %s %s" % (state, blake3(state + digest_hex).hexdigest().encode(), digest_hex)
 
 
