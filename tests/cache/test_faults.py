@@ -508,10 +508,10 @@ def test_a_copy_for_which_there_is_no_memory_fails_its_chunk_alone(make_host, mo
     assert host.admit(request) == 40
     scatter = BlockCopies.scatter
 
-    def broken(copies, chunk, *, after):
+    def broken(copies, chunk):
         if chunk.first_token == 8:
             raise TransferError("no memory left on the device")
-        scatter(copies, chunk, after=after)
+        scatter(copies, chunk)
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockCopies, "scatter", broken)
