@@ -46,10 +46,11 @@ _PROOF_SECONDS = 60.0
 
 
 def staging_bytes(device: torch.device, step_bytes: int) -> int:
-    """Return how much device memory chunks on their way take: as much as a step saves, within
-    small shares of the device and of what the engine has left."""
+    """Return how much device memory chunks on their way take: as much as a step saves, and a
+    quarter of the whole for loads, within small shares of the device and of what the engine has
+    left."""
     free, total = torch.cuda.mem_get_info(device)
-    return min(step_bytes, free // 8, total // 64)
+    return min(step_bytes * 4 // 3, free // 8, total // 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,20 +140,22 @@ class BlockCopies:
         self.paged.register(kv_caches, self._setup.copies)
         if self._streams is not None:
             return
-        self._streams = self._setup.streams(self.paged.device)
-        if self._streams is None:
-            return
+        try:
+            self._streams = self._setup.streams(self.paged.device)
+            if self._streams is not None:
+                self._begin(slots)
+        except TransferError:
+            raise
+        except Exception as error:  # of a compiler or a driver: the engine can do without kvferry
+            raise TransferError(f"the device's copies do not work: {error!r}") from error
+
+    def _begin(self, slots: memoryview) -> None:
         try:
             self._pins.enter_context(self._setup.pin(slots, self.paged.device))
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
         self._take_memory()
-        try:
-            self._prove(slots[: self._rows.slot_bytes])
-        except TransferError:
-            raise
-        except Exception as error:  # of a compiler or a driver: the engine can do without kvferry
-            raise TransferError(f"the device's copies do not work: {error!r}") from error
+        self._prove(slots[: self._rows.slot_bytes])
 
     def _take_memory(self) -> None:
         wanted = self._setup.num_bytes(self.paged.device, self._step_bytes)
@@ -200,13 +203,13 @@ class BlockCopies:
             raise TransferError("the device hashes rows wrongly")
 
     def unregister(self, timeout: float) -> None:
-        """Let copies from and to the engine's tensors end, and drop these until the next
-        `register`. Idempotent.
+        """Let copies under way end, and drop the engine's tensors until the next `register`. The
+        host may then take the device memory away, and bring it back for that. Idempotent.
 
         Raises:
             TransferError: the copies did not end within `timeout` seconds; nothing was dropped.
         """
-        if not self._blocks_used.wait(timeout):
+        if not self._have_ended(timeout):
             raise TransferError(
                 f"copies out of the KV memory did not end in {timeout:.0f} s: keep it"
             )
@@ -303,14 +306,16 @@ class BlockCopies:
     def close(self, timeout: float) -> bool:
         """Let copies under way end, then unpin the slots. Return False if the copies did not end in
         time; the slots then stay pinned. Idempotent."""
-        if self._streams is not None:
-            # Hashing reads the pieces, which go with this object.
-            marks = (*(stream.run() for stream in self._streams[1:]), self._blocks_used)
-            deadline = time.monotonic() + timeout
-            if not all(mark.wait(deadline - time.monotonic()) for mark in marks):
-                return False
-        self._pins.close()
-        return True
+        has_ended = self._have_ended(timeout)
+        if has_ended:
+            self._pins.close()
+        return has_ended
+
+    def _have_ended(self, timeout: float) -> bool:
+        beside = () if self._streams is None else self._streams[1:]
+        marks = [self._blocks_used, *(stream.run() for stream in beside)]
+        deadline = time.monotonic() + timeout
+        return all(mark.wait(deadline - time.monotonic()) for mark in marks)
 
 
 def _await(mark: Mark) -> None:

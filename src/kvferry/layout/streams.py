@@ -137,7 +137,10 @@ def pinned(view: memoryview, device: torch.device | str) -> Iterator[None]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
-        code = runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE)
+        try:
+            code = runtime.cudaHostRegister(address, len(view), _REGISTER_PORTABLE)
+        except (AttributeError, RuntimeError) as error:
+            raise TransferError(f"this driver pins no memory of others: {error}") from error
         code = int(getattr(code, "value", code))  # an enumeration in some releases of torch
         if code:
             # Clear the thread's last error here: else the next kernel launch would raise it.
