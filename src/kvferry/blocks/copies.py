@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
@@ -175,19 +174,19 @@ class BlockCopies:
     def _prove(self, slot: memoryview) -> None:
         """Copy the null block of each table out, its inverse in and out, and itself back in. This
         compiles the kernels before the first request, and tries all that copies go through."""
-        image = np.frombuffer(slot, np.uint8)
+        image = _bytes_in(slot)
         for runs, num_bytes in self.paged.null_blocks():
             chunk = ChunkCopy(slot, runs, 0)
             self._out(chunk)
-            before = image.copy()
-            image[:] = ~before
+            before = image.clone()
+            image.copy_(~before)
             self._in(chunk)
-            image[:] = before
+            image.copy_(before)
             self._out(chunk)
             changed = image ^ before
-            image[:] = before
+            image.copy_(before)
             self._in(chunk)
-            if not np.count_nonzero(changed) == np.count_nonzero(changed == 255) == num_bytes:
+            if not int((changed != 0).sum()) == int((changed == 255).sum()) == num_bytes:
                 raise TransferError("the device copies blocks wrongly")
 
     def _in(self, chunk: ChunkCopy) -> None:
