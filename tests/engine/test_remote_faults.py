@@ -28,6 +28,7 @@ from tests.servers.mooncake import MooncakeServer
 from tests.servers.patience import make_patient
 from tests.servers.places import (
     FAULT_SECONDS,
+    Place,
     assert_said_if_busy,
     assert_said_once,
     mooncake_place,
@@ -218,29 +219,60 @@ def values_of_others(tmp_path):
 
 # Where values pass the proxy.
 THROUGH_PROXY = ["valkey", "s3", "values_of_others"]
+PLACES = ["valkey", "s3", "memory_of_others"]
 
 
-@pytest.fixture(params=["valkey", "s3", "memory_of_others"])
+@pytest.fixture(params=PLACES)
 def place(request):
     return request.getfixturevalue(request.param)
 
 
-def test_a_server_that_was_killed_is_used_again(model_dir, cold, place, caplog):
-    """It comes back empty."""
+def change_password(place):
+    place.server.ask("CONFIG", "SET", "requirepass", "new")
+    # Connections that stand stay logged in.
+    ask(place.server.port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="new")
+
+
+BREAKS = {
+    "killed": (Place.kill, Place.start),  # it comes back empty
+    "stopped": (
+        lambda place: place.server.process.pause(),
+        lambda place: place.server.process.resume(),
+    ),
+    "values cut": (
+        lambda place: place.proxy.cut_after(RECORD_BYTES // 2),
+        lambda place: place.proxy.pass_all(),
+    ),
+    "another password": (
+        change_password,
+        lambda place: ask(place.server.port, "CONFIG", "SET", "requirepass", "", password="new"),
+    ),
+    "another secret": (
+        lambda place: place.server.take_secret("another"),
+        lambda place: place.server.take_secret(SECRET_KEY),
+    ),
+}
+"""How a server begins to fail every request, and how that ends."""
+CELLS = [
+    *(("killed", place) for place in PLACES),
+    *(("stopped", place) for place in PLACES),
+    *(("values cut", place) for place in THROUGH_PROXY),
+    ("another password", "valkey"),
+    ("another secret", "s3"),
+]
+
+
+@pytest.mark.parametrize(("fault", "place"), CELLS, indirect=["place"])
+def test_a_server_that_fails_costs_its_hits_says_it_once_and_is_used_again(
+    model_dir, cold, fault, place, caplog
+):
+    begin, end = BREAKS[fault]
     with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
-        place.kill()
-        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
-        place.start()
-        traffic.wait_used()
-    assert_said_once(caplog.messages)
-
-
-def test_a_server_that_stopped_is_used_again(model_dir, cold, place, caplog):
-    with ExitStack() as undo, serving_hits(model_dir(), cold, place.url, caplog) as traffic:
-        place.server.process.pause()
-        undo.callback(place.server.process.resume)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
-        place.server.process.resume()
+        begin(place)
+        try:
+            traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
+        finally:
+            end(place)
         traffic.wait_used()
     assert_said_once(caplog.messages)
 
@@ -263,16 +295,6 @@ def test_an_engine_ends_while_its_server_is_stopped(model_dir, cold, place, capl
     # Each rank has a store of its own.
     (late,) = assert_said_if_busy(caplog.messages, "did not finish within", num_stores=2)
     assert late <= 1, caplog.messages
-
-
-@pytest.mark.parametrize("place", THROUGH_PROXY, indirect=True)
-def test_values_that_are_cut_are_computed(model_dir, cold, place, caplog):
-    with serving_hits(model_dir(), cold, place.url, caplog) as traffic:
-        place.proxy.cut_after(RECORD_BYTES // 2)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
-        place.proxy.pass_all()
-        traffic.wait_used()
-    assert_said_once(caplog.messages)
 
 
 def test_a_full_server_is_still_read(model_dir, cold, valkey, caplog):
@@ -344,28 +366,6 @@ def test_a_full_bucket_is_still_read(model_dir, s3, tmp_path, caplog):
             assert time.monotonic() < until, "the bucket is not full"
         traffic.wait_used()
     assert_said_if_busy(caplog.messages)
-
-
-def test_a_password_that_changes_is_said_once(model_dir, cold, valkey, caplog):
-    with serving_hits(model_dir(), cold, valkey.url, caplog) as traffic:
-        port = valkey.server.port
-        valkey.server.ask("CONFIG", "SET", "requirepass", "new")
-        # Connections that stand stay logged in.
-        ask(port, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="new")
-        assert traffic.rounds(FAULT_SECONDS, said(caplog, "not used until")) == 0
-        ask(port, "CONFIG", "SET", "requirepass", "", password="new")
-        traffic.wait_used()
-    assert_said_once(caplog.messages)
-
-
-def test_a_secret_that_changes_is_said_once(model_dir, cold, s3, caplog):
-    with ExitStack() as undo, serving_hits(model_dir(), cold, s3.url, caplog) as traffic:
-        s3.server.take_secret("another")
-        undo.callback(s3.server.take_secret, SECRET_KEY)
-        traffic.rounds(FAULT_SECONDS, said(caplog, "not used until"))
-        s3.server.take_secret(SECRET_KEY)
-        traffic.wait_used()
-    assert_said_once(caplog.messages)
 
 
 def test_a_wrong_password_is_said_once(model_dir, cold, caplog):

@@ -29,6 +29,7 @@ from tests.real_vllm.scripted_tier import (
     EngineArgs,
     FullAttentionSpec,
     KVCacheConfig,
+    Locality,
     LookupResult,
     MambaSpec,
     OffloadingCacheConfig,
@@ -153,13 +154,55 @@ STATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_recurrent_states_of_another_kind_are_of_another_namespace(
-    name: str, vllm_config: Any
+OPTIONS = [
+    ("attention_config", "backend", "another"),
+    ("attention_config", "indexer_kv_dtype", "bf16"),
+    ("mamba_config", "enable_stochastic_rounding", True),
+    ("speculative_config", "num_speculative_tokens", 5),
+    # What vLLM's block hash depends on.
+    *(
+        ("cache_config", "prefix_caching_hash_algo", algorithm)
+        for algorithm in ("sha256_cbor", "xxhash", "xxhash_cbor")
+    ),
+    *(("cache_config", "num_hash_lookahead_tokens", number) for number in (1, 2)),
+]
+"""Of which nothing is seen in a spec."""
+
+
+def _groups(**changes: Any) -> dict[str, Any]:
+    (group,) = offloading_config({}).groups
+    return {"groups": (replace(group, **changes),)}
+
+
+CHUNKS: list[dict[str, Any]] = [
+    _groups(layer_names=("b",)),
+    _groups(layer_names=("a", "b")),
+    _groups(tokens_per_block=32),
+    {"groups": offloading_config({}).groups * 2},
+    {"cache": OffloadingCacheConfig(tokens_per_hash=8, blocks_per_chunk=1)},
+    {"cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)},
+]
+
+
+def test_all_that_decides_what_a_row_holds_is_of_the_namespace(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, again = (_digest(vllm_config, kv=kv_caches(attention(), MAMBA)) for _ in range(2))
-    other = replace(MAMBA, **STATES[name])
-    assert first == again != _digest(vllm_config, kv=kv_caches(attention(), other))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config, kv = copy.deepcopy(vllm_config), kv_caches(attention(), MAMBA)
+    drafts = SimpleNamespace(method="ngram", model=None, num_speculative_tokens=2)
+    object.__setattr__(config, "speculative_config", drafts)
+    found = {"as it is": _digest(config, kv=kv), "of 0.33": _digest(config, "0.33.0", kv)}
+    for name, changes in STATES.items():
+        other = kv_caches(attention(), replace(MAMBA, **changes))
+        found[name] = _digest(config, kv=other)
+    for part, field, value in OPTIONS:
+        changed = copy.deepcopy(config)
+        object.__setattr__(getattr(changed, part), field, value)
+        found[f"{field}={value}"] = _digest(changed, kv=kv)
+    found |= {str(changes): _digest(config, kv=kv, **changes) for changes in CHUNKS}
+    by_digest = {digest: name for name, digest in found.items()}
+    assert found.keys() == set(by_digest.values())
+    assert found["as it is"] == _digest(config, "0.32.1", kv)
 
 
 @pytest.mark.parametrize("spec", [attention(), MAMBA], ids=["attention", "mamba"])
@@ -227,26 +270,6 @@ def test_kernels_count_where_a_blocks_bytes_depend_on_them(
     assert device_name() == device_name()
 
 
-@pytest.mark.parametrize(
-    ("config", "field", "value"),
-    [
-        ("attention_config", "backend", "another"),
-        ("attention_config", "indexer_kv_dtype", "bf16"),
-        ("mamba_config", "enable_stochastic_rounding", True),
-        ("speculative_config", "num_speculative_tokens", 5),
-    ],
-)
-def test_options_of_which_nothing_is_seen_in_a_spec_are_of_the_namespace(
-    config: str, field: str, value: Any, vllm_config: Any
-) -> None:
-    with_drafts = copy.deepcopy(vllm_config)
-    drafts = SimpleNamespace(method="ngram", model=None, num_speculative_tokens=2)
-    object.__setattr__(with_drafts, "speculative_config", drafts)
-    changed = copy.deepcopy(with_drafts)
-    object.__setattr__(getattr(changed, config), field, value)
-    assert _digest(with_drafts) != _digest(changed)
-
-
 def test_the_conv_layout_that_vllm_resolved_is_of_the_namespace(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,54 +279,6 @@ def test_the_conv_layout_that_vllm_resolved_is_of_the_namespace(
         monkeypatch.setattr(utils, "get_conv_state_layout", lambda layout=layout: layout)
         found.add(_digest(vllm_config))
     assert len(found) == 2
-
-
-def test_rows_of_another_release_are_never_found(vllm_config: Any) -> None:
-    assert _digest(vllm_config) == _digest(vllm_config, "0.32.1")
-    assert _digest(vllm_config) != _digest(vllm_config, "0.33.0")
-
-
-def _groups(**changes: Any) -> dict[str, Any]:
-    (group,) = offloading_config({}).groups
-    return {"groups": (replace(group, **changes),)}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        _groups(layer_names=("b",)),
-        _groups(layer_names=("a", "b")),
-        _groups(tokens_per_block=32),
-        {"groups": offloading_config({}).groups * 2},
-        {"cache": OffloadingCacheConfig(tokens_per_hash=8, blocks_per_chunk=1)},
-        {"cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)},
-    ],
-    ids=str,
-)
-def test_each_field_of_chunks_is_of_the_namespace(
-    changes: dict[str, Any], vllm_config: Any
-) -> None:
-    assert _digest(vllm_config) == _digest(vllm_config)
-    assert _digest(vllm_config) != _digest(vllm_config, **changes)
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("prefix_caching_hash_algo", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]),
-        ("num_hash_lookahead_tokens", [None, 1, 2]),
-    ],
-)
-def test_what_vllms_block_hash_depends_on_is_of_the_namespace(
-    field: str, values: list[Any], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    found = set()
-    for value in values:
-        changed = copy.deepcopy(vllm_config)
-        object.__setattr__(changed.cache_config, field, value)
-        found.add(_digest(changed))
-    assert len(found) == len(values)
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
@@ -368,6 +343,7 @@ def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
     [
         ({"io_thread": 4}, "did you mean 'io_threads'"),
         ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is .* or lower block_size"),
+        ({"store": "file:///dev/null/store"}, "/dev/null/store"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
         ({"store": "peer://127.0.0.1:5"}, "hold no rows of this host"),
         ({"store": ["file:///x", "PEER://127.0.0.1:5"]}, "hold no rows of this host"),
@@ -426,3 +402,58 @@ def test_a_fault_of_a_hook_stays_here(
         assert one.tier.lookup(key(9), one.request()) is LookupResult.MISS
         one.store(5, 6)
         assert one.tier.counters["hook_failed"] >= 2
+
+
+@pytest.mark.parametrize("locality", ["local", ""])
+def test_a_wrong_locality_is_refused_at_start(
+    locality: str, tmp_path: Path, vllm_config: Any
+) -> None:
+    with (
+        pytest.raises(ValueError, match="Locality"),
+        scripted(vllm_config, tmp_path.as_uri(), {"locality": locality}),
+    ):
+        pass
+
+
+def test_a_locality_is_the_tiers_and_without_kv_events_none_are_told(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    with scripted(vllm_config, tmp_path.as_uri(), {"locality": "LOCAL"}) as one:
+        assert one.tier.locality is Locality.LOCAL
+        one.store(1)
+        (event,) = [each for each in one.manager.take_events() if each.medium.value == "STORAGE"]
+        assert event.locality is Locality.LOCAL
+    with scripted(vllm_config, tmp_path.as_uri(), enable_kv_cache_events=False) as one:
+        one.store(2)
+        assert list(one.tier.take_events()) == []
+
+
+def test_a_promotion_that_fails_in_part_keeps_what_came(tmp_path: Path, vllm_config: Any) -> None:
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        one.store(1)
+        (bad,) = (tmp_path / "records").glob("*/*.safetensors")
+        one.store(2, 3)
+        one.store(4, 5, 6, 7)  # memory has four rows
+        bad.write_bytes(bad.read_bytes()[:-1] + b"?")
+        context = one.request()
+        asked = [one.look(number, context)[0] for number in (1, 2, 3)]
+        assert asked == [LookupResult.HIT_PENDING] * 3
+        one.step()
+        one.until(lambda: not one.jobs)
+        found = [one.look(number, context)[0] for number in (1, 2, 3)]
+        assert found == [LookupResult.MISS, LookupResult.HIT, LookupResult.HIT]
+        one.finish(context)
+        one.assert_nothing_is_held()
+
+
+def test_metrics_are_defined_and_come_once(tmp_path: Path, vllm_config: Any) -> None:
+    config = {"secondary_tiers": [{**TIER, "store": "file:///unused"}]}
+    defined = TieringOffloadingSpec.build_metric_definitions(config)
+    name = "vllm:kvferry_tier_events"
+    assert defined[name].labelnames == ("event",)
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        one.store(1)
+        told = one.manager.get_stats().data["data"][name]
+        assert told[("put_stored",)] == 1
+        again = one.manager.get_stats()
+        assert again is None or ("put_stored",) not in again.data["data"].get(name, {})

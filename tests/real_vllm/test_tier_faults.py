@@ -52,7 +52,7 @@ class Traffic:
         self.missed = 0
         self.took: list[float] = []
         self._one = one
-        self._turn = 0
+        self._turn = self._epoch = 0
         self._new = count(NUM_STORED + 1)
         for number in range(1, NUM_STORED + 1):
             one.store(number)
@@ -76,6 +76,11 @@ class Traffic:
         for took in (self.took[::2], self.took[1::2]):
             assert statistics.median(took) < MEDIAN_SECONDS
 
+    def reset(self) -> None:
+        """The weights change: what is stored before is not found again."""
+        self._one.reset()
+        self._epoch += 1
+
     def wait_used(self) -> None:
         """Traffic until each stored chunk was found."""
         until = time.monotonic() + BACK_SECONDS
@@ -95,10 +100,10 @@ class Traffic:
         self.took.append(time.monotonic() - began)
         assert self.took[-1] < LIMIT_SECONDS
         if found is LookupResult.HIT:
-            assert held == content(number, self._one.row_bytes)
+            assert held == content(number, self._one.row_bytes, self._epoch)
             return True
         context = self._one.request()  # vLLM computes the chunk, and offers it
-        self._one.offer([number], context)
+        self._one.offer([number], context, self._epoch)
         self._one.finish(context)
         self._one.step()  # as after every request; a look-up that misses at once makes none
         return False
@@ -123,6 +128,8 @@ def test_a_server_that_fails_is_a_miss_in_time(fault: str, valkey: Place, vllm_c
         else:
             traffic.rounds(until=lambda: traffic.missed > missed)
         one.assert_nothing_is_held()
+        traffic.reset()
+        traffic.round()
         end(valkey)
         traffic.wait_used()
         one.assert_nothing_is_held()

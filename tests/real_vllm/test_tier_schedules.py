@@ -30,27 +30,21 @@ STEPS = st.lists(st.tuples(DOES, NUMBERS, WAITS), min_size=10, max_size=30)
 class Schedule:
     """Requests of one engine after another on one store.
 
-    Args:
-        url: of the store.
-        options: of the tier.
-
     Attributes:
         epoch: of the weights; 0 are those of every start.
-        num_looks: look-ups so far.
-        num_hits: those of them that hit, each with the right bytes.
         num_loaded: rows that came from the store, of tiers that have stopped.
     """
 
-    def __init__(self, vllm_config: Any, url: str, stack: ExitStack, **options: Any) -> None:
-        self._config, self._url, self._stack, self._options = vllm_config, url, stack, options
-        self._resets = self.num_looks = self.num_hits = self.num_loaded = 0
+    def __init__(self, vllm_config: Any, url: str, stack: ExitStack) -> None:
+        self._config, self._url, self._stack = vllm_config, url, stack
+        self._resets = self.num_loaded = 0
         self._start()
 
     def _start(self) -> None:
         self.epoch = 0
         self._open: list[Any] = []
         self._running = self._stack.enter_context(ExitStack())
-        one = scripted(self._config, self._url, self._options)
+        one = scripted(self._config, self._url)
         self._one: Scripted = self._running.enter_context(one)
 
     def fill(self) -> None:
@@ -65,9 +59,7 @@ class Schedule:
         for context in self._open[:2]:
             for number in numbers:
                 found, held = self._one.look(number, context)
-                self.num_looks += 1
                 if found is LookupResult.HIT:
-                    self.num_hits += 1
                     assert held == content(number, self._one.row_bytes, self.epoch)
 
     def offer(self, numbers: list[int]) -> None:

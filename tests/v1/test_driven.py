@@ -11,12 +11,13 @@ import torch
 
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.engine.request import Request
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.observe import Counters
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
 from kvferry.v1.types import KVConnectorRole
-from tests.contract.tiny_host import TinyHost, TinyRequest, true_kv, true_output
+from tests.contract.tiny_host import TinyHost, true_kv, true_output
 
 SAMPLE = Path(__file__).with_name("sample_v1_connector.py")
 VLLM_IMPORT = "from vllm.distributed.kv_transfer.kv_connector.v1.base import ("
@@ -118,7 +119,7 @@ def test_a10_abort_before_the_first_step_and_while_running(make_host):
     host.run()
     host.step()  # reports the last end
     assert host.observer["hook_failed"] == 0
-    assert len(host.free) == 39
+    assert host.num_free == 39
     assert host.connectors[0].tracked == {}
 
 
@@ -237,7 +238,7 @@ def test_the_null_block_is_no_block_of_a_plan():
     connector.update_state_after_alloc = lambda *_: None
     connector.build_connector_meta = lambda _: ""
     role = V1SchedulerRole(connector)
-    request = TinyRequest("r", PROMPT, 1)
+    request = Request("r", PROMPT, max_total_tokens=30)
     role.lookup(request, 0)
     role.update_after_alloc(request, ([0, 8, 9, 10], [0, 0, 7, 11]), 12)
     step = SimpleNamespace(scheduled=[], preempted_request_ids=(), finished_request_ids=())

@@ -155,9 +155,9 @@ def test_faults_of_a_role_stay_behind_the_facade():
     broken = FaultyWorker(DictWorker(store), Faulty({("start_load", 1): "before"}))
     facade = RolesAsV1(make_config(), WORKER, worker=broken)
     host = make_host(store)
-    host.worker = GuardedWorker(V1WorkerRole(facade))
-    host.lifecycle = StepLifecycle(host.worker)
-    host.worker.register_kv_caches(host.kv)
+    worker = GuardedWorker(V1WorkerRole(facade))
+    host.lifecycle = StepLifecycle(worker)
+    worker.register_kv_caches(host.kv)
     request = host.add("r", PROMPT, 3)
     host.run()
     assert request.hit_tokens == 20

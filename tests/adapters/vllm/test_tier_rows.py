@@ -46,15 +46,15 @@ class Host:
         self.tier = TierRows(store, SCHEMA, self.rows, self.counts, io_threads=2, **options)
         self.job = 0
 
-    def store(self, numbers) -> int:
-        places = range(len(numbers))
+    def store(self, numbers, places=None) -> int:
+        places = list(range(len(numbers))) if places is None else places
         for place, number in zip(places, numbers, strict=True):
-            self.rows[place] = content(number)
-        return self._submit(self.tier.store, [key(each) for each in numbers], list(places))
+            self.rows[place % NUM_ROWS] = content(number)
+        return self._submit(self.tier.store, [key(each) for each in numbers], places)
 
-    def load(self, numbers, request="r") -> int:
+    def load(self, numbers, request="r", places=None) -> int:
         self.rows[:] = 0
-        places = list(range(len(numbers)))[::-1]
+        places = list(range(len(numbers)))[::-1] if places is None else places
         return self._submit(self.tier.load, [key(each) for each in numbers], places, request)
 
     def _submit(self, submit, *args) -> int:
@@ -139,6 +139,26 @@ def test_a_failed_load_names_its_keys_and_is_a_miss_for_its_request(host, filled
     one.tier.forget("r")
     assert one.tier.lookup(key(1), "s") is False  # it was taken out
     assert one.counts["loads_failed"] == 2
+
+
+def test_a_load_that_fails_in_part_names_what_came_and_misses_the_rest(host, filled):
+    """A first row that fails takes no other with it, unlike in vLLM's file tier."""
+    one = host(filled)
+    one.load([5, 1, 2])
+    (done,) = one.ended()
+    assert (done.success, done.moved) == (False, [key(1), key(2)])
+    assert (one.rows[:2] == [content(2), content(1)]).all()
+    assert [one.tier.lookup(key(each), "r") for each in (5, 1, 2)] == [False, True, True]
+
+
+def test_a_row_that_there_is_not_fails_its_job_alone(host, filled):
+    one = host(filled)
+    one.store([6], places=[NUM_ROWS])
+    assert not one.ended()[0].success
+    one.load([1], places=[NUM_ROWS])
+    assert not one.ended()[0].success
+    one.load([1])
+    assert one.ended()[0].success
 
 
 def test_a_failed_load_is_not_promoted_again_though_the_store_seems_to_have_it(host, filled):
