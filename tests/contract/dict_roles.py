@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.contract.messages import (
+    ASK_AGAIN,
     EMPTY_OUTPUT,
     FinishResult,
     LookupResult,
@@ -13,6 +14,7 @@ from kvferry.contract.messages import (
     WorkerOutput,
 )  # fmt: skip
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 
 
@@ -27,36 +29,53 @@ class DictPlan(Plan, frozen=True, kw_only=True):
 
 
 class DictScheduler(SchedulerRole):
-    def __init__(self, store: dict, *, block_size=4, is_async=False, delay_free=False) -> None:
+    """Tests may change what it does while it runs.
+
+    Attributes:
+        ask_again: how often it answers "ask again" about each request.
+        closed: names of the halves in the order in which they were closed.
+    """
+
+    def __init__(
+        self, store: dict, *, block_size=4, is_async=False, delay_free=False, ask_again=0
+    ) -> None:
         self.store, self.block_size = store, block_size
-        self.is_async, self.delay_free = is_async, delay_free
+        self.is_async, self.delay_free, self.ask_again = is_async, delay_free, ask_again
+        self.asked: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
         self.loads: list = []
         self.recving: list = []
         self.loading: set[str] = set()
         self.sending: list[str] = []
+        self.closed: list[str] = []
 
     def empty_plan(self):
         return DictPlan()
 
-    def _keys(self, tokens, first, last):
+    def keys(self, tokens, first, last):
         size = self.block_size
         return [(tuple(tokens[: end + size]), end // size) for end in range(first, last, size)
                 if end + size <= last]  # fmt: skip
 
     def lookup(self, request, num_local_tokens):
-        tokens = request.all_token_ids
+        tokens, name = request.all_token_ids, request.request_id
         limit = len(tokens) if self.is_async else len(tokens) - 1
         count = 0
-        for key, _ in self._keys(tokens, num_local_tokens, limit):
+        for key, _ in self.keys(tokens, num_local_tokens, limit):
             if key not in self.store:
                 break
             count += self.block_size
+        if count and self.asked.get(name, 0) < self.ask_again:
+            self.asked[name] = self.asked.get(name, 0) + 1
+            return ASK_AGAIN
+        self.starts[name] = num_local_tokens
         return LookupResult(count, self.is_async and count > 0)
 
     def update_after_alloc(self, request, block_ids, num_external_tokens):
         if not num_external_tokens:
             return
-        keys = self._keys(request.all_token_ids, 0, num_external_tokens)
+        first = self.starts.get(request.request_id, 0)
+        keys = self.keys(request.all_token_ids, first, first + num_external_tokens)
         loads = tuple((key, block_ids[0][index]) for key, index in keys)
         if self.is_async:
             self.recving.append((request.request_id, loads))
@@ -69,7 +88,7 @@ class DictScheduler(SchedulerRole):
         for item in step.scheduled:
             first = item.num_computed_tokens // self.block_size * self.block_size
             last = item.num_computed_tokens + item.num_scheduled_tokens
-            for key, index in self._keys(item.request.all_token_ids, first, last):
+            for key, index in self.keys(item.request.all_token_ids, first, last):
                 saves.append((key, item.block_ids[0][index]))
         plan = DictPlan(
             loads=tuple(self.loads), recving=tuple(self.recving), saves=tuple(saves),
@@ -84,19 +103,34 @@ class DictScheduler(SchedulerRole):
     def request_finished(self, request, block_ids):
         if self.delay_free and request.request_id not in self.loading and block_ids[0]:
             self.sending.append(request.request_id)
-            return FinishResult(True)
+            return FinishResult(True, {"blocks": len(block_ids[0])})
         return FinishResult(False)
+
+    def close(self):
+        self.closed.append("scheduler")
 
 
 class DictWorker(WorkerRole):
-    """A worker whose async loads take two steps, and whose delayed frees take one."""
+    """Tests may change what it does while it runs.
 
-    def __init__(self, store: dict) -> None:
+    Attributes:
+        steps_per_load: steps that an async load takes.
+        steps_per_free: steps that a delayed free takes.
+        lose: keys that fail to load.
+        fail_whole: whether it reports the request of an async load that failed, not its blocks.
+    """
+
+    def __init__(self, store: dict, *, closed: list[str] | None = None) -> None:
         self.store = store
+        self.closed = [] if closed is None else closed
+        self.steps_per_load, self.steps_per_free = 2, 1
+        self.lose: set = set()
+        self.fail_whole = False
         self.kv: dict = {}
         self.plan = DictPlan()
         self.pending: list = []
-        self.sending: list[str] = []
+        self.sending: list[list] = []
+        self.invalid: set[int] = set()
 
     def register_kv_caches(self, kv_caches):
         self.kv = kv_caches
@@ -111,38 +145,64 @@ class DictWorker(WorkerRole):
     def begin_step(self, plan):
         self.plan = plan
 
-    def _load(self, loads):
+    def _load(self, loads) -> set[int]:
+        """Return the blocks that failed."""
+        failed = set()
         for key, block in loads:
-            for kv, content in zip(self.kv.values(), self.store[key], strict=True):
-                kv[block] = content
+            is_lost = key in self.lose
+            failed |= {block} if is_lost else set()
+            for layer, kv in enumerate(self.kv.values()):
+                kv[block] = 1000 if is_lost else self.store[key][layer]
+        return failed
 
     def start_load(self):
-        self._load(self.plan.loads)
-        self.pending.extend([request_id, loads, 2] for request_id, loads in self.plan.recving)
+        self.invalid |= self._load(self.plan.loads)
+        self.pending.extend(
+            [request_id, loads, self.steps_per_load] for request_id, loads in self.plan.recving
+        )
 
     def save(self):
-        for key, block in self.plan.saves:
-            self.store[key] = [kv[block].clone() for kv in self.kv.values()]
+        if not self.invalid:
+            for key, block in self.plan.saves:
+                self.store[key] = [kv[block].clone() for kv in self.kv.values()]
 
     def collect(self, finished_request_ids):
-        self.sending.extend(self.plan.sending)
-        done = set()
+        self.sending.extend([name, self.steps_per_free] for name in self.plan.sending)
+        done, failed = set(), set()
         for entry in self.pending:
             entry[2] -= 1
             if entry[2] == 0:
-                self._load(entry[1])
                 done.add(entry[0])
+                bad = self._load(entry[1])
+                if bad and self.fail_whole:
+                    failed.add(entry[0])
+                else:
+                    self.invalid |= bad
         self.pending = [entry for entry in self.pending if entry[2]]
-        sent, self.sending = frozenset(self.sending), []
-        if not done and not sent:
+        for entry in self.sending:
+            entry[1] -= 1
+        sent = {name for name, left in self.sending if not left}
+        self.sending = [entry for entry in self.sending if entry[1]]
+        invalid, self.invalid = self.invalid, set()
+        if not done and not sent and not invalid:
             return EMPTY_OUTPUT
-        return WorkerOutput(finished_recving=frozenset(done), finished_sending=sent)
+        return WorkerOutput(
+            finished_recving=frozenset(done), finished_sending=frozenset(sent),
+            failed_recving=frozenset(failed), invalid_block_ids=frozenset(invalid),
+        )  # fmt: skip
 
     def end_step(self):
         self.plan = DictPlan()
 
     def close(self):
-        pass
+        self.closed.append("worker")
+
+
+def dict_roles(store: dict | None = None, worker=DictWorker, **options) -> Roles:
+    """Return both halves for the embedded engine."""
+    store = {} if store is None else store
+    scheduler = DictScheduler(store, block_size=16, **options)
+    return Roles(scheduler, worker(store, closed=scheduler.closed))
 
 
 class Faulty:

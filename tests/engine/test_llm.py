@@ -19,7 +19,7 @@ from kvferry.engine.model import PagedModel
 from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
-from tests.engine.memory_connector import Behaviour, LayerwiseWorker, memory_roles
+from tests.contract.dict_roles import DictWorker, dict_roles
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ARCHITECTURES = [
@@ -110,36 +110,37 @@ def test_preempted_and_resumed_requests_agree_with_transformers(model_dir):
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "options",
     [
         {},
         {"is_async": True},
         {"ask_again": 4},
-        {"is_async": True, "ask_again": 2, "steps_per_free": 3},
+        {"is_async": True, "ask_again": 2, "delay_free": True},
     ],
     ids=["sync", "async", "ask-again", "all"],
 )
-def test_a_restarted_engine_reads_what_the_last_one_computed(model_dir, behaviour):
+def test_a_restarted_engine_reads_what_the_last_one_computed(model_dir, options):
     path = model_dir()
-    store: dict[bytes, torch.Tensor] = {}
+    store: dict = {}
     prompts = [prompt(length, seed=9) for length in LENGTHS]
     expected = own_generation(path, prompts, 6)
-    kept = Behaviour(store=store, **behaviour)
-    with engine(path, roles=memory_roles(kept), max_batched_tokens=50) as llm:
+    first, second = dict_roles(store, **options), dict_roles(store, **options)
+    first.worker.steps_per_free = second.worker.steps_per_load = 3
+    with engine(path, roles=first, max_batched_tokens=50) as llm:
         # One after the other: prompts of a batch do not see each other's KV.
         assert_same([llm.generate([each], GREEDY)[0] for each in prompts], expected)
-    assert kept.closed == ["worker", "scheduler"]
-    with engine(path, roles=memory_roles(Behaviour(store=store, **behaviour))) as llm:
+    assert first.scheduler.closed == ["worker", "scheduler"]
+    with engine(path, roles=second) as llm:
         completions = llm.generate(prompts, GREEDY)
         assert_same(completions, expected)
     for completion, length in zip(completions, LENGTHS, strict=True):
-        whole = length if behaviour.get("is_async") else length - 1
+        whole = length if options.get("is_async") else length - 1
         # While the connector answers "ask again" for one request, another of the batch may compute
         # their common prefix.
         hit = completion.num_external_tokens + completion.num_cached_tokens
         assert hit == whole // 16 * 16
     assert completions[-1].num_external_tokens >= 64
-    if behaviour.get("steps_per_free"):
+    if options.get("delay_free"):
         assert completions[-1].params == {"blocks": 7}
 
 
@@ -163,9 +164,9 @@ def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp
 
 
 def test_halves_of_which_one_has_no_async_rules_are_refused(model_dir):
-    roles = memory_roles(Behaviour())
+    roles = dict_roles()
     roles.worker.is_asynchronous = False
-    with pytest.raises(ConfigError, match="MemoryWorker declare different is_asynchronous"):
+    with pytest.raises(ConfigError, match="DictWorker declare different is_asynchronous"):
         LLM(model_dir(), roles=roles)
 
 
@@ -174,43 +175,65 @@ def test_halves_of_which_one_has_no_async_rules_are_refused(model_dir):
 @pytest.mark.parametrize("lost", [0, 2, 5])
 def test_a_failed_load_changes_nothing_but_time(model_dir, is_async, fail_whole, lost):
     path = model_dir()
-    behaviour = Behaviour(is_async=is_async, fail_whole=fail_whole)
     prompts = [prompt(101), prompt(101)[:70]]
     expected = own_generation(path, prompts, 6)
-    roles = memory_roles(behaviour)
+    roles = dict_roles(is_async=is_async)
+    roles.worker.fail_whole = fail_whole
     with engine(path, roles=roles) as llm:
         llm.generate(prompts[:1], GREEDY)
-        keys = roles.scheduler.keys(prompts[0])
-        behaviour.lose.add(keys[lost])
+        roles.worker.lose.add(tuple(prompts[0][: 16 * (lost + 1)]))
         llm.reset_prefix_cache()
         completions = llm.generate(prompts, GREEDY)
         assert_same(completions, expected)
         assert completions[0].num_external_tokens <= lost * 16
-        behaviour.lose.clear()
+        roles.worker.lose.clear()
         llm.reset_prefix_cache()
         assert_same(llm.generate(prompts, GREEDY), expected)
 
 
 @pytest.mark.parametrize("hook", ["start_load", "build_plan"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_connector_that_raises_costs_its_hits_and_nothing_else(model_dir, hook, is_async, caplog):
-    path = model_dir()
-    behaviour = Behaviour(is_async=is_async)
+def test_a_connector_that_raises_costs_its_hits_and_nothing_else(model_dir, hook, is_async):
+    path, roles = model_dir(), dict_roles(is_async=is_async)
     expected = own_generation(path, [prompt(70)], 6)
-    with engine(path, roles=memory_roles(behaviour)) as llm:
+
+    def fail(*_arguments):
+        raise RuntimeError("told to")
+
+    with engine(path, roles=roles) as llm:
         llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        behaviour.raise_in = hook
+        setattr(roles.worker if hook == "start_load" else roles.scheduler, hook, fail)
         completions = llm.generate([prompt(70)], GREEDY)
         assert_same(completions, expected)
         assert completions[0].num_external_tokens == 0
 
 
+class LayerwiseWorker(DictWorker):
+    """Loads around each layer instead, and checks the calls for saves."""
+
+    def start_load(self):
+        self.seen: list[str] = []
+
+    def wait_for_layer_load(self, layer_name):
+        self.seen.append(layer_name)
+        layer = list(self.kv).index(layer_name)
+        for key, block in self.plan.loads:
+            self.kv[layer_name][block] = self.store[key][layer]
+
+    def save_layer(self, layer_name, kv_layer, attn_metadata):
+        assert kv_layer is self.kv[layer_name]
+        self.seen.append(layer_name)
+
+    def save(self):
+        assert self.seen in ([], [name for name in self.kv for _ in range(2)])
+        super().save()
+
+
 def test_layer_hooks_run_around_every_layer(model_dir):
     path = model_dir()
-    behaviour = Behaviour()
     expected = own_generation(path, [prompt(70)], 6)
-    with engine(path, roles=memory_roles(behaviour, worker=LayerwiseWorker)) as llm:
+    with engine(path, roles=dict_roles(worker=LayerwiseWorker)) as llm:
         assert_same(llm.generate([prompt(70)], GREEDY), expected)
         llm.reset_prefix_cache()
         completions = llm.generate([prompt(70)], GREEDY)
@@ -219,12 +242,11 @@ def test_layer_hooks_run_around_every_layer(model_dir):
 
 
 def test_a_connector_that_never_ends_a_load_does_not_hang_the_engine(model_dir):
-    path = model_dir()
-    behaviour = Behaviour(is_async=True)
-    with LLM(path, roles=memory_roles(behaviour), load_deadline_seconds=0.2) as llm:
+    roles = dict_roles(is_async=True)
+    with LLM(model_dir(), roles=roles, load_deadline_seconds=0.2) as llm:
         (first,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
-        behaviour.steps_per_load = 10**9
+        roles.worker.steps_per_load = 10**9
         started = time.monotonic()
         (second,) = llm.generate([prompt(70)], GREEDY)
         assert second.token_ids == first.token_ids
@@ -343,8 +365,7 @@ def test_text_goes_in_and_comes_out_whole_or_in_pieces(text_model):
 
 def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(model_dir):
     path = model_dir()
-    behaviour = Behaviour(steps_per_free=1)
-    with engine(path, roles=memory_roles(behaviour)) as llm:
+    with engine(path, roles=dict_roles(delay_free=True)) as llm:
         (before,) = llm.generate([prompt(70)], GREEDY)
         llm.reset_prefix_cache()
         with pytest.MonkeyPatch.context() as patch:
@@ -363,14 +384,13 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
 
 
 def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
-    threads = threading.active_count()
-    behaviour = Behaviour()
-    llm = LLM(model_dir(), roles=memory_roles(behaviour))
+    threads, roles = threading.active_count(), dict_roles()
+    llm = LLM(model_dir(), roles=roles)
     stream = llm.stream(prompt(20), SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     llm.close()
     llm.close()
-    assert behaviour.closed == ["worker", "scheduler"]
+    assert roles.scheduler.closed == ["worker", "scheduler"]
     assert list(stream) == []
     assert threading.active_count() == threads
     with pytest.raises(ContractError, match="closed"):
@@ -380,10 +400,10 @@ def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
 def test_roles_are_closed_when_the_model_cannot_be_loaded(model_dir, tmp_path):
     source = model_dir()
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    behaviour = Behaviour()
+    roles = dict_roles()
     with pytest.raises(ConfigError, match="cannot load the weights"):
-        LLM(tmp_path, roles=memory_roles(behaviour))
-    assert behaviour.closed == ["worker", "scheduler"]
+        LLM(tmp_path, roles=roles)
+    assert roles.scheduler.closed == ["worker", "scheduler"]
 
 
 # ---- bad input
@@ -442,7 +462,7 @@ def test_options_that_cannot_be_used_are_refused(model_dir, tmp_path):
     with pytest.raises(ConfigError, match="not a directory"):
         LLM(tmp_path / "absent")
     with pytest.raises(ConfigError, match="one connector"):
-        LLM(path, store="memory://x", roles=memory_roles(Behaviour()))
+        LLM(path, store="memory://x", roles=dict_roles())
     with pytest.raises(ConfigError, match="two blocks of this model are"):
         LLM(path, kv_cache_bytes="1KiB")
 
@@ -472,7 +492,7 @@ def test_drain_waits_until_what_was_saved_is_visible(model_dir, tmp_path):
 
 def test_the_engine_opens_when_a_small_store_is_known_and_waits_little_for_a_large_one(model_dir):
     waits: list[float] = []
-    roles = memory_roles(Behaviour())
+    roles = dict_roles()
     with LLM(model_dir(), roles=replace(roles, wait_ready=lambda t: bool(waits.append(t)))) as llm:
         assert len(waits) == 1
         assert 0 < waits[0] <= 0.5

@@ -22,7 +22,7 @@ from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.tensor_parallel import RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Counters
-from tests.engine.memory_connector import Behaviour, memory_roles
+from tests.contract.dict_roles import dict_roles
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
 from tests.engine.test_paged_attention import paged_logits, random_tokens
@@ -222,7 +222,7 @@ def test_a_step_that_fails_here_ends_the_other_ranks(model_dir):
 def test_what_cannot_run_on_ranks_is_refused_and_leaves_no_process(model_dir, tmp_path):
     before = children()
     for arguments, error, reason in (
-        ({"roles": memory_roles(Behaviour())}, ConfigError, "roles serve one rank"),
+        ({"roles": dict_roles()}, ConfigError, "roles serve one rank"),
         ({"store": f"file://{tmp_path}", "tensor_parallel_size": 3}, ConfigError, "cannot be"),
         ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size is 0"),
     ):
