@@ -1,4 +1,5 @@
-"""The thirty known defects of vLLM's original shared-storage connector: one test each.
+"""The thirty known defects of vLLM's original shared-storage connector. Those that have a test
+elsewhere (`test_hits`, `test_faults`, `test_ranks`, `test_journal`, `store/file`) have none here.
 
 What the original does, by the number of the test:
 
@@ -42,8 +43,6 @@ from __future__ import annotations
 import gc
 import logging
 import stat
-import threading
-import time
 import weakref
 
 import numpy as np
@@ -51,13 +50,8 @@ import pytest
 import torch
 
 from kvferry.keys import ChunkKeys
-from kvferry.layout.ops import PagedKV
-from kvferry.layout.spec import LAYOUTS
-from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.faults import FailingStore
-from kvferry.types import ExtraKeys, GroupShard, MultimodalItem
+from kvferry.types import ExtraKeys, MultimodalItem
 from tests.cache.hosts import make_groups
 from tests.simulated_host import prefix_seeds
 
@@ -70,31 +64,6 @@ def stored(make_host, prompt=PROMPT, **kwargs):
     host.run("writer", prompt)
     host.settle()
     return host
-
-
-def test_01_a_prompt_that_extends_or_shares_a_prefix_hits(make_host):
-    host = stored(make_host)
-    assert host.run("extends", [*PROMPT, 5, 6]).num_external_tokens == 40
-    assert host.run("shares", [*PROMPT[:25], 5, 6]).num_external_tokens == 24
-
-
-@pytest.mark.parametrize("length", [1, 9, 17, 25, 33])
-def test_02_lengths_one_above_a_block_hit_what_they_saved(make_host, length: int):
-    host = stored(make_host, prompt=PROMPT[:length])
-    assert host.run("again", PROMPT[:length]).num_external_tokens == (length - 1) // 8 * 8
-
-
-def test_03_a_hit_shorter_than_the_local_one_is_zero_not_negative(make_host):
-    host = stored(make_host, prompt=PROMPT[:17])
-    request = host.add("local 32", PROMPT[:33])
-    assert host.scheduler.lookup(request, 32)[:2] == (0, False)
-
-
-def test_04_short_prompts_share_no_empty_key(make_host):
-    host = stored(make_host, prompt=[1, 2, 3])
-    assert host.observer["put_stored"] == 0
-    for prompt in ([1], [9, 9, 9], [1, 2, 3], list(range(8))):
-        assert host.run(f"short {prompt}", prompt).num_external_tokens == 0
 
 
 def test_05_prompt_embeddings_are_cached_by_digest_or_not_at_all(make_host):
@@ -111,26 +80,6 @@ def test_05_prompt_embeddings_are_cached_by_digest_or_not_at_all(make_host):
     assert host.run("first again", placeholder, extra_keys=first).num_external_tokens == 16
 
 
-def test_06_a_record_is_visible_only_when_it_is_whole(make_host, tmp_path):
-    url = f"file://{tmp_path}/store"
-    groups = make_groups(num_kv_heads=2)
-    sound, failing = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
-    stores = (FailingStore(sound, operations={"put"}), failing)
-    writer = make_host(store=url, groups=groups, world_size=2, rank_stores=stores)
-    request = writer.add("half", PROMPT)
-    writer.admit(request)
-    for token in range(12):
-        request.all_token_ids.append(token)
-        writer.prefill(request)
-        writer.settle(timeout=0.3)
-    assert writer.observer["put_stored"] == 0
-    assert not list((tmp_path / "store" / "records").rglob("*.safetensors"))
-    deadline = time.monotonic() + 10
-    while list((tmp_path / "store").rglob("tmp/*")) and time.monotonic() < deadline:
-        writer.settle(timeout=0.3)
-    assert list((tmp_path / "store").rglob("tmp/*")) == []
-
-
 def test_07_looking_and_missing_create_nothing(make_host, tmp_path):
     host = stored(make_host, store=f"file://{tmp_path}/store")
     host.run("known", PROMPT)
@@ -141,35 +90,6 @@ def test_07_looking_and_missing_create_nothing(make_host, tmp_path):
     host.step([])
     after = sorted(path for path in tmp_path.rglob("*") if "tmp" not in path.parts[-2:])
     assert before == after
-
-
-def test_08_a_torn_record_is_a_miss(make_host, tmp_path):
-    host = stored(make_host, store=f"file://{tmp_path}/store")
-    for record in (tmp_path / "store" / "records").rglob("*.safetensors"):
-        content = record.read_bytes()
-        record.write_bytes(content[: len(content) // 2])
-    reader = make_host(store=f"file://{tmp_path}/store")
-    assert reader.parts[0].store.wait_indexed(10)
-    assert reader.run("reader", PROMPT).num_external_tokens == 0
-    assert reader.observer["miss_truncated"] >= 1
-    assert host.observer["put_stored"] == 5
-
-
-def test_09_ranks_do_not_overwrite_each_other(make_host, tmp_path):
-    url = f"file://{tmp_path}/store"
-    groups = make_groups(num_kv_heads=4)
-    writer = make_host(store=url, groups=groups, world_size=2)
-    request = writer.add("w", PROMPT)
-    writer.admit(request)
-    for token in range(12):
-        request.all_token_ids.append(token)
-        writer.prefill(request)
-        writer.settle(timeout=0.3)
-    assert writer.observer["put_stored"] == 5
-    reader = make_host(store=url, groups=groups, world_size=2)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
-    assert reader.run("r", PROMPT).num_external_tokens == 40
 
 
 @pytest.mark.parametrize(
@@ -233,52 +153,11 @@ def test_13_keys_are_cryptographic_and_do_not_depend_on_integer_types():
     assert all(len(key) == 32 for key in results.pop())
 
 
-@pytest.mark.parametrize("budget", [3, 8, 13, 40])
-def test_14_chunked_prefill_stores_whole_chunks(make_host, budget: int):
-    host = make_host()
-    host.run("in pieces", PROMPT, budget=budget)
-    host.settle()
-    assert host.run("again", PROMPT).num_external_tokens == 40
-
-
-def test_15_later_chunks_generated_tokens_and_resumed_requests_are_saved(make_host):
-    host = make_host(save_generated=True)
-    request = host.add("r", PROMPT[:12])
-    host.admit(request)
-    host.prefill(request, budget=5)
-    for token in range(200, 206):
-        request.all_token_ids.append(token)
-        host.prefill(request)
-    host.preempt(request)
-    host.settle()
-    assert host.admit(request) == 16
-    for token in range(206, 216):
-        request.all_token_ids.append(token)
-        host.prefill(request)
-    tokens = list(request.all_token_ids)
-    host.finish(request)
-    host.settle()
-    assert host.run("follow-up", [*tokens, 1]).num_external_tokens == 24
-
-
 def test_16_a_request_with_a_hit_stores_its_longer_prefix(make_host):
     host = stored(make_host, prompt=PROMPT[:16])
     assert host.run("longer", PROMPT).num_external_tokens == 16
     host.settle()
     assert host.run("longer again", PROMPT).num_external_tokens == 40
-
-
-def test_17_a_resumed_request_loads_what_its_lookup_found(make_host):
-    host = make_host()
-    request = host.add("r", PROMPT)
-    host.admit(request)
-    host.prefill(request)
-    request.all_token_ids.extend([300, 301, 302])
-    host.prefill(request)
-    host.settle()
-    host.preempt(request)
-    assert host.admit(request) == 40
-    host.prefill(request)
 
 
 def test_18_new_running_and_resumed_requests_may_stand_in_any_order(make_host):
@@ -310,34 +189,6 @@ def test_19_blocks_the_engine_has_are_not_written_again(make_host):
         assert torch.equal(host.ranks[0].caches[name][block], before)
 
 
-class ThreadRecorder(WrapperStore):
-    """Notes which threads do I/O."""
-
-    def __init__(self, inner: MemoryStore) -> None:
-        super().__init__(inner)
-        self.threads: set[threading.Thread] = set()
-
-    def read(self, key, *args):
-        self.threads.add(threading.current_thread())
-        return super().read(key, *args)
-
-    def put(self, key, buffers, *deadline):
-        self.threads.add(threading.current_thread())
-        return super().put(key, buffers, *deadline)
-
-
-def test_20_no_io_happens_on_the_scheduler_or_the_runner_thread(make_host):
-    store = ThreadRecorder(MemoryStore("x"))
-    host = stored(make_host, store=store)
-    writers, store.threads = store.threads, set()
-    host.forget_memory()
-    host.run("reader", PROMPT)
-    assert store.threads
-    assert writers
-    assert threading.current_thread() not in writers
-    assert threading.current_thread() not in store.threads
-
-
 def test_21_tensors_stay_on_their_device(make_host):
     host = stored(make_host)
     caches = host.ranks[0].caches.values()
@@ -356,64 +207,12 @@ def test_22_layers_without_kv_of_ours_are_left_alone(make_host):
     assert host.run("reader", PROMPT).num_external_tokens == 40
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "BND"])
-def test_23_the_layout_is_declared_and_records_do_not_depend_on_it(layout: str):
-    group = make_groups(num_layers=2, num_kv_heads=3, head_dim=2, block_size=4)[0]
-    shard = GroupShard(layers=(0, 2), heads=(0, 3))
-    shape = {"BHNC": (5, 3, 4, 4), "2BNHD": (2, 5, 4, 3, 2), "B2NHD": (5, 2, 4, 3, 2)}[layout]
-    tensors = [torch.zeros(shape) for _ in range(2)]
-    rows = np.arange(2 * 3 * 9 * 4, dtype=np.int32).reshape(2, 3, 9, 4)
-    paged = PagedKV(tensors, group, shard, layout)
-    runs = list(paged.runs([3, 1, 2], 0, 9))
-    paged.scatter(rows, 0, runs, 0)
-    # Token 5 of head 2 in layer 1 is slot 1 of block 1, K in front of V.
-    key, value = {
-        "BHNC": lambda t: (t[1, 2, 1, :2], t[1, 2, 1, 2:]),
-        "2BNHD": lambda t: (t[0, 1, 1, 2], t[1, 1, 1, 2]),
-        "B2NHD": lambda t: (t[1, 0, 1, 2], t[1, 1, 1, 2]),
-    }[layout](tensors[1].view(torch.int32))
-    assert [*key.tolist(), *value.tolist()] == rows[1, 2, 5].tolist()
-    back = np.zeros_like(rows)
-    paged.gather(back, 0, runs, 0)
-    assert np.array_equal(back, rows)
-
-
 def test_24_a_promised_load_happens_in_a_step_without_tokens(make_host):
     host = stored(make_host)
     request = host.add("r", PROMPT)
     assert host.admit(request) == 40
     host.step([], tokens=0)
     assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
-
-
-def test_25_an_io_error_is_reported_not_raised(make_host):
-    store = MemoryStore("x")
-    stored(make_host, store=store)
-    host = make_host(store=FailingStore(store, operations={"read"}))
-    assert host.run("reader", PROMPT).num_external_tokens == 0
-    assert host.observer["miss_io_error"] == 5
-    assert host.observer["miss_tokens/away"] == 40
-
-
-def test_26_nothing_depends_on_layer_hooks(make_host):
-    host = stored(make_host)  # this host calls none
-    request = host.add("r", PROMPT)
-    assert host.admit(request) == 40
-    host.step([request], tokens=1)
-    assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
-
-
-def test_27_quota_eviction_reset_and_counts_exist(make_host, tmp_path):
-    host = make_host(store=f"file://{tmp_path}/store?max_bytes=60000")
-    for start in range(0, 400, 40):
-        host.run(f"prompt {start}", list(range(start, start + 41)))
-        host.settle()
-    store = host.parts[0].store
-    status = store.stat()
-    assert 0 < status.used_bytes <= 60000
-    assert host.observer["put_stored"] > status.num_records
-    assert host.scheduler.reset() is True
-    assert host.run("after reset", list(range(360, 401))).num_external_tokens == 0
 
 
 def test_28_requests_are_not_kept_alive(make_host):

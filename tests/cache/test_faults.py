@@ -214,19 +214,6 @@ def test_a_worker_waits_for_its_reads_and_not_for_ever(make_host):
     assert time.monotonic() - started < 30
 
 
-def test_close_does_not_wait_for_a_stalled_read(make_host):
-    store, _keys = store_prompt(make_host)
-    gate = Gate()
-    host = make_host(
-        store=StallingStore(store, gate=gate, operations={"read"}), load_timeout_seconds=0.05
-    )
-    host.run("reader", PROMPT)
-    started = time.monotonic()
-    host.close()
-    assert time.monotonic() - started < 30
-    gate.release()
-
-
 @pytest.mark.parametrize("when", ["before the plan", "after the plan"])
 def test_an_abort_while_a_hit_is_fetched_gives_its_slots_back(make_host, when: str):
     store, _keys = store_prompt(make_host)
@@ -242,17 +229,6 @@ def test_an_abort_while_a_hit_is_fetched_gives_its_slots_back(make_host, when: s
     gate.release()
     assert_settles(host)
     assert host.observer["loaded_tokens"] == 0
-
-
-def test_an_abort_between_allocation_and_plan_gives_its_slots_back(make_host):
-    store, _keys = store_prompt(make_host)
-    host = make_host(store=store)
-    request = host.add("aborted", PROMPT)
-    host.admit(request)
-    host.finish(request)
-    assert host.pool.num_taken == 0
-    assert_settles(host)
-    assert host.run("next", PROMPT).num_external_tokens == 40
 
 
 @pytest.mark.parametrize("cacheable", [True, False])
@@ -377,38 +353,6 @@ def test_a_request_preempted_and_admitted_in_one_step_gets_its_load(make_host):
     host.step([request], tokens=1, preempted={"reader"})
     host.prefill(request)
     assert host.observer["loaded_tokens"] == 80
-
-
-def test_a_load_of_a_request_that_lost_its_blocks_is_dropped(make_host):
-    store, _keys = store_prompt(make_host)
-    host = make_host(store=store)
-    request = host.add("reader", PROMPT)
-    assert host.admit(request) == 40
-    host.preempt(request)
-    host.settle()
-    assert host.observer["loaded_tokens"] == 0
-    assert host.pool.num_taken == 0
-    assert host.admit(request) == 40
-    host.prefill(request)
-
-
-def test_chunks_of_a_step_whose_forward_failed_are_stored_by_the_next_request(make_host):
-    host = make_host()
-    request = host.add("fails", PROMPT)
-    host.admit(request)
-    request.num_scheduled_tokens = len(PROMPT)
-    plan = host.scheduler.build_plan(HostStep([request], set(), set()))
-    assert len(plan.saves) == 5
-    with (
-        pytest.raises(RuntimeError, match="no memory"),
-        host.ranks[0].lifecycle.step(plan, set()),
-    ):
-        raise RuntimeError("no memory")
-    host.finish(request)
-    host.step([])
-    host.run("succeeds", PROMPT)
-    host.settle()
-    assert host.observer["put_stored"] == 5
 
 
 def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever(make_host):

@@ -12,7 +12,7 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import FailingStore, Gate, StallingStore
 
-from .keeping import CountingStore, assert_settles, keys_of, open_store, wait_for
+from .keeping import assert_settles, keys_of, open_store, wait_for
 
 NUM_REQUESTS = 16
 CHUNK = 128
@@ -96,69 +96,6 @@ def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
 
 
 @RANKS
-def test_a_hit_in_memory_is_promised_by_the_first_look_up(
-    make_host, tmp_path: Path, world_size: int
-):
-    write(make_host, tmp_path, world_size)
-    host = new_process(make_host, tmp_path, world_size)
-    assert host.run("reads", PREFIX).num_external_tokens == HIT
-    before = host.num_steps
-    requests = [host.add(f"r{index}", prompt(index)) for index in range(NUM_REQUESTS)]
-    answers = [host.scheduler.lookup(request, 0).num_tokens for request in requests]
-    assert answers == [HIT] * NUM_REQUESTS
-    assert [host.admit(request) for request in requests] == [HIT] * NUM_REQUESTS
-    assert host.num_steps == before
-    host.step(requests, tokens=13)
-    for request in requests:
-        host.prefill(request)
-        host.finish(request)
-    assert all(store.num_opened == NUM_CHUNKS for store in host.stores)
-    assert host.observer["hit_tokens/memory"] == NUM_REQUESTS * HIT
-
-
-@RANKS
-def test_what_was_just_saved_hits_without_a_read(make_host, tmp_path: Path, world_size: int):
-    host = new_process(make_host, tmp_path, world_size)
-    request = host.add("writer", PREFIX)
-    host.admit(request)
-    host.prefill(request)
-    host.finish(request)
-    host.step([])  # the copies are reported
-    first = host.add("first", prompt(0))
-    assert host.scheduler.lookup(first, 0).num_tokens == HIT
-    assert host.admit(first) == HIT
-    host.prefill(first)
-    host.finish(first)
-    assert all(store.num_opened == 0 for store in host.stores)
-    assert host.observer["hit_tokens/file"] == 0
-    wait_for(lambda: (host.settle(0.5), host.observer["put_stored"] >= NUM_CHUNKS)[1])
-    assert host.run("again", prompt(1)).num_external_tokens == HIT
-    assert all(store.num_opened == 0 for store in host.stores)
-
-
-def test_requests_that_come_while_a_prefix_is_being_saved_wait_for_no_store(
-    make_host, tmp_path: Path
-):
-    gate = Gate()
-    host = new_process(
-        make_host,
-        tmp_path,
-        1,
-        lambda store: StallingStore(store, gate=gate, operations={"put", "read"}),
-    )
-    writer = host.add("writer", PREFIX)
-    host.admit(writer)
-    host.step([writer], tokens=1024)
-    # Eight chunks are computed and in memory; the store has none.
-    assert host.run("reader", prompt(0)).num_external_tokens == 1024
-    assert host.observer["put_stored"] == 0
-    gate.release()
-    host.prefill(writer)
-    host.finish(writer)
-    assert_settles(host)
-
-
-@RANKS
 def test_requests_that_are_aborted_leave_the_reads_to_the_others(
     make_host, tmp_path: Path, world_size: int
 ):
@@ -231,21 +168,6 @@ def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_s
         host.finish(request)
     assert all(max(counts.values()) == 1 for counts in opened(host))
     assert_settles(host)
-
-
-def test_a_pool_smaller_than_the_prefix_serves_all_of_them_in_turn(make_host, tmp_path: Path):
-    write(make_host, tmp_path, 1)
-    host = new_process(make_host, tmp_path, 1, num_slots=4)
-    requests = arrive(host, 8)
-    hits = [host.admit(request) for request in requests]
-    assert hits == [4 * CHUNK] * 8
-    for request in requests:
-        host.prefill(request)
-        host.finish(request)
-    assert_settles(host)
-    assert isinstance(host.stores[0], CountingStore)
-    first_four = keys_of(host, PREFIX)[:4]
-    assert [host.stores[0].opened[key] for key in first_four] == [1] * 4
 
 
 @RANKS

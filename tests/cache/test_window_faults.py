@@ -99,15 +99,6 @@ class Stalled(WrapperStore):
 # -- what a host could not recover from -----------------------------------------------------------
 
 
-def test_a_host_that_turns_out_to_carry_no_messages_loads_nothing(caplog):
-    prompt = list(range(81))
-    store, _keys = stored(MIXED, prompt)
-    with opened(MIXED, store) as host:
-        host.scheduler.expect_no_reports()
-        assert host.run("reader", prompt).num_external_tokens == 0
-    assert "nothing is loaded" in caplog.text
-
-
 def test_one_table_of_several_groups_is_cut_before_a_chunk_that_vanished():
     groups = (*make_groups(num_layers=2), group(2, None))
     shared = (HostTable(block_size=4, layers=((0, (0, 1)), (1, (0, 1)))),)

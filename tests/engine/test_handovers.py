@@ -14,7 +14,6 @@ from kvferry.observe import Counters
 from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import prompt
 from tests.servers.places import s3_url, valkey_url
-from tests.servers.process import LOCALHOST
 
 NUM_TOKENS, CHUNK_TOKENS = 230, 32
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
@@ -114,27 +113,6 @@ def test_a_prompt_prefilled_elsewhere_is_decoded_as_by_one_engine(
     assert counters["remote_prefills_computed"] == 0
 
 
-def test_turns_go_to_and_fro(model_dir, tmp_path):
-    path = model_dir()
-    store = {"store": f"file://{tmp_path / 'store'}"}
-    keeps = {"connector_options": {**OPTIONS, "save_generated": True}}
-    with (
-        LLM(path, **store, connector_options=OPTIONS) as prefiller,
-        LLM(path, **store, **keeps) as decoder,
-    ):
-        history, given = prompt(NUM_TOKENS, seed=3), ASKED
-        for turn in range(2):
-            (first,) = prefiller.generate([history], params(given))
-            assert prefiller.drain(60.0)
-            if turn:  # the decoder had all but the new question
-                assert first.num_cached_tokens + first.num_external_tokens >= 256
-            (second,) = decoder.generate([history], params(first.params, 40))
-            assert decoder.drain(60.0)
-            history = [*history, *second.token_ids, *prompt(20, seed=4)]
-            given = second.params
-            assert given["do_remote_decode"] is True
-
-
 def test_an_aborted_prefill_has_no_answer(model_dir, tmp_path):
     with LLM(model_dir(), store=f"file://{tmp_path / 'store'}") as llm:
         events = llm.stream(prompt(40, seed=5), params(ASKED, 30))
@@ -142,52 +120,3 @@ def test_an_aborted_prefill_has_no_answer(model_dir, tmp_path):
         (request,) = llm.scheduler.requests
         events.close()
         assert request.outcome.params is None
-
-
-@pytest.mark.parametrize(("prefills", "decodes"), [((2, 16), (1, 32)), ((1, 32), (2, 16))])
-def test_a_prefiller_serves_what_its_host_memory_holds(model_dir, tmp_path, prefills, decodes):
-    """Its own store takes nothing, so that it can come from nowhere else."""
-    path, prompts = model_dir(), [prompt(NUM_TOKENS, seed=seed) for seed in (1, 2, 3)]
-    expected = own(path, prompts, 6)
-    (key_file := tmp_path / "key").write_bytes(b"k" * 32)
-    key_file.chmod(0o600)
-    options = {
-        **OPTIONS,
-        "serve": f"{LOCALHOST}:0?key_file={key_file}",
-        "load_timeout_seconds": 5.0,
-    }
-    shape = dict(zip(("tensor_parallel_size", "block_size"), prefills, strict=True))
-    other = dict(zip(("tensor_parallel_size", "block_size"), decodes, strict=True))
-    served = Counters()
-    refusing = f"valkey://{LOCALHOST}:1/kv"
-    with ThreadedLLM(
-        path, store=refusing, connector_options=options, **shape, observer=served
-    ) as prefiller:
-        first = prefiller.generate(prompts[:2], params(ASKED))
-        drains = threading.Thread(target=prefiller.drain, args=(60.0,))
-        drains.start()
-        url = f"peer://{first[0].params['remote_host']}:{first[0].params['remote_port']}"
-        for _ in range(5):
-            counters = Counters()
-            with ThreadedLLM(
-                path,
-                store=f"{url}?key_file={key_file}",
-                connector_options=OPTIONS,
-                observer=counters,
-                **other,
-            ) as decoder:
-                second = decoder.generate(prompts[:2], [params(each.params, 6) for each in first])
-                if counters["tier_reads/peer/failed"]:
-                    continue  # a machine that stalls for longer than a read may take
-                drains.join()
-                prefiller.close()
-                # It is gone: what it never computed is computed here.
-                second += decoder.generate(prompts[2:], params({"do_remote_prefill": True}, 6))
-                break
-    hits = [HIT[other["block_size"]]] * 2 + [0]
-    for decoded, one, hit in zip(second, expected, hits, strict=True):
-        assert decoded.num_external_tokens == hit
-        assert decoded.token_ids == one.token_ids
-        assert np.abs(decoded.first_logits - one.first_logits).max() <= 1e-3
-    assert served["peer_served_bytes"] > 0
-    assert counters["remote_prefills_computed"] == 1

@@ -457,6 +457,11 @@ def test_options_that_cannot_be_used_are_refused(model_dir, tmp_path):
     path = model_dir()
     with pytest.raises(ConfigError, match="block_size"):
         LLM(path, block_sise=16)
+    with pytest.raises(
+        ConfigError, match="unknown option 'memory_byte'; did you mean 'memory_bytes'"
+    ):
+        LLM(path, store=f"file://{tmp_path}/store", connector_options={"memory_byte": 0})
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="not a model directory"):
         LLM(tmp_path)
     with pytest.raises(ConfigError, match="not a directory"):

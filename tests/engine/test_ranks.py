@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -17,43 +16,6 @@ from tests.engine.rank_threads import RankThread, ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, return_logits=True)
-
-
-def store_options(root: Path, **options):
-    return {
-        "store": f"file://{root}/store?max_bytes=64MiB",
-        "connector_options": {"chunk_tokens": 16, **options},
-        "tensor_parallel_size": 2,
-    }
-
-
-def damage(root: Path) -> int:
-    """Flip a byte in the last kv head of every record, which is read by the last rank only."""
-    records = sorted((root / "store").rglob("*.safetensors"))
-    for path in records:
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    return len(records)
-
-
-def test_what_one_rank_finds_broken_is_computed_by_all(model_dir, tmp_path):
-    path = model_dir()
-    expected = own_generation(path, [prompt(101)], 6)
-    options = store_options(tmp_path)
-    with ThreadedLLM(path, **options) as llm:
-        assert_same(llm.generate([prompt(101)], GREEDY), expected)
-        assert llm.drain(60.0)
-    assert damage(tmp_path) == 6
-    observer = Counters()
-    with ThreadedLLM(path, observer=observer, **options) as llm:
-        completions = llm.generate([prompt(101)], GREEDY)
-        assert_same(completions, expected)
-        assert completions[0].num_external_tokens == 0
-        assert llm.drain(60.0)
-    assert observer["hook_failed"] == 0
-    # Counted on the second rank, reported to the observer of the engine.
-    assert observer["records_corrupt"] > 0
 
 
 def test_preempted_requests_agree_on_all_ranks(model_dir):

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ from kvferry.engine.tensor_parallel import RankGroup
 from kvferry.errors import ConfigError, KVError, RankError
 from kvferry.observe import Counters
 from tests.contract.dict_roles import dict_roles
-from tests.engine.rank_threads import ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
 from tests.engine.test_paged_attention import paged_logits, random_tokens
 
@@ -231,29 +229,6 @@ def test_what_cannot_run_on_ranks_is_refused_and_leaves_no_process(model_dir, tm
             LLM(model_dir(), **options)
         assert isinstance(refusal.value, error)
     assert children() == before
-
-
-@pytest.mark.slow
-def test_four_processes_with_two_kv_heads(model_dir, stores):
-    path = model_dir("qwen3")
-    options = {
-        "store": f"file://{stores}/four?max_bytes=64MiB",
-        "connector_options": {"chunk_tokens": 16, "audit": "off"},
-    }
-    prompts = [prompt(length, seed=length) for length in (37, 101)]
-    expected = own_generation(path, prompts, 6)
-    hits = []
-    # Processes take long to start; ranks that read do the same in threads.
-    for size, make in ((4, LLM), (1, LLM), (4, ThreadedLLM)):
-        with make(path, tensor_parallel_size=size, **options) as llm:
-            completions = llm.generate(prompts, GREEDY)
-            assert_same(completions, expected)
-            hits.append([completion.num_external_tokens for completion in completions])
-            assert llm.drain(60.0)
-    # What does not arrive within the time of computing it is computed.
-    assert hits[0] == [0, 0]
-    assert min(min(each) for each in hits[1:]) >= 16
-    assert np.isfinite(completions[0].first_logits).all()
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from tests.real_vllm.harness import (
 )
 from tests.real_vllm.host import RELEASE
 from tests.real_vllm.test_models import APART, SHAPE, WINDOWED, own_answers
-from tests.servers.namespaces import two_places
 from tests.servers.process import LOCALHOST, free_ports
 
 TOY_PROXY = {
@@ -216,40 +215,6 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
             assert answers.counted("hook_failed", "contract_violation") == 0
     log = second.log.read_text(errors="replace")
     assert f"another engine at {LOCALHOST}:{here}, as the parameters say: {MOVED}" in log
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("default:no network namespaces")
-def test_across_two_networks(
-    tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, oracle: Oracle
-) -> None:
-    """Each engine in a network of its own, with a cable between them, there and back."""
-    prompts, back = ([make_prompt(n) for n in some] for some in ((350, 777), NUM_TRIES * (400,)))
-    own, own_back = oracle(prompts), oracle(back)
-    (key_file := tmp_path / "peers.key").write_bytes(b"k" * 32)
-    key_file.chmod(0o600)
-    ports = free_ports(2)
-    with ExitStack() as stack:
-        places = stack.enter_context(two_places())
-        near, far = (
-            stack.enter_context(
-                Process(tmp_path / f"{name}.log", {"VLLM_HOST_IP": place.address}, place.prefix)
-            )
-            for name, place in zip(("near", "far"), places, strict=True)
-        )
-        engines = []
-        for number, process in enumerate((near, far)):
-            here, there = places[number], places[1 - number]
-            serve = f"{here.address}:{ports[number]}?key_file={key_file}"
-            store = f"peer://{there.address}:{ports[1 - number]}?key_file={key_file}"
-            connector = kvferry(store, serve=serve, load_timeout_seconds=30)
-            engine = process.engine(models["plain"], connector, block_size=(128, 32)[number])
-            engines.append(stack.enter_context(engine))
-        given = there_and_back(engines, (prompts, own), (back, own_back), 256 + 768)
-    assert {params["remote_host"] for params in given} == {places[0].address}
-    log = (tmp_path / "far.log").read_text(errors="replace")
-    place = f"{places[0].address}:{ports[0]}"
-    assert f"another engine at {place}, as the parameters say: {MOVED}" in log
 
 
 @pytest.mark.parametrize(

@@ -75,45 +75,6 @@ def test_resetting_the_connector_begins_an_epoch_and_deletes_nothing(
         assert engine.generate([prompt]).external == 384
 
 
-CUSTOM_CONFIG = """
-from transformers import LlamaConfig
-from .constants import EPSILON
-
-class Custom(LlamaConfig):
-    def __init__(self, **values):
-        super().__init__(**values)
-        self.rms_norm_eps = EPSILON
-"""
-
-
-def test_custom_code_is_part_of_the_model(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process, second: Process
-) -> None:
-    model, store, prompt = tmp_path / "model", tmp_path / "store", make_prompt(400)
-    shutil.copytree(models["plain"], model)
-    config = json.loads((model / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "configuration_custom.Custom"}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "configuration_custom.py").write_text(CUSTOM_CONFIG)
-
-    def run(process: Process, epsilon: float) -> Any:
-        (model / "constants.py").write_text(f"EPSILON = {epsilon}\n")
-        with process.engine(model, kvferry(store), trust_remote_code=True) as engine:
-            return engine.generate([prompt])
-
-    cold = run(first, 1e-6)
-    stored = wait_for_records(store, 3)
-    other = run(second, 0.5)
-    assert other.external == 0
-    with pytest.raises(AssertionError, match=r"tokens|logprobs"):
-        assert_same(cold, other)
-    assert len(wait_for_records(store, 6)) == 6
-    again = run(first, 1e-6)
-    assert again.external == 384
-    assert_same(cold, again)
-    assert stored < records(store)
-
-
 @pytest.fixture
 def adapters(tmp_path: Path) -> dict[str, Path]:
     """Two LoRA adapters for the tiny model."""

@@ -17,14 +17,12 @@ from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.damage import by_position
 from tests.real_vllm.harness import (
     Answers,
-    Oracle,
     Process,
     assert_same,
     kvferry,
     wait_for_records,
 )
 from tests.real_vllm.stalled_file import stalled
-from tests.real_vllm.test_ranks import TWO_RANKS
 
 Models = dict[str, Path]
 
@@ -137,38 +135,3 @@ def test_fifty_aborts_while_their_fetch_is_under_way_leave_all_memory_to_the_nex
     assert_same(runs.own["long"], warm)
     assert [answer.cached for answer in warm] == [896, 896]
     assert warm.external == 2 * 896
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prefix_that_many_wait_for_is_read_once_and_what_was_just_saved_not_at_all(
-    ranks: int, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, pool: Pool
-) -> None:
-    shared = make_prompt(1500)
-    prompts = [make_prompt(1520 + number, shared) for number in range(32)]
-    fresh = [make_prompt(n) for n in (700, 300)]
-    own, own_fresh = oracle(prompts), oracle(fresh)
-    # Without the engine's own prefix cache, so that every request needs a hit of ours.
-    room: dict[str, Any] = {
-        "max_model_len": 2048,
-        "max_num_seqs": 32,
-        "kv_cache_memory_bytes": 512 << 20,
-        "enable_prefix_caching": False,
-    }
-    several = TWO_RANKS if ranks == 2 else {}
-    with pool.get("first").engine(models["plain"], kvferry(tmp_path), **room) as engine:
-        engine.generate([[*shared, 5]])
-    wait_for_records(tmp_path, 11)
-    reader = pool.get("ranks" if ranks == 2 else "second")
-    with reader.engine(models["plain"], kvferry(tmp_path), **room, **several) as engine:
-        together = engine.generate(prompts, together=True)
-        saved = engine.generate(fresh)
-        again = engine.generate(fresh)
-    assert_same(own, together)
-    assert [answer.cached for answer in together] == [11 * 128] * 32
-    assert together.counted("fetch_seconds_count") == 11 * ranks
-    assert not together.counted("load_failed", "unreadable", "deadline", "no_memory")
-    assert_same(own_fresh, saved)
-    assert_same(own_fresh, again)
-    assert [answer.cached for answer in again] == [640, 256]
-    assert again.counted("fetch_seconds_count") == 0
-    assert again.counted('hit_tokens_total{"tier": "memory"}') == 640 + 256

@@ -16,7 +16,6 @@ from tests.real_vllm.conftest import MakePrompt, Pool, Stored
 from tests.real_vllm.harness import (
     STOP_SECONDS,
     Engine,
-    EngineError,
     Oracle,
     Process,
     assert_same,
@@ -254,43 +253,3 @@ def test_an_engine_killed_while_it_stores_leaves_whole_records_or_none(
         assert not warm.counted("corrupt")
     assert len(records(store)) == 12 * 7
     assert not list(store.glob("quarantine/*"))
-
-
-@pytest.mark.parametrize("how", ["other_file", "written_over"])
-def test_other_weights_under_the_same_path_never_share(
-    how: str, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(400) for _ in range(2)]
-    model, store = tmp_path / "model", tmp_path / "store"
-    shutil.copytree(models["plain"], model)
-    with first.engine(model, kvferry(store)) as engine:
-        before = engine.generate(prompts)
-    assert_same(oracle(prompts), before)
-    wait_for_records(store, 6)
-    weights, others = model / "model.safetensors", models["other"] / "model.safetensors"
-    assert weights.stat().st_size == others.stat().st_size
-    if how == "other_file":
-        shutil.copy2(others, tmp_path / "new")
-        (tmp_path / "new").replace(weights)
-    else:
-        weights.write_bytes(others.read_bytes())
-    with second.engine(model) as engine:
-        own = engine.generate(prompts)
-    with second.engine(model, kvferry(store)) as engine:
-        after = engine.generate(prompts)
-    assert after.external == 0
-    assert_same(own, after)
-    with pytest.raises(AssertionError):
-        assert_same(before, after)
-    assert len(wait_for_records(store, 12)) == 12
-
-
-def test_a_foreign_store_directory_is_refused_in_one_line(
-    tmp_path: Path, models: Models, second: Process
-) -> None:
-    (tmp_path / "letters.txt").write_text("dear")
-    with pytest.raises(EngineError) as refusal:
-        second.start(models["plain"], kvferry(tmp_path))
-    assert "is not empty" in str(refusal.value)
-    assert len(str(refusal.value).splitlines()) == 1

@@ -20,7 +20,6 @@ from tests.real_vllm.harness import (
     Oracle,
     Process,
     assert_same,
-    kvferry,
     wait_for_records,
 )
 from tests.real_vllm.host import serves_tiers
@@ -28,7 +27,6 @@ from tests.real_vllm.scripted_tier import SECONDS, TIER
 from tests.real_vllm.test_identity import make_adapter
 from tests.real_vllm.test_proxy import model_with_tokenizer
 from tests.real_vllm.test_ranks import TWO_RANKS
-from tests.real_vllm.test_store_trouble import empty
 
 pytestmark = serves_tiers()
 
@@ -85,27 +83,6 @@ def test_an_engine_says_the_same_with_rows_of_another_process(
     assert_same(own, warm)
     assert warm.external == HITS
     assert_counters_agree(warm, CHUNKS)
-
-
-def test_a_directory_emptied_under_an_engine_is_a_store_at_the_next_start(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    """Also at that of the connector: the slots share directories."""
-    prompts = [make_prompt(length) for length in LENGTHS]
-    own = oracle(prompts)
-    with first.engine(models["plain"], offloading(tmp_path)) as engine:
-        store_all(engine, tmp_path, [make_prompt(300)], make_prompt, 2)
-        empty(tmp_path)
-        assert_same(own, store_all(engine, tmp_path, prompts, make_prompt, 1))
-    with second.engine(models["plain"], offloading(tmp_path)) as engine:
-        assert_same(own, store_all(engine, tmp_path, prompts, make_prompt, CHUNKS))
-    with first.engine(models["plain"], offloading(tmp_path)) as engine:
-        warm = engine.generate(prompts)
-    assert_same(own, warm)
-    assert warm.external == HITS
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        assert_same(own, engine.generate(prompts))
 
 
 @pytest.mark.parametrize("canonical", [True, pytest.param(False, marks=pytest.mark.sweep)])

@@ -72,23 +72,6 @@ def test_a_fetch_is_ordered_once_and_held_when_all_ranks_have_it():
     check_pool(pool)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_chunk_that_one_rank_missed_is_not_held_and_its_slot_is_free_when_all_ended(missing: int):
-    pool = make_pool(num_slots=1, num_ranks=2)
-    slot = pool.fetch(A, 0, GROUPS)
-    pool.pin(slot)
-    pool.pop_orders()
-    for rank in range(2):
-        assert pool.find(A) is slot
-        pool.report_filled(slot.index, missed=rank == missing)
-    assert slot.failed
-    assert pool.find(A) is None
-    pool.unpin(slot)
-    assert pool.num_taken == 0
-    assert pool.fetch(B, 0, GROUPS).index == slot.index
-    check_pool(pool)
-
-
 def test_groups_that_are_held_are_not_fetched_again():
     pool = make_pool()
     slot = hold(pool, A, frozenset([0]))
@@ -102,36 +85,6 @@ def test_groups_that_are_held_are_not_fetched_again():
     pool.report_filled(slot.index, missed=True)
     assert pool.holds(A, frozenset([0]))
     assert not pool.holds(A, GROUPS)
-    check_pool(pool)
-
-
-def test_a_fetch_without_waiting_requests_is_cancelled_and_its_slot_stays_busy_until_its_end():
-    pool = make_pool(num_slots=1)
-    slot = pool.fetch(A, 0, GROUPS)
-    pool.pin(slot)
-    pool.pop_orders()
-    pool.unpin(slot)
-    assert pool.find(A) is None
-    assert pool.pop_orders() == ((), (slot.index,))
-    assert pool.fetch(B, 0, GROUPS) is None
-    assert pool.save(B, 0) is None
-    assert pool.num_taken == 1
-    pool.report_filled(slot.index)  # it came all the same
-    assert not pool.holds(A, GROUPS), "nobody is told of it"
-    assert pool.fetch(B, 0, GROUPS) is not None
-    check_pool(pool)
-
-
-def test_a_fetch_that_no_plan_carried_is_taken_back():
-    pool = make_pool(num_slots=1)
-    slot = pool.fetch(A, 0, GROUPS)
-    pool.pin(slot)
-    pool.unpin(slot)
-    assert not pool.has_orders
-    assert not pool.is_filling
-    assert pool.num_taken == 0
-    assert pool.report_filled(slot.index) is None, "of a report that nobody expects"
-    assert pool.fetch(B, 0, GROUPS).index == slot.index
     check_pool(pool)
 
 
@@ -150,19 +103,6 @@ def test_the_held_part_of_a_chunk_stays_when_no_request_waits_for_the_rest():
     check_pool(pool)
 
 
-def test_a_fetch_for_two_is_cancelled_when_both_have_gone():
-    pool = make_pool()
-    slot = pool.fetch(A, 0, GROUPS)
-    pool.pin(slot)
-    pool.pin(slot)
-    pool.pop_orders()
-    pool.unpin(slot)
-    assert not pool.has_orders
-    pool.unpin(slot)
-    assert pool.pop_orders() == ((), (slot.index,))
-    check_pool(pool)
-
-
 def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
     pool = make_pool()
     slot = hold(pool, A)
@@ -177,40 +117,6 @@ def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
 # -- saves --------------------------------------------------------------------------------------
 
 
-def test_a_save_is_held_when_it_is_copied_and_its_slot_is_taken_until_it_is_written():
-    pool = make_pool(num_slots=1, num_ranks=2)
-    slot = pool.save(A, 0)
-    assert not pool.has_orders
-    for _ in range(2):
-        pool.report_filled(slot.index)
-    assert pool.holds(A, GROUPS)
-    assert pool.num_taken == 1
-    assert pool.is_writing
-    for _ in range(2):
-        assert pool.report_sealed(slot.index) is slot
-    assert pool.report_sealed(slot.index) is None
-    assert pool.fetch(B, 0, GROUPS) is None
-    assert pool.report_written(slot.index) is slot
-    assert not pool.is_writing
-    assert pool.num_taken == 0
-    assert pool.fetch(B, 0, GROUPS) is not None
-    assert pool.find(A) is None
-    check_pool(pool)
-
-
-def test_a_copy_that_one_rank_missed_ends_the_save_on_all():
-    pool = make_pool(num_ranks=2)
-    slot = pool.save(A, 0)
-    pool.report_filled(slot.index, missed=True)
-    pool.report_filled(slot.index)
-    assert pool.find(A) is None
-    assert not pool.is_writing
-    assert pool.num_taken == 1, "the other rank still reads it"
-    pool.report_sealed(slot.index)
-    assert pool.num_taken == 0
-    check_pool(pool)
-
-
 def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     pool = make_pool(num_ranks=2)
     slot = pool.save(A, 0)
@@ -223,28 +129,7 @@ def test_dropped_writes_end_at_once_and_the_copied_chunk_stays_held():
     check_pool(pool)
 
 
-def test_half_of_the_slots_are_written_at_once():
-    pool = make_pool(num_slots=4)
-    first, second = pool.save(A, 0), pool.save(B, 0)
-    assert pool.save(C, 0) is None
-    for slot in (first, second):
-        pool.report_filled(slot.index)
-        pool.report_sealed(slot.index)
-    assert pool.save(C, 0) is None, "copied is not written"
-    pool.report_written(first.index)
-    assert pool.save(C, 0) is not None
-    check_pool(pool)
-
-
-def test_a_save_takes_the_place_of_what_was_held_in_part():
-    pool = make_pool()
-    hold(pool, A, frozenset([0]))
-    slot = pool.save(A, 0)
-    pool.report_filled(slot.index)
-    pool.report_sealed(slot.index)
-    pool.report_written(slot.index)
-    assert pool.holds(A, GROUPS)
-    check_pool(pool)
+# -- eviction -----------------------------------------------------------------------------------
 
 
 def test_what_is_held_in_part_and_pinned_is_not_saved_over():
@@ -255,34 +140,6 @@ def test_what_is_held_in_part_and_pinned_is_not_saved_over():
     assert pool.find(A) is slot
     pool.unpin(slot)
     assert pool.save(A, 0) is not None
-    check_pool(pool)
-
-
-# -- eviction -----------------------------------------------------------------------------------
-
-
-def test_the_slot_that_was_idle_longest_goes_first():
-    pool = make_pool(num_slots=3)
-    for key in (A, B, C):
-        hold(pool, key)
-    used = pool.find(A)
-    pool.pin(used)
-    pool.unpin(used)
-    hold(pool, D)
-    assert [pool.find(key) is None for key in (A, B, C, D)] == [False, True, False, False]
-
-
-def test_a_pinned_slot_is_never_taken():
-    pool = make_pool(num_slots=2)
-    pinned = hold(pool, A)
-    pool.pin(pinned)
-    hold(pool, B)
-    hold(pool, C)
-    assert pool.find(A) is pinned
-    assert pool.find(B) is None
-    pool.pin(pool.find(C))
-    assert pool.fetch(D, 0, GROUPS) is None
-    assert pool.save(D, 0) is None
     check_pool(pool)
 
 
