@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import Options, vllm
-from benchmarks.vllm import ChildFailedError, Measured, Sizes
+from benchmarks.vllm import Measured
 from benchmarks.vllm_child import HookTimer
 from kvferry.errors import ConfigError
-
-SMALL = Sizes(prompt_tokens=200, prompts=2, warm_up_tokens=130)
 
 
 def answer(cpu: float, wall: float, *, hit: int = 0, logprob: float = -1.0) -> dict:
@@ -118,82 +116,6 @@ def test_a_case_that_failed_keeps_a_row_that_says_why(measured):
     assert "cpu_s" not in found[-1]
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Instead of processes with engines: their cases and kinds, in order. Each returns its work."""
-    seen = []
-
-    def run_child(log, work):
-        case, kind = log.parent.name, "store" if work["stored"] is None else "read"
-        seen.append((case, kind))
-        if case == f"breaks in {kind}":
-            raise ChildFailedError("no such device")
-        if kind == "store" and work["connector"] is not None:
-            (log.parent / "store" / "file").write_bytes(bytes(640))
-        if kind == "read":
-            assert work["stored"] == str(log.parent / "store")
-            assert (log.parent / "store" / "file").exists()
-        return dict(work)
-
-    monkeypatch.setattr(vllm, "run_child", run_child)
-    monkeypatch.setattr(vllm, "make_tiny_model", lambda path, *args, **kwargs: path)
-    configs = {case: None if case == "none" else {"name": case} for case in CASES}
-    monkeypatch.setattr(vllm, "connectors", lambda path: configs)
-    return seen
-
-
-CASES = ("none", "a", "b", "breaks in store", "breaks in read")
-
-
-def test_every_case_stores_and_then_reads_and_another_goes_first_each_round(processes, tmp_path):
-    found = vllm.measure(["none", "a", "b"], SMALL, tmp_path, rounds=2, seed=1)
-    of = {
-        "none": [("none", "store")],
-        "a": [("a", "store"), ("a", "read")],
-        "b": [("b", "store"), ("b", "read")],
-    }
-    assert processes == [
-        *(done for case in ("none", "a", "b") for done in of[case]),
-        *(done for case in ("a", "b", "none") for done in of[case]),
-    ]
-    # One whole block of the short prompt and of both timed ones.
-    assert [result["bytes_per_token"] for result in found[1].cold] == [640 / 384] * 2
-    assert found[0].warm == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_process_that_reads_does_not_decode(processes, tmp_path):
-    _, ours = vllm.measure(["none", "a"], SMALL, tmp_path, rounds=1, seed=1)
-    assert ours.cold[0]["decode"]
-    assert ours.warm[0]["decode"] is None
-
-
-def test_all_cases_of_a_round_get_the_same_prompts_and_rounds_others(processes, tmp_path):
-    none, ours = vllm.measure(["none", "a"], SMALL, tmp_path, rounds=2, seed=1)
-    for number in range(2):
-        assert none.cold[number]["prompts"] == ours.cold[number]["prompts"]
-        assert ours.cold[number]["prompts"] == ours.warm[number]["prompts"]
-    assert none.cold[0]["prompts"] != none.cold[1]["prompts"]
-
-
-@pytest.mark.parametrize("kind", ["store", "read"])
-def test_a_case_that_cannot_run_is_given_up_and_the_others_go_on(processes, tmp_path, kind):
-    breaks = f"breaks in {kind}"
-    found = vllm.measure(["none", breaks, "a"], SMALL, tmp_path, rounds=3, seed=1)
-    assert [m.failure for m in found] == [None, "no such device", None]
-    assert processes.count((breaks, kind)) == 1
-    assert processes.count((breaks, "read")) == (kind == "read")
-    assert len(found[2].warm) == 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_required_case_that_fails_ends_the_run_in_one_line(processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm, "REQUIRED", ("none", "breaks in store"))
-    with pytest.raises(ConfigError, match="vLLM with breaks in store failed: no such device"):
-        vllm.measure(["none", "breaks in store"], SMALL, tmp_path, rounds=1, seed=1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_case_is_json_and_keeps_to_its_directory(tmp_path):
     found = vllm.connectors(tmp_path)
     assert found.keys() >= {*vllm.REQUIRED, *vllm.NOTES}
@@ -230,18 +152,3 @@ def test_hooks_are_timed_once_and_what_they_return_is_passed_on():
     connector.take_events()
     assert timer.take() >= 2_000
     assert vars(connector) == {}  # as it is without a timer
-
-
-def test_quick_needs_one_round_and_small_prompts(monkeypatch, tmp_path):
-    seen = {}
-
-    def measure(cases, sizes, directory, *, rounds, seed):
-        seen.update(tokens=sizes.prompt_tokens, rounds=rounds)
-        return [Measured("none", failure="stopped")]
-
-    monkeypatch.setattr(vllm, "measure", measure)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
-    found = vllm.run(Options(directory=tmp_path, quick=True))
-    assert seen == {"tokens": 300, "rounds": 1}
-    assert [row["note"] for row in found] == ["not measured: stopped"]
-    assert list(tmp_path.iterdir()) == []

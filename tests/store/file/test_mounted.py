@@ -88,28 +88,6 @@ def test_the_index_of_a_mounted_directory_is_on_the_own_disk(machines):
     assert machines.found("index*") == []
 
 
-def test_each_machine_finds_what_the_other_stored_and_forgets_what_it_deleted(machines):
-    one, other = machines.both()
-    for number, (writer, reader) in enumerate([(one, other), (other, one)] * 2):
-        assert writer.call("put", number) == "STORED"
-        machines.soon(lambda n=number, r=reader: r.call("contains", n), "the record")
-        assert reader.call("read", number) == "whole"
-        assert reader.call("put", number) == "EXISTS"
-        assert writer.call("delete", number)
-        machines.soon(lambda n=number, r=reader: not r.call("contains", n), "its removal")
-        machines.soon(lambda n=number, r=reader: r.call("read", n) == "absent", "its end")
-
-
-def test_a_probe_finds_at_once_what_the_other_stored(machines):
-    one, other = machines.both()
-    assert one.call("put_many", list(range(5))) == ["STORED"] * 5
-    started = time.monotonic()
-    other.call("probe", list(range(6)))
-    wait_until(lambda: other.call("contains", 4), "the last of the prefix", 5)
-    assert time.monotonic() - started < 2.0
-    assert not other.call("contains", 5)
-
-
 def test_of_racing_writers_of_one_key_all_are_fine_and_one_record_stays(machines):
     pair = machines.both()
     numbers = list(range(30))
@@ -143,49 +121,6 @@ def test_a_reader_gets_the_whole_value_or_none_while_another_machine_deletes(mac
     assert answers["absent"] > 0
     assert answers.get("whole", 0) > 0
     assert machines.found("quarantine") == []
-
-
-def test_the_quota_is_exceeded_by_what_the_other_wrote_and_is_kept_again(machines):
-    quota = 20 * SIZE
-    one, other = machines.both(quota)
-    running = [
-        (machine, machine.start("put_many", list(range(first, first + 30))))
-        for machine, first in ((one, 0), (other, 100))
-    ]
-    for machine, call in running:
-        assert set(machine.result(call)) <= {"STORED"}
-        stored = len(machines.found("records/*"))
-        assert stored * SIZE <= 2 * quota
-
-    def is_kept():
-        return all(
-            len(machines.found("records/*", name)) * SIZE == machine.call("used") <= quota
-            for name, machine in (("a", one), ("b", other))
-        )
-
-    machines.soon(is_kept, "the quota")
-    assert one.call("used") > 0  # less than the quota: both may evict for the same excess
-
-
-def test_what_a_killed_writer_left_goes_and_what_it_stored_stays(machines):
-    other = machines.open("b")
-    for round_ in range(3):
-        writer = machines.open("a")
-        assert writer.call("begin", 1000 + round_)
-        first = 100 * round_
-        running = writer.start("put_many", list(range(first, first + 100)))
-        let_run(0.3 + 0.2 * round_)
-        writer.kill()
-        writer.wait()
-        with suppress(AssertionError):
-            writer.result(running, 0.0)
-    one = machines.open("a")  # it cleans at once
-    machines.soon(lambda: machines.found("writing") == [], "the end of what was left")
-    machines.soon(lambda: machines.found("writing", "b") == [], "its end on the other mount")
-    stored = {name[:64] for name in machines.found("records/*")}
-    for machine in (one, other):
-        machines.soon(lambda m=machine: set(m.call("keys")) == stored, "all that was stored")
-    assert other.call("verify") == [len(stored), 0, 0]
 
 
 def test_a_live_writer_is_not_taken_for_dead_by_a_machine_that_sees_no_lock(machines):
@@ -256,25 +191,6 @@ def test_what_the_mount_believes_for_seconds_makes_no_wrong_hit(machines):
     assert set(answers) <= {"whole", "absent", "error"}
     assert machines.found("quarantine") == []
     assert one.call("verify") == [4, 0, 0]
-
-
-def test_one_machine_verifies_and_collects_while_the_other_works(machines):
-    one, other = machines.both()
-    assert one.call("put_many", list(range(20))) == ["STORED"] * 20
-    working = one.start("put_many", list(range(100, 200)))
-    for _ in range(3):
-        _, num_bad, _ = other.call("verify")
-        assert num_bad == 0
-        assert other.call("gc", 10 * SIZE) <= 10 * SIZE
-    assert set(one.result(working)) == {"STORED"}
-    for machine in (one, other):
-        machines.soon(
-            lambda m=machine: (
-                [key + ".safetensors" for key in m.call("keys")] == machines.found("records/*")
-            ),
-            "an index that agrees",
-        )
-    assert machines.found("quarantine") == []
 
 
 def test_an_engine_hits_what_an_engine_on_another_machine_computed(machines, tmp_path, monkeypatch):
