@@ -1,6 +1,6 @@
 """Test suites for clients and for their stores, against real servers.
 
-The subclasses for S3 and Mooncake have the fixtures `server` and `make_client`.
+The subclasses have the fixtures `server` and `make_client`.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from tests.servers.valkey import (
     valkey_cluster,
     valkey_server,
 )
+from tests.store.servers.real_clients import ClientTests
 
 __all__ = ["valkey_cluster", "valkey_server"]
 
@@ -169,95 +170,45 @@ class TestStoreOnValkeyCluster(ScanTests, ProbeTests, RemoteStoreTests):
         raise AssertionError("no node has the key")
 
 
-# What every client does.
+class TestValkeyClient(ClientTests):
+    # A call under way ends by its own deadline.
+    test_a_close_ends_what_is_under_way = None
+
+    @pytest.fixture
+    def server(self, valkey_server):
+        return valkey_server
+
+    @pytest.fixture
+    def make_client(self, server, closing):
+        return lambda: closing(make_client(server.port))
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4097, 65_536, 3_000_001])
-def test_a_value_comes_back(client, num_bytes):
-    value = make_value(num_bytes)
-    pieces = [value[:1], memoryview(value)[1 : num_bytes // 2], bytearray(value[num_bytes // 2 :])]
-    if num_bytes == 1:
-        pieces = [value]
-    assert client.put("kv/ns/a", pieces, soon()) is PutResult.STORED
-    assert read_whole(client, "kv/ns/a") == value
+class TestValkeyClusterClient(ClientTests):
+    # A node that stops holds only the calls for it.
+    test_a_stopped_server_costs_the_deadline = None
+    test_a_close_ends_what_is_under_way = None
+    test_a_slow_server_is_waited_for = None
+
+    @pytest.fixture
+    def make_client(self, valkey_cluster, closing):
+        return lambda: closing(make_client(valkey_cluster.nodes[1].port, cluster=True))
 
 
-def test_ranges_are_filled_up_to_the_end_of_the_value(client):
-    value = make_value(1000)
-    client.put("kv/ns/a", [value], soon())
-    first, inner, last, beyond, nothing = (bytearray(b"." * size) for size in (1, 300, 50, 9, 0))
-    ranges = [(0, first), (499, inner), (980, last), (2000, beyond), (3, nothing)]
-    views = [(offset, memoryview(buffer)) for offset, buffer in ranges]
-    assert client.read("kv/ns/a", views, soon()) == 1000
-    assert bytes(first) == value[:1]
-    assert bytes(inner) == value[499:799]
-    assert bytes(last) == value[980:] + b"." * 30
-    assert bytes(beyond) == b"." * 9
+# On one server and on a cluster.
 
 
-def test_absent_is_none(client):
-    buffer = bytearray(b"....")
-    assert client.read("kv/ns/absent", [(0, memoryview(buffer))], soon()) is None
-    assert client.read("kv/ns/absent", [], soon()) is None
-    assert buffer == b"...."
-    assert not client.delete("kv/ns/absent", soon())
-
-
-def test_a_batch_is_asked_at_once(client):
-    names = [f"kv/ns/{number}" for number in range(201)]
-    for name in names[::3]:
-        client.put(name, [b"x"], soon())
-    assert client.exists(names, soon()) == [number % 3 == 0 for number in range(201)]
-    assert client.exists([], soon()) == []
-
-
-def test_the_first_writer_wins(client):
-    values = [make_value(300_000, seed) for seed in range(8)]
-    together = threading.Barrier(len(values))
-    results: dict[int, PutResult] = {}
-
-    def write(number: int) -> None:
-        together.wait(10)
-        results[number] = client.put("kv/ns/raced", [values[number]], soon())
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(len(values))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    (winner,) = (number for number, result in results.items() if result is PutResult.STORED)
-    assert list(results.values()).count(PutResult.EXISTS) == len(values) - 1
-    assert read_whole(client, "kv/ns/raced") == values[winner]
-
-
-def test_delete_and_scan(client):
+def test_a_prefix_is_text_and_no_pattern_and_many_names_are_listed(client):
     for number in range(700):
         client.put(f"kv/ns/{number}", [b"x" * (number + 1)], soon())
     client.put("kv/n*/other", [b"x"], soon())
-    started = time.time()
-    found = list(client.scan("kv/ns/", soon()))
-    assert {(name, size) for name, size, _ in found} == {
-        (f"kv/ns/{number}", number + 1) for number in range(700)
-    }
-    assert all(started - 30 < last_used <= time.time() for _, _, last_used in found)
-    # Prefixes are text, not patterns.
+    found = {(name, size) for name, size, _ in client.scan("kv/ns/", soon())}
+    assert found == {(f"kv/ns/{number}", number + 1) for number in range(700)}
     assert [name for name, _, _ in client.scan("kv/n*/", soon())] == ["kv/n*/other"]
-    assert client.delete("kv/ns/7", soon())
-    assert not client.delete("kv/ns/7", soon())
-    assert client.exists(["kv/ns/7", "kv/ns/8"], soon()) == [False, True]
 
 
 def test_a_name_with_a_brace_is_refused(client):
     with pytest.raises(StoreError, match="brace"):
         client.put("kv/{ns}/a", [b"x"], soon())
-
-
-def test_a_closed_client_refuses(client):
-    client.put("kv/ns/a", [b"x"], soon())
-    client.close()
-    client.close()
-    with pytest.raises(StoreError, match="closed"):
-        client.exists(["kv/ns/a"], soon())
 
 
 def test_a_call_without_a_deadline_works(client):
@@ -461,19 +412,6 @@ def all_fail_by(client: ValkeyClient, seconds: float) -> None:
             thread.join(20)
     assert len(outcomes) == len(calls)
     assert all(isinstance(each, StoreError) for each in outcomes), outcomes
-
-
-def test_a_stopped_server_holds_no_call(lone):
-    client = make_client(lone.port)
-    client.put("kv/ns/a", [b"value"], soon())
-    lone.process.pause()
-    all_fail_by(client, 0.7)  # with a connection that stood, and with new ones
-    lone.process.resume()
-    # No reply of a call that ran out of time is taken for another's.
-    assert client.exists(["kv/ns/a", "kv/ns/absent"], soon())[1] is False
-    assert client.put("kv/ns/c", [b"new"], soon()) is PutResult.STORED
-    assert read_whole(client, "kv/ns/c") == b"new"
-    client.close()
 
 
 def test_a_killed_server_is_an_error_and_comes_back_empty(lone):
