@@ -542,7 +542,7 @@ UNGUARDED = {"register_kv_caches"}
 BEFORE_ONLY = {"collect"}
 fault = st.tuples(
     st.sampled_from(sorted({*SCHEDULER_HOOKS, *WORKER_HOOKS} - UNGUARDED)),
-    st.integers(1, 12),
+    st.integers(1, 24),
     st.sampled_from(["before", "after"]),
 )
 # With a hook that tells what a plan holds, the guard knows no more than the role: left out.
