@@ -532,7 +532,7 @@ def test_other_requests_do_not_wait_for_what_one_waits_for(make_engine):
 
 def test_who_only_takes_what_is_there_does_not_wait(make_engine, server):
     params = {"remote_kv_source": {"remote_host": "10.1.2.3", "remote_port": 7777}}
-    host = make_engine(server)
+    host = make_engine(server, FakeClock())
     assert decode(host, params) == 0
     assert host.observer["miss_tokens/absent"] == 40
     prefill(make_engine(server))

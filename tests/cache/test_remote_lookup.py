@@ -94,7 +94,7 @@ def test_requests_of_one_prefix_that_keep_coming_do_not_keep_one_waiting(make_ho
     for number in range(10):
         clock.advance(0.1)
         host.scheduler.on_new_request(host.add(f"later {number}", [*prompt, number]))
-    assert host.scheduler.lookup(first, 0) == (0, False, "absent")
+    assert host.scheduler.lookup(first, 0) == (0, False, "away")
     client.gate.set()
 
 

@@ -86,14 +86,18 @@ def test_the_most_common_reasons_are_named_and_requests_have_options_of_their_ow
     away = f"valkey://{LOCALHOST}:{port}/kv"
     foreign, damaged, kept, evicted, private, never = (make_prompt(300) for _ in range(6))
     with second.engine(models["plain"], kvferry([f"file://{store}", away], tenant="b")) as engine:
-        assert explained(engine, foreign)["miss_tokens"] == {"absent": 256, "partial": 44}
+        said = explained(engine, foreign)
+        assert said["miss_tokens"] == {"away": 256, "partial": 44}
+        assert "valkey server" in said["why"]
         wait_for_records(store, 2)
     [other] = [path.stem for path in (store / "namespaces").iterdir()]
     url = f"file://{store}?max_bytes={memory_of(store, 30)}B"
     options = {"memory_bytes": memory_of(store, 4), "record": str(journal)}
     with first.engine(models["plain"], kvferry(url, **options)) as engine:
         # Never stored, shorter than a chunk, and the last token.
-        assert explained(engine, private, store=False)["miss_reason"] == "absent"
+        said = explained(engine, private, store=False)
+        assert said["miss_reason"] == "absent"
+        assert said["not_stored"] == {"not_storing": 256, "partial": 44}
         assert explained(engine, private[:100])["miss_tokens"] == {"partial": 100}
         files_damaged = store_prompt(engine, store, damaged)
         store_prompt(engine, store, kept, pin=3600)
@@ -101,18 +105,23 @@ def test_the_most_common_reasons_are_named_and_requests_have_options_of_their_ow
         [space] = [path.stem for path in (store / "namespaces").iterdir() if path.stem != other]
         mine = ["--namespace", space]
         said = explain([url], never, *mine)
-        assert (said["hit_tokens"], said["reason"]) == (0, "never stored")
-        assert explain([url], private, *mine)["reason"] == "never stored"
+        assert (said["hit_tokens"], said["reason"]) == (0, "absent")
+        assert explain([url], private, *mine)["reason"] == "absent"
         said = explain([url], damaged[:257], *mine)
         assert (said["hit_tokens"], said["reason"]) == (256, "partial")
+        # Whole chunks, of which an engine computes the last block.
+        forget(engine, make_prompt)
+        hit = explained(engine, damaged[:256])["hit_tokens"]
+        block = str(256 - hit)
+        assert explain([url], damaged[:256], *mine, "--block-size", block)["hit_tokens"] == hit
         said = explain([url], never[:100], *mine)
         assert "shorter than a chunk of 128 tokens" in said["summary"]
         # Another namespace, and a tier that is away.
         said = explain([url], foreign, *mine)
-        assert said["reason"] == "other namespace"
+        assert said["reason"] == "other_namespace"
         assert list(said["elsewhere"]["differs"]) == ["tenant"]
         said = explain([url, away], never, *mine)
-        assert said["reason"] == "no answer"
+        assert said["reason"] == "away"
         # Options.
         forget(engine, make_prompt)
         assert explained(engine, evicted, load=False)["miss_reason"] == "not_loading"
