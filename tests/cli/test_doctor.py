@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -426,6 +427,13 @@ def test_18_the_json(found, given, code, says):
     assert says in what
 
 
+def test_errors_come_before_warnings_wherever_they_are(found, url):
+    transfer = {**CONFIG, "kv_role": None}
+    given = json.dumps({"enable_prefix_caching": False, "kv_transfer_config": transfer})
+    whats = found(url.partition("?")[0], "--vllm-config", given)
+    assert [each.split()[0] for each in whats] == ["role", "no-prefix-caching", "no-quota"]
+
+
 def test_every_option_of_the_connector_is_known(found):
     extra = {"store": "memory://a", "handover": False, "chunk_tokens": 64, "save_generated": True}
     assert found("--vllm-config", config(kv_connector_extra_config=extra)) == []
@@ -548,6 +556,10 @@ def test_the_default_of_the_host_pool_is_checked_too():
     assert default.fault is Fault.POOL_BELOW_STEPS
     assert "the host pool (2GiB)" in default.text
     assert check_pool(64 << 30, None, model, 4096) == []
+    small = dataclasses.replace(model, record_bytes=5000)  # which take two pages each
+    (below,) = check_pool(64 << 30, 16383, small, 0)
+    assert below.fault is Fault.POOL_BELOW_RECORDS
+    assert check_pool(64 << 30, 16384, small, 0) == []
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64])

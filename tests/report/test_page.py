@@ -140,6 +140,7 @@ def test_a_phone_shows_the_numbers_first_and_nothing_beside_its_screen(opened, t
     cell = page.locator("td[data-head=records]").first
     assert cell.evaluate("each => getComputedStyle(each, '::before').content") == '"records"'
     assert cell.bounding_box()["height"] < 30
+    assert cell.bounding_box()["width"] > 300
 
 
 def test_text_of_a_store_has_no_effect(opened):
