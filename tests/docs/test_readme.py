@@ -156,6 +156,18 @@ def test_links_lead_to_files(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "adr"], ids=lambda page: page.name
+)
+def test_files_that_a_page_names_are_there(page):
+    """Decisions may name what was there when they were made."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:tests|scripts|examples|dashboards|benchmarks)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(test_\w+\.py)`", text):
+        assert list((ROOT / "tests").rglob(name)), name
+
+
 def test_the_command_table_lists_every_command():
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `kvferry ([\w-]+)", page, re.MULTILINE)
