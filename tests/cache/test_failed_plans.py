@@ -158,6 +158,10 @@ def test_a_load_that_fails_in_any_way_names_its_chunks(make_host, stored, monkey
         host.step([request], tokens=0)
     assert host.invalid_block_ids == set(request.block_ids[0][:10])
     assert all(key in host.scheduler.requests.unreadable for key in keys_of(host))
+    assert host.pool.num_taken == 0
+    host.prefill(request)
+    host.finish(request)
+    assert host.run("next", PROMPT).num_external_tokens == 40
 
 
 def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_host, monkeypatch):

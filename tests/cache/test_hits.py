@@ -146,38 +146,6 @@ def test_two_requests_with_one_prefix_store_it_once(make_host):
     assert host.observer["put_exists"] == 0
 
 
-def test_saves_that_found_no_slot_are_offered_again(make_host):
-    # Of four slots, one at a time is written to the store.
-    host = make_host(chunk_tokens=8, num_slots=4)
-    request = host.add("long", list(range(41)))
-    host.admit(request)
-    host.prefill(request, budget=40)
-    for token in range(60):
-        request.all_token_ids.append(token)
-        host.prefill(request, budget=1)
-        host.settle(timeout=1.0)
-        if host.observer["put_stored"] == 5:
-            break
-    assert host.observer["put_stored"] == 5
-    assert host.observer["save_no_slot"] > 0
-    host.finish(request)
-
-
-def test_a_hit_longer_than_the_pool_is_cut_to_what_fits(make_host):
-    host = make_host(chunk_tokens=8, num_slots=4)
-    prompt = list(range(65))
-    request = host.add("writer", prompt)
-    host.admit(request)
-    for _ in range(8):
-        host.step([request], tokens=8)
-        host.settle(timeout=1.0)
-    host.finish(request)
-    assert host.observer["put_stored"] == 8
-    # Held are the last four chunks of the prompt; a hit needs the first ones.
-    assert host.run("reader", prompt).num_external_tokens == 32
-    assert host.run("and again", prompt).num_external_tokens == 32
-
-
 def test_uncacheable_requests_are_neither_read_nor_written(make_host):
     from kvferry.types import ExtraKeys
 
@@ -190,15 +158,3 @@ def test_uncacheable_requests_are_neither_read_nor_written(make_host):
     host.settle()
     again = host.run("hidden again", prompt, extra_keys=ExtraKeys(cacheable=False))
     assert again.num_external_tokens == 0
-
-
-def test_reset_reads_nothing_from_before_and_deletes_nothing(make_host):
-    host = make_host(chunk_tokens=8)
-    prompt = list(range(20))
-    host.run("before", prompt)
-    host.settle()
-    assert host.scheduler.reset()
-    assert host.run("after", prompt).num_external_tokens == 0
-    host.settle()
-    assert host.run("after again", prompt).num_external_tokens == 16
-    assert host.parts[0].store.stat().num_records == 4

@@ -306,6 +306,7 @@ def test_reset_empties_memory_and_reads_nothing_of_before(host):
     host.settle()
     assert host.store.num_opened == NUM_CHUNKS
     assert promise(host, "of this epoch") == 40
+    assert host.parts[0].store.stat().num_records == 2 * NUM_CHUNKS  # none is deleted
 
 
 # -- what became of the store meanwhile ---------------------------------------------------------
