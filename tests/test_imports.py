@@ -60,7 +60,7 @@ ONLY_FROM = {
     "cache.deciding": [],
     "cache.moving": [],
     # Only hosts know the names of the seeds.
-    "v1": ["adapters"],
+    "v1": ["adapters", "testing/connector"],
     # A store moves opaque bytes. Only these know what a record is, and how it is aligned.
     "record": [
         "store/recordio.py",

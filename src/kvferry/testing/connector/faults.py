@@ -1,0 +1,239 @@
+"""Cases: the connector's store and its process fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvferry.testing.connector.host import (
+    Ask,
+    EngineDeadError,
+    NotHereError,
+    RefusedError,
+    RuleBrokenError,
+    die,
+)
+from kvferry.testing.connector.lab import Lab
+
+_DAMAGED = ("truncated", "emptied", "flipped", "flipped_header", "removed", "clock_set_back")
+FLAGS: dict[str, dict[str, Any]] = {
+    **{name: {"parts": 2, "may": ("refused",)} for name in _DAMAGED},
+    "gone_after_promise": {"parts": 2},
+    "after_a_failed_load": {"parts": 3, "killed": 1},
+    "read_only": {"parts": 2, "may": ("refused",)},
+    "killed_in_write": {"parts": 2, "killed": 0},
+    "killed_after_write": {"parts": 2, "killed": 0},
+}
+
+
+def _stored(lab: Lab) -> Ask:
+    """The first part stores a prompt. Later ones are to ask for it."""
+    ask = lab.ask(69)
+    if lab.part == 0:
+        lab.start()
+        lab.store_prompt(ask)
+        lab.stop()
+    return ask
+
+
+def _with_damage(lab: Lab, damage: Callable[[Path], object]) -> None:
+    """Start over the store with one kind of files, by suffix, damaged, and then over the next. The
+    prompt must be right, reused or not."""
+    ask = _stored(lab)
+    if lab.part == 0:
+        return
+    whole, refusals = lab.directory / "whole", []
+    shutil.copytree(lab.store, whole)
+    kinds = sorted({path.suffix for path in lab.files()})
+    if not kinds:
+        raise NotHereError("the connector keeps no files in {dir}")
+    for kind in kinds:
+        shutil.rmtree(lab.store)
+        shutil.copytree(whole, lab.store)
+        for path in lab.files():
+            if path.suffix == kind:
+                damage(path)
+        try:
+            with lab.during(kind or "files"):
+                lab.start()
+                lab.serve(lab.again(ask, max_tokens=3))
+                lab.forget()
+                lab.serve(lab.again(ask))
+                lab.stop()
+        except RefusedError as error:
+            refusals.append(f"{kind}: {error}")
+    if len(refusals) == len(kinds):
+        raise RefusedError("; ".join(refusals))
+
+
+def truncated(lab: Lab) -> None:
+    """Files that end half-way are a miss. [scheduler.py, _handle_invalid_blocks]"""
+    _with_damage(lab, lambda path: os.truncate(path, path.stat().st_size // 2))
+
+
+def emptied(lab: Lab) -> None:
+    """Empty files are a miss. [scheduler.py, _handle_invalid_blocks]"""
+    _with_damage(lab, lambda path: os.truncate(path, 0))
+
+
+def _flip(path: Path, divisor: int) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[len(content) // divisor] ^= 4
+        path.write_bytes(content)
+
+
+def flipped(lab: Lab) -> None:
+    """A flipped bit is a miss. [operators: disks and wires flip bits]"""
+    _with_damage(lab, lambda path: _flip(path, 2))
+
+
+def flipped_header(lab: Lab) -> None:
+    """A flipped bit near the start of a file is a miss. [operators: disks and wires flip bits]"""
+    _with_damage(lab, lambda path: _flip(path, 50))
+
+
+def removed(lab: Lab) -> None:
+    """Files that are gone are a miss. [scheduler.py, _handle_invalid_blocks]"""
+    _with_damage(lab, lambda path: path.unlink(missing_ok=True))
+
+
+def clock_set_back(lab: Lab) -> None:
+    """Files may be newer than the clock. [operators: clocks are set back]"""
+    ahead = time.time() + 40 * 86_400
+    _with_damage(lab, lambda path: os.utime(path, (ahead, ahead)))
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def gone_after_promise(lab: Lab) -> None:
+    """A store that is emptied between look-up and load fails the load, not the engine.
+    [scheduler.py, _handle_invalid_blocks: report, not raise]"""
+    ask = _stored(lab)
+    if lab.part == 1:
+        host = lab.start()
+        host.watch.after_promise = lambda: _empty(lab.store)
+        lab.expect(ask, 0)
+        lab.serve(lab.ask(50))
+
+
+def after_a_failed_load(lab: Lab) -> None:
+    """A load that failed leaves nothing that a later look-up takes for a hit. [scheduler.py: it
+    looks up again]"""
+    ask = _stored(lab)
+    if lab.part == 1:
+        host = lab.start()
+        host.watch.after_promise = lambda: _empty(lab.store)
+        with suppress(EngineDeadError):  # which another rule forbids
+            lab.serve(ask)
+        die()
+    if lab.part == 2:
+        lab.start()
+        lab.serve(ask)
+
+
+def directory_removed(lab: Lab) -> None:
+    """A directory that is removed under the engine costs hits alone. [operators: caches are
+    cleared]"""
+    lab.start()
+    stored = lab.store_prompt(lab.ask(69))
+    shutil.rmtree(lab.store)
+    lab.forget()
+    lab.serve(lab.again(stored, max_tokens=3), lab.ask(50))
+    lab.forget()
+    lab.serve(lab.again(stored))
+
+
+def disk_full(lab: Lab) -> None:
+    """A full disk costs hits alone, and these only until there is room again. [operators]"""
+    lab.start()
+    stored = lab.store_prompt(lab.ask(69))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_024, hard))
+    lab.forget()
+    lab.serve(lab.again(stored, max_tokens=3), lab.ask(69))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    lab.store_prompt(lab.ask(85))
+
+
+def read_only(lab: Lab) -> None:
+    """A directory that may not be written costs what is not stored. [operators]"""
+    ask = _stored(lab)
+    if lab.part == 0:
+        return
+    for path in (lab.store, *lab.store.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    _give_up_root()
+    if os.access(lab.store, os.W_OK, effective_ids=True):
+        raise NotHereError("this user may write anywhere")
+    lab.start()
+    lab.serve(ask, lab.ask(50))
+    lab.forget()
+    lab.serve(lab.again(ask))
+
+
+def _give_up_root() -> None:
+    """Drop the capabilities by which Linux lets root write where it may not."""
+    if os.geteuid() == 0 and os.uname().sysname == "Linux":
+        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        libc = ctypes.CDLL(None)
+        libc.capget(header, sets)
+        for index in range(3):  # effective, permitted, inheritable
+            sets[index] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        libc.capset(header, sets)
+
+
+def killed_in_write(lab: Lab) -> None:
+    """What a killed engine left half-written is no hit. [operators: machines crash]"""
+    host, ask = lab.start(), lab.ask(69)
+    if lab.part == 0:
+        before = lab.state()
+
+        def die_if_changed() -> None:
+            if lab.state() != before:
+                die()
+
+        host.after_layer = die_if_changed
+        host.add(ask)
+        for _ in range(1_000):
+            host.step()
+            die_if_changed()
+        die()
+    lab.serve(lab.again(ask, max_tokens=2))
+    lab.forget()
+    lab.serve(lab.again(ask))
+
+
+def killed_after_write(lab: Lab) -> None:
+    """What was stored is reused after the engine was killed. [operators: machines crash]"""
+    host, ask = lab.start(), lab.ask(69)
+    if lab.part == 0:
+        lab.store_prompt(ask)
+        host.add(lab.ask(101))
+        host.step()
+        die()
+    lab.expect(ask, 64)
+
+
+def private_files(lab: Lab) -> None:
+    """Stored KV is for its owner's eyes. [operators: prompts are secrets]"""
+    lab.start()
+    lab.store_prompt(lab.ask(69))
+    lab.notes.append(f"{len(lab.files())} files for a prompt of 4 blocks and 2 layers")
+    for path in lab.files():
+        way = [path, *(up for up in path.parents if lab.store in up.parents)]
+        if all(each.stat().st_mode & (0o011 if each.is_dir() else 0o044) for each in way):
+            raise RuleBrokenError(f"others may read files such as *{path.suffix}")

@@ -1,0 +1,108 @@
+"""The conformance kit finds bugs, survives connectors that do not, and finds none in ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from kvferry.testing.connector import RULES
+from kvferry.testing.connector.runner import Limits, Runner, Target
+from kvferry.testing.connector.suite import ConnectorTests
+from tests.testing.seeded import OPTIONS, SEEDED
+
+RULE = {rule.name: rule for rule in RULES}
+SECONDS = 240
+COMMAND = [sys.executable, "-m", "kvferry.testing.connector"]
+
+
+class TestOurs(ConnectorTests):
+    connector = "tests.testing.seeded:Ours"
+    options = OPTIONS
+
+
+def run_seeded(name: str, case: str, part: float = 120.0):
+    limits = Limits(part=part, patience=1.0)
+    with Runner(Target("tests.testing.seeded", name, OPTIONS), 0, limits) as runner:
+        return runner.run_case(RULE[case])
+
+
+@pytest.mark.parametrize(("name", "case"), SEEDED.items())
+def test_a_seeded_bug_is_found(name, case):
+    hangs = name in ("Hangs", "NeverShutsDown", "AsksAgainForEver", "NeverReportsTheEnd")
+    outcome = run_seeded(name, case, part=5.0 if hangs else 120.0)
+    assert not RULE[case].is_kept(outcome.verdict), outcome
+    assert (outcome.verdict == "hangs") == hangs or name == "IgnoresItsRank", outcome
+
+
+@pytest.mark.parametrize("name", ["EndsTheProcess", "Crashes", "EatsMemory"])
+def test_the_next_case_runs_whatever_a_class_does(name):
+    found = []
+    rules = [RULE[case] for case in ("starts", "reuse", "salt")]
+    with Runner(Target("tests.testing.seeded", name, OPTIONS)) as runner:
+        runner.run(rules, lambda rule, outcome: found.append((rule.name, outcome.verdict)))
+    assert found == [("starts", "right"), ("reuse", "engine dead"), ("salt", "engine dead")]
+
+
+@pytest.mark.parametrize("name", ["SkipsTheLastLayer", "AppendsBlocksOfResumedRequests"])
+def test_what_is_found_is_the_same_twice_and_names_token_layer_and_head(name):
+    once, twice = (run_seeded(name, SEEDED[name]) for _ in range(2))
+    assert once == twice
+    assert "token" in once.detail
+    assert "layer" in once.detail
+    assert "head" in once.detail
+
+
+def test_names_of_rules_are_unique_and_each_says_what_it_expects_and_where_from():
+    assert len(RULE) == len(RULES) > 50
+    for rule in RULES:
+        assert rule.expects.endswith("."), rule
+        assert rule.source, rule
+
+
+def run_command(*words: str, cwd=None):
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=SECONDS, cwd=cwd, check=False
+    )
+
+
+def test_the_command_reports_in_words_in_json_and_for_junit(tmp_path):
+    files = tmp_path / "report.json", tmp_path / "report.xml"
+    done = run_command(
+        "tests.testing.seeded:IgnoresSalts", "--config", json.dumps(OPTIONS), "--seed", "3",
+        "--case", "reuse", "--case", "salt", "--json", str(files[0]), "--junit", str(files[1]),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "1 rules kept, 1 broken, 0 not run here" in done.stdout
+    report = json.loads(files[0].read_text())
+    assert [case["verdict"] for case in report["cases"]] == ["right", "wrong"]
+    replay = report["cases"][1]["replay"]
+    assert replay in done.stdout
+    assert replay.endswith("--seed 3 --case salt")
+    suite = ElementTree.parse(files[1]).getroot()
+    assert [len(case) for case in suite] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seeded"], "names no class; write MODULE:CLASS"),
+        (["nowhere:Class"], "No module named 'nowhere'"),
+        (["json:JSONDecoder"], "is no V1 connector"),
+        (["tests.testing.seeded:Nothing"], "has no Nothing"),
+        (["a:B", "--config", "{"], "--config is no JSON"),
+        (["a:B", "--config", "[]"], "must be a JSON object"),
+        (["a:B", "--seed", "-1"], "there is no seed '-1'"),
+        (["a:B", "--case", "resue"], "did you mean 'reuse'?"),
+        (["tests.testing.seeded:NeedsADevice"], "no CUDA device"),
+    ],
+)
+def test_input_that_cannot_be_used_costs_one_line(words, said):
+    done = run_command(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
