@@ -36,12 +36,12 @@ from kvferry.types import KVGroup
 from tests.adapters.transformers.generating import prompt, reuse
 from tests.cli.test_explain import put_prompt, put_row, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
-from tests.cli.test_remote_commands import guarded, seaweed, url_of, valkey_server
+from tests.cli.test_remote_commands import guarded, mooncake, seaweed, url_of, valkey_server
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
 from tests.servers.valkey import running_valkey
 
-__all__ = ["guarded", "seaweed", "url_of", "valkey_server"]
+__all__ = ["guarded", "mooncake", "seaweed", "url_of", "valkey_server"]
 
 CONFIG = {
     "kv_connector": "KVFerryConnector",
@@ -158,6 +158,13 @@ def test_nothing_is_wrong_with_a_peer_that_has_the_same_key(model_dir, tmp_path)
         assert faults(f"peer://{peer}/ours") == []
         assert faults(f"peer://{peer}/other") == [Fault.LOGIN]
     assert faults(f"peer://{peer}/ours") == [Fault.AWAY]
+
+
+def test_nothing_is_wrong_with_a_mooncake_that_can_be_listed(url_of):
+    place = url_of("mooncake")
+    put_prompt(place)
+    assert faults(place) == []
+    assert faults(place.partition("?")[0]) == [Fault.UNLISTED]
 
 
 # -- stores ---------------------------------------------------------------------------------------
@@ -483,7 +490,7 @@ def test_a_configuration_that_nobody_has_written_by(run, found, url, model_dir, 
 def test_what_vllm_logs_is_not_on_stdout(run, monkeypatch):
     def logs():
         print("INFO of vLLM")
-        return [], ["messages of workers"]
+        return []
 
     monkeypatch.setattr("kvferry.doctor.vllm.check_installed", logs)
     ran = run("doctor", "--vllm", "--json", "-")
@@ -503,7 +510,7 @@ def test_a_vllm_that_is_not_served_and_does_not_load_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("kvferry.doctor.vllm.entry_points", lambda **_: EntryPoints())
     try:
-        findings, _ = check_installed({"VLLM_PLUGINS": "other"})
+        findings = check_installed({"VLLM_PLUGINS": "other"})
     finally:
         for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:
             del sys.modules[name]
@@ -654,7 +661,7 @@ def test_ctrl_c_and_a_reader_that_leaves(url, tmp_path):
 
 
 def test_the_checks_of_vllm_are_asked_by_their_names():
-    assert check_installed({})[0][0].where == "vllm"
+    assert check_installed({})[0].where == "vllm"
     assert check_config(config()).findings == []
 
 

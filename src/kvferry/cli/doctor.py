@@ -78,7 +78,8 @@ def doctor(
         config = check_config(vllm_config)
     facts = None if model is None else _model(model, {} if config is None else config.fields)
     findings = [] if config is None else list(config.findings)
-    hooks = _check_vllm(findings) if vllm else None
+    if vllm:
+        findings += _check_vllm()
     here = machine_bytes()
     if config is not None:
         findings += machine.check_pool(here, config.memory_bytes, facts, config.step_tokens)
@@ -89,9 +90,10 @@ def doctor(
     for report in reports:
         findings += report.findings
     about: JsonRow = {**machine.software(), "memory_bytes": here}
-    if hooks is not None:
-        about["optional hooks of vllm"] = ", ".join(hooks) or "none"
-    _show(about, facts, reports, sorted(findings, key=lambda each: each.fault.severity), json)
+    if facts is not None:
+        names = ("token_bytes", "record_bytes", "context_tokens")
+        about |= {name: getattr(facts, name) for name in names}
+    _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
     if findings:
         raise typer.Exit(1)
 
@@ -106,13 +108,11 @@ def _opened(url: StoreUrl) -> Store:
     )
 
 
-def _check_vllm(findings: list[Finding]) -> list[str]:
+def _check_vllm() -> list[Finding]:
     from kvferry.doctor.vllm import check_installed
 
     with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
-        found, hooks = check_installed()
-    findings += found
-    return hooks
+        return check_installed()
 
 
 def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
@@ -150,16 +150,8 @@ def groups_of(model: Path) -> tuple[KVGroup, ...]:
 
 
 def _show(
-    about: JsonRow,
-    model: Model | None,
-    reports: list[StoreReport],
-    findings: list[Finding],
-    json: str | None,
+    about: JsonRow, reports: list[StoreReport], findings: list[Finding], json: str | None
 ) -> None:
-    if model is not None:
-        about["token_bytes"] = model.token_bytes
-        about["record_bytes"] = model.record_bytes
-        about["context_tokens"] = model.context_tokens
     rows: list[JsonRow] = [
         {
             "code": each.fault.code,

@@ -92,6 +92,9 @@ class Fault(Enum):
                "check the disk or server; `kvferry verify` takes damaged records out")
     VANISHED = (_W, "files of records were removed in the last day, and not by kvferry",
                 "nothing, if it was you; else keep other programs out: the quota makes room")
+    UNLISTED = (_W, "its records cannot be looked through: {said}",
+                "nothing for engines; commands need the right to list, and of Mooncake ?admin=...",
+                r"cannot list|lists names on")
     DESCRIPTION = (_W, "the description of namespace {namespace} is damaged, or of another",
                    "start an engine of this model, which writes it again")
     NOT_SHARED = (_W, "namespaces {one} and {other} are of one model and do not share: {fields}",

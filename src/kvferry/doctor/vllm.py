@@ -55,11 +55,10 @@ class VllmConfig:
         self.findings.append(fault.at("config", said=said, module=MODULE))
 
 
-def check_installed(environment: Mapping[str, str] = os.environ) -> tuple[list[Finding], list[str]]:
-    """Return what is wrong with the installed vLLM, and which optional hooks it has. Imports vLLM,
-    which takes seconds."""
+def check_installed(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return what is wrong with the installed vLLM. Imports it, which takes seconds."""
     if find_spec("vllm") is None:
-        return [Fault.NO_VLLM.at("vllm")], []
+        return [Fault.NO_VLLM.at("vllm")]
     findings = []
     plugins = environment.get(PLUGINS)
     if plugins is not None and "kvferry" not in plugins.split(","):
@@ -67,15 +66,10 @@ def check_installed(environment: Mapping[str, str] = os.environ) -> tuple[list[F
     if "kvferry" not in entry_points(group="vllm.general_plugins").names:
         findings.append(Fault.ENTRY_POINT.at("vllm", module=MODULE))
     try:
-        host = load_host()
+        load_host()
     except ConfigError as error:
-        return [*findings, Fault.RELEASE.at("vllm", said=error)], []
-    optional = {
-        "messages of workers": host.worker_meta,
-        "results of transfers": host.results,
-        "sources of hits": host.hit_sources,
-    }
-    return findings, [name for name, hook in optional.items() if hook is not None]
+        findings.append(Fault.RELEASE.at("vllm", said=error))
+    return findings
 
 
 def check_config(given: str) -> VllmConfig:
