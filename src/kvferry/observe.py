@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "store_evicted_bytes": Family("Bytes evicted to keep the quota."),
     "pins_refused": Family("Pins that requests asked for and that the store did not keep."),
     "hook_failed": Family("Faults of kvferry that were kept from the engine."),
-    "tier_reads": Family("Reads of a tier: hit, miss, failed, skipped.", ("tier", "result")),
+    "tier_reads": Family("Reads of a tier: hit, miss, failed, away.", ("tier", "result")),
     "tier_read_bytes": Family("Bytes read from a tier.", ("tier",)),
     "tier_writes": Family("Writes to a tier by their result.", ("tier", "result")),
     "tier_copies": Family("Copies to a tier from another by their result.", ("tier", "result")),

@@ -21,7 +21,7 @@ def main(given: str) -> None:
     """
     # A busy machine may make a write slow, and the store gives a slow write up for good. The
     # engine has no option for that.
-    url.Patience = partial(Patience, min_write_seconds=30.0, close_seconds=60.0)  # type: ignore[misc,assignment]
+    url.Patience = partial(Patience, write_seconds=30.0, close_seconds=60.0)  # type: ignore[misc,assignment]
     work = json.loads(given)
     options = {"connector_options": {"chunk_tokens": work["chunk_tokens"]}}
     for write in work["writes"]:

@@ -201,7 +201,9 @@ def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(opens, caplog)
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
         assert store.stat().num_records == 1
         is_away.clear()
-        wait_until(lambda: store.stat().num_records == 2, "the far one has it, too")
+        wait_until(lambda: store.tiers()[1].state == "up", "the far one is open")
+        assert store.put(make_key(1), [b"value"]) is PutResult.STORED
+        wait_until(lambda: store.stat().num_records == 3, "the far one has this one, too")
     assert len(caplog.records) == 2
     is_away.set()
     with pytest.raises(StoreError, match="away"):

@@ -172,6 +172,7 @@ class Relay:
         self._ends.set()
         self.resume.set()
         socket.create_connection(("127.0.0.1", self.port)).close()
+        self._threads[0].join(PATIENCE_SECONDS)  # first, as it opens more
         for each in self._open:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

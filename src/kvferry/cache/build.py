@@ -28,8 +28,9 @@ from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
+from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import value_check
-from kvferry.store.url import open_store, parse_store_url
+from kvferry.store.url import open_store, parse_tiers
 from kvferry.transfer.server import Listen, PeerServer
 
 logger = logging.getLogger(__name__)
@@ -222,24 +223,14 @@ class PrefixCache:
         return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
 
 
-def _others(store: str | Sequence[str], itself: Listen) -> list[str]:
+def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:
     """Leave this engine out of the peers that the URLs name: a configuration that several engines
     share names all of them. If no URL were left, the URLs stay as they are. Raises ConfigError for
     an invalid URL."""
-    urls = [store] if isinstance(store, str) else list(store)
-    kept = []
-    for url in urls:
-        parsed = parse_store_url(url)
-        if parsed.scheme != "peer" or parsed.path:
-            kept.append(url)
-            continue
-        scheme, _, place = url.partition("://")
-        hosts, *options = place.split("?", 1)
-        named = zip(hosts.split(","), parsed.hosts, strict=True)
-        others = [text for text, address in named if not itself.is_at(*address)]
-        if others:
-            kept.append("?".join([f"{scheme}://{','.join(others)}", *options]))
-    return kept or urls
+    tiers = parse_tiers(store)
+    return [
+        url for url in tiers if url.scheme != "peer" or not itself.is_at(*url.hosts[0])
+    ] or tiers
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:

@@ -69,7 +69,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
             that lives in one process only and so has nothing to show to another.
         StoreError: a server hangs.
     """
-    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
+    parsed = parse_store_url(url)
     if parsed.scheme == "memory":
         raise ConfigError(
             f"store URL {str(parsed)!r}: a memory store ends with its process, so there is nothing "

@@ -88,6 +88,7 @@ class StoreKind:
         check_path: raises ConfigError for a path that a local store cannot have. It gets the start
             of the message, the path as it was written, and the path with its escapes decoded.
         is_private: whether each opening makes another store, even with an equal URL.
+        is_each_host: whether each host of a URL is a store, and so `open` gets one host.
     """
 
     options: type[Any]
@@ -98,6 +99,7 @@ class StoreKind:
     aliases: Mapping[str, str] = field(default_factory=dict)
     check_path: Callable[[str, str, str], None] = lambda _where, _raw, _path: None
     is_private: bool = False
+    is_each_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

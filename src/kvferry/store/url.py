@@ -31,22 +31,21 @@ MODULES: Mapping[str, str] = {
 }
 """The module of each scheme, which has a `StoreKind` named `KIND`. Loaded when a URL names it."""
 
-# For a directory or memory that is the only store. To give up on it early gains nothing: requests
-# have deadlines of their own, and a machine may stall for seconds. So only a hang is a failure.
-_ALONE = Patience(min_limit_seconds=5.0, min_write_seconds=30.0)
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 
-def parse_store_url(url: str) -> StoreUrl:
+def parse_store_url(url: str | StoreUrl) -> StoreUrl:
     """Parse a URL such as `file:///abs/path?max_bytes=10GiB`, `memory://name` or
     `valkey://user:password@host:6379/prefix`. Percent escapes are decoded (write %3F for ?, %23
     for #, %40 for @ and %2F for / where they do not separate). `read_options` checks the options.
+    A parsed URL is returned as it is.
 
     Raises:
         ConfigError: not a string, no or an unknown scheme, a relative path, a host that is missing
             or must not be there, text that is not escaped, an option given twice or without value.
     """
+    if isinstance(url, StoreUrl):
+        return url
     if not isinstance(url, str):
         raise ConfigError(
             "a store URL is text such as file:///var/cache/kvferry, not a value of type "
@@ -164,13 +163,15 @@ def refuse_small_quota(url: StoreUrl, record_bytes: int, sized_by: str = "chunk_
         )
 
 
-def _parse_tiers(urls: str | Sequence[str]) -> list[StoreUrl]:
-    """Parse one URL or several. Raises ConfigError for none, or for two that name one place."""
+def parse_tiers(urls: str | Sequence[str | StoreUrl]) -> list[StoreUrl]:
+    """Parse one URL or several: one for each tier. Raises ConfigError for none, or for two that
+    name one place."""
     if not isinstance(urls, str | list | tuple):
         raise ConfigError(
             f"a store is a URL or a list of them, not a value of type {type(urls).__name__}"
         )
-    parsed = [parse_store_url(url) for url in ((urls,) if isinstance(urls, str) else urls)]
+    given = (urls,) if isinstance(urls, str) else urls
+    parsed = [tier for url in given for tier in _each_host(parse_store_url(url))]
     if not parsed:
         raise ConfigError(
             "the list of stores is empty; name one, such as file:///var/cache/kvferry"
@@ -180,6 +181,12 @@ def _parse_tiers(urls: str | Sequence[str]) -> list[StoreUrl]:
         if places.count(place) > 1 and not kind_of(url.scheme).is_private:
             raise ConfigError(f"two tiers are at one place, {str(url)!r}; leave one out")
     return parsed
+
+
+def _each_host(url: StoreUrl) -> list[StoreUrl]:
+    if not kind_of(url.scheme).is_each_host:
+        return [url]
+    return [replace(url, hosts=(host,)) for host in dict.fromkeys(url.hosts)]
 
 
 def _place_of(url: StoreUrl) -> tuple[object, ...]:
@@ -192,7 +199,7 @@ def _place_of(url: StoreUrl) -> tuple[object, ...]:
 
 
 def open_store(
-    url: str | Sequence[str],
+    url: str | Sequence[str | StoreUrl],
     *,
     observer: Observer | None = None,
     multi_process: bool = False,
@@ -240,7 +247,7 @@ def open_store(
         namespace=namespace,
         value_bytes=None if check is None else check.num_bytes,
     )
-    return _open_tiers(_parse_tiers(url), opening, check, description, start_seconds)
+    return _open_tiers(parse_tiers(url), opening, check, description, start_seconds)
 
 
 def _open_tiers(
@@ -269,15 +276,16 @@ def _open_tiers(
         [Unopened(str(each), partial(opened, each)) for each in parsed],
         opening.observer,
         check=check,
-        patience=replace(
-            _ALONE if is_local else Patience(),
-            start_seconds=math.inf if start_seconds is None else start_seconds,
-        ),
+        patience=Patience(start_seconds=math.inf if start_seconds is None else start_seconds),
     )
 
 
 def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
-    """Open the store of one URL, without a tier around it. Raises as `open_store`."""
-    parsed = url if isinstance(url, StoreUrl) else parse_store_url(url)
-    kind = kind_of(parsed.scheme)
-    return kind.open(parsed, read_options(parsed), Opening() if opening is None else opening)
+    """Open the store of one URL, without a tier around it, but several peers as tiers. Raises as
+    `open_store`."""
+    opening = Opening() if opening is None else opening
+    tiers = _each_host(parse_store_url(url))
+    if len(tiers) > 1:
+        return _open_tiers(tiers, opening, None, None, None)
+    kind = kind_of(tiers[0].scheme)
+    return kind.open(tiers[0], read_options(tiers[0]), opening)

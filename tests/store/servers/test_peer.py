@@ -17,7 +17,7 @@ from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
-from kvferry.store.servers.peer import MAX_WRONG, PeerStore, PeerStores
+from kvferry.store.servers.peer import MAX_WRONG, PeerStore
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one, open_store
@@ -199,6 +199,9 @@ def test_of_several_peers_each_is_asked_for_what_it_has(serving):
         assert read_value(peers, make_key(number)) == make_value(1000, number)
     assert peers.read(make_key(2), ()) is None
     servers[0].close()
+    for _ in range(Patience().max_failures):
+        with pytest.raises(StoreError, match=r"peer 127\.0\.0\.1"):
+            peers.read(make_key(0), (), soon())
     assert peers.read(make_key(0), (), soon()) is None
     for _ in range(20):
         assert read_value(peers, make_key(1)) == make_value(1000, 1)
@@ -211,43 +214,45 @@ def test_of_several_peers_the_one_that_has_a_value_is_named(serving):
     for number, memory in enumerate(memories):
         memory.put(make_key(number), [b"value"])
     ports = [serving.start(memory).address[1] for memory in memories]
-    with open_store(["memory://", serving.url(*ports)], namespace=SPACE) as store:
+    counts = Counters()
+    urls = ["memory://", serving.url(*ports)]
+    with open_store(urls, namespace=SPACE, observer=counts) as store:
         store.probe([make_key(0), make_key(1)])
         wait_until(lambda: all(store.contains(make_key(n)) for n in range(2)), "both are known")
         for number, port in enumerate(ports):
-            assert store.tier_of(make_key(number)) == f"peer 127.0.0.1:{port}"
+            name = f"peer 127.0.0.1:{port}"
+            assert store.tier_of(make_key(number)) == name
+            assert read_value(store, make_key(number)) == b"value"
+            assert counts[f"tier_reads/{name}/hit"] >= 1
+        assert [tier.name for tier in store.tiers()] == [
+            "memory",
+            *(f"peer 127.0.0.1:{port}" for port in ports),
+        ]
     with open_store(serving.url(ports[0]), namespace=SPACE) as store:
         assert read_value(store, make_key(0)) == b"value"
         assert store.tier_of(make_key(0)) == "peer"
 
 
-def test_of_peers_that_hold_a_value_the_faster_is_read_first(serving):
-    passed, read = [0.0], []
+def test_a_peer_that_is_not_known_to_have_a_value_is_asked_last(serving):
+    """Also after farther tiers."""
+    memories = [MemoryStore(), MemoryStore()]
+    memories[1].put(make_key(), [b"value"])
+    urls = [serving.url(*(serving.start(memory).address[1] for memory in memories)), "memory://"]
+    counts = Counters()
+    with open_store(urls, namespace=SPACE, observer=counts) as store:
+        names = [tier.name for tier in store.tiers()]
 
-    class Slow(MemoryStore):
-        """By the clock of the readers, a loan takes `seconds`."""
+        def asked():
+            return [
+                sum(counts[f"tier_reads/{each}/{end}"] for end in ("hit", "miss")) for each in names
+            ]
 
-        seconds = 0.0
-
-        def lend(self, key, seconds):
-            if seconds:  # not asked for its state alone
-                passed[0] += self.seconds
-                read.append(self)
-            return super().lend(key, seconds)
-
-    first, second = memories = Slow(), Slow()
-    opened = []
-    for memory in memories:
-        memory.put(make_key(), [b"value"])
-        opened.append(serving.open(serving.start(memory).address[1]))
-    with PeerStores(opened, clock=lambda: time.monotonic() + passed[0]) as peers:
-        peers.probe([make_key()])
-        wait_until(lambda: all(each.contains(make_key()) for each in opened), "both are known")
-        for memory, seconds in ((first, 10.0), (second, 100.0)):
-            memory.seconds = seconds
-            for _ in range(2):
-                assert peers.read(make_key(), ()) == len(b"value")
-    assert read == [first, second, second, first]
+        assert store.read(make_key(), (), soon()) == len(b"value")
+        assert asked() == [1, 1, 1]
+        assert store.read(make_key(), (), soon()) == len(b"value")
+        assert asked() == [1, 2, 1], "now it is known"
+        assert store.read(make_key(1), (), soon()) is None
+        assert asked() == [2, 3, 2]
 
 
 def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):

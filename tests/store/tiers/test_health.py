@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import ConfigError, StoreError, StorePlaceError
-from kvferry.store.tiers.health import Health, Limit, Patience, State
+from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.testing.clock import FakeClock
 
 PATIENCE = Patience()
@@ -22,15 +22,17 @@ WRONG = ConfigError("no such option")
 def make(*events, clock=None):
     """A tier's health after these events; opened first, unless the first event is about that."""
     health = Health("store x://y", clock or FakeClock(), PATIENCE)
-    if not (events and events[0][0] in ("open_failed", "is_late", "close")):
+    if not (events and events[0][0] in ("open_failed", "is_left_out", "close")):
         health.opened()
     for name, *given in events:
         getattr(health, name)(*given)
     return health
 
 
-FAIL = ("failed", "down", 0)
+FAIL = ("failed", "down")
 GO_AWAY = [FAIL] * PATIENCE.max_failures
+COME_BACK = ("trial_answered",)
+LATE = ("is_left_out", "did not open")
 
 
 @pytest.mark.parametrize(
@@ -38,30 +40,34 @@ GO_AWAY = [FAIL] * PATIENCE.max_failures
     [
         ([], State.UP, True, math.inf),
         ([FAIL] * 2, State.UP, True, math.inf),
-        ([FAIL, FAIL, ("succeeded", 0), FAIL, FAIL], State.UP, True, math.inf),
+        ([FAIL, FAIL, ("answered",), FAIL, FAIL], State.UP, True, math.inf),
+        ([FAIL, FAIL, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
         (GO_AWAY, State.AWAY, False, 0.5),
         ([*GO_AWAY, FAIL], State.AWAY, False, 0.5),
-        ([*GO_AWAY, ("succeeded", 0)], State.AWAY, False, 0.5),
-        ([*GO_AWAY, ("succeeded", 1)], State.UP, True, math.inf),
-        ([*GO_AWAY, ("succeeded", 1), *GO_AWAY], State.UP, True, math.inf),
-        ([("write_failed", 0.0, 0)], State.REFUSING, False, -math.inf),
-        ([("write_failed", 0.0, 0), ("begin_check",)], State.REFUSING, False, math.inf),
-        ([("write_failed", 0.0, 0), ("stored",)], State.REFUSING, False, -math.inf),
-        ([("no_room", 1.0)], State.REFUSING, False, math.inf),
-        ([("no_room", 1.0), *GO_AWAY], State.AWAY, False, 0.5),
-        ([*GO_AWAY, ("no_room", 1.0), ("succeeded", 1)], State.UP, True, math.inf),
-        ([*GO_AWAY, ("write_failed", 1.0, 0), ("succeeded", 1)], State.UP, True, math.inf),
-        ([*GO_AWAY, ("succeeded", 1), ("write_failed", 1.0, 0)], State.UP, True, math.inf),
+        ([*GO_AWAY, ("answered",)], State.AWAY, False, 0.5),
+        ([*GO_AWAY, COME_BACK], State.UP, True, math.inf),
+        ([*GO_AWAY, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
+        ([*GO_AWAY, COME_BACK, *GO_AWAY], State.AWAY, False, 0.5),
+        ([("write_failed", "why")], State.REFUSING, False, -math.inf),
+        ([("write_failed", "why"), COME_BACK], State.REFUSING, False, math.inf),
+        ([("write_failed", "why"), ("stored",)], State.REFUSING, False, -math.inf),
+        ([("write_failed", "why"), *GO_AWAY], State.AWAY, False, 0.5),
+        ([("write_failed", "why"), *GO_AWAY, COME_BACK], State.UP, True, math.inf),
+        ([("no_room",)], State.REFUSING, False, math.inf),
+        ([("no_room",), *GO_AWAY], State.AWAY, False, 0.5),
+        ([*GO_AWAY, ("no_room",), COME_BACK], State.UP, True, math.inf),
+        ([*GO_AWAY, ("write_failed", ""), COME_BACK], State.UP, True, math.inf),
         ([("close",), ("opened",)], State.CLOSED, False, math.inf),
-        ([*GO_AWAY, ("close",), ("succeeded", 1)], State.CLOSED, False, math.inf),
-        ([("close",), FAIL, ("no_room", 1.0)], State.CLOSED, False, math.inf),
+        ([*GO_AWAY, ("close",), COME_BACK], State.CLOSED, False, math.inf),
+        ([("close",), FAIL, ("no_room",)], State.CLOSED, False, math.inf),
         ([("open_failed", AWAY)], State.OPENING, False, 5.0),
         ([("open_failed", NOT_A_STORE)], State.OPENING, False, 5.0),
         ([("open_failed", WRONG)], State.OPENING, False, math.inf),
         ([("open_failed", AWAY), ("open_failed", NOT_A_STORE)], State.OPENING, False, 5.0),
         ([("open_failed", AWAY), ("open_failed", OSError())], State.OPENING, False, math.inf),
         ([("open_failed", AWAY), ("opened",)], State.UP, True, math.inf),
-        ([("is_late", 2.0), FAIL, ("succeeded", 0)], State.OPENING, False, -math.inf),
+        ([("open_failed", AWAY), *[FAIL] * 2, ("opened",), FAIL], State.UP, True, math.inf),
+        ([LATE, FAIL, COME_BACK], State.OPENING, False, -math.inf),
     ],
 )
 def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
@@ -72,43 +78,56 @@ def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
     assert health.next_try - clock() == seconds_to_try
 
 
+def test_one_failure_that_took_long_is_enough():
+    health = make()
+    assert "not used until it answers: down" in health.failed("down", is_long=True)
+    assert health.state is State.AWAY
+
+
 @pytest.mark.parametrize(
     ("events", "lines"),
     [
         ([("opened",)], []),
-        ([("is_late", 2.0), ("opened",)], ["did not open within 2 s", "opened after"]),
+        ([LATE, ("opened",)], ["did not open", "opened after"]),
         (
-            [("open_failed", AWAY), ("open_failed", AWAY), ("is_late", 2.0), ("opened",)],
+            [("open_failed", AWAY), ("open_failed", AWAY), LATE, ("opened",)],
             ["cannot be opened: it does not answer: serving without it", "opened after"],
         ),
         ([("open_failed", NOT_A_STORE)], []),
         ([("open_failed", WRONG)], []),
         (
-            [(name, NOT_A_STORE) for name in ("open_failed", "is_left_out", "open_failed")],
-            ["it is not a kvferry store: serving without it until it can"],
+            [
+                ("open_failed", NOT_A_STORE),
+                ("is_left_out", "cannot be opened"),
+                ("open_failed", NOT_A_STORE),
+            ],
+            ["cannot be opened"],
         ),
         (
-            [("is_late", 2.0), *[("open_failed", NOT_A_STORE)] * 2, ("open_failed", AWAY)],
+            [LATE, *[("open_failed", NOT_A_STORE)] * 2, ("open_failed", AWAY)],
             [
                 "did not open",
                 "cannot be opened: it is not a kvferry store",
                 "does not answer: serv",
             ],
         ),
+        ([LATE, ("open_failed", WRONG)], ["did not open", "cannot be opened: no such option"]),
+        ([("opened",), *[FAIL, ("answered",)] * 20], []),
         (
-            [("is_late", 2.0), ("open_failed", WRONG)],
-            ["did not open", "cannot be opened: no such option"],
-        ),
-        ([("opened",), *[FAIL, ("succeeded", 0)] * 20], []),
-        (
-            [("opened",), *GO_AWAY, FAIL, ("succeeded", 1)],
+            [("opened",), *GO_AWAY, FAIL, COME_BACK],
             ["not used until it answers: down", "used again after 0.0 s"],
         ),
         (
-            [("opened",), *[("write_refused", "read-only")] * 3, ("no_room", 0.0), ("stored",)],
+            [
+                ("opened",),
+                *[("write_failed", "read-only"), COME_BACK] * 3,
+                ("no_room",),
+                ("stored",),
+            ],
             ["answers, but a value could not be stored: read-only"],
         ),
-        ([("opened",), *[("no_room", 0.0)] * 3], ["answers, but it has no room for a value"]),
+        ([("opened",), ("write_failed", "read-only"), *GO_AWAY], ["not used until"]),
+        ([("opened",), *[("no_room",)] * 3], ["answers, but it has no room for a value"]),
     ],
 )
 def test_a_change_has_one_log_line(events, lines):
@@ -121,7 +140,7 @@ def test_a_change_has_one_log_line(events, lines):
 
 
 def test_below_a_mount_that_was_away_no_store_is_made():
-    assert make(("is_late", 1.0)).may_create
+    assert make(LATE).may_create
     assert not make(("open_failed", AWAY)).may_create
     assert make(("open_failed", NOT_A_STORE)).may_create
 
@@ -143,51 +162,46 @@ def test_trials_of_an_away_store_come_at_growing_pauses():
 def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little():
     clock = FakeClock()
     health = make(clock=clock)
-    logged = []
+    logged, num_away = [], 0
     for _ in range(600):  # a minute: trials succeed, and what comes then fails
         clock.advance(0.1)
         if health.is_up:
-            logged += [health.failed("why", health.generation) for _ in GO_AWAY]
+            num_away += 1
+            logged += [health.failed("why") for _ in GO_AWAY]
         elif health.claim_try():
-            logged.append(health.succeeded(health.generation))
-    assert health.generation < 20
+            logged.append(health.trial_answered())
+    assert num_away < 20
     assert len(list(filter(None, logged))) == 3
 
 
-def test_writes_pause_for_a_share_of_what_the_failed_one_took():
+def test_writes_pause_longer_with_each_failure_until_one_succeeds():
     clock = FakeClock()
-    health = make(("write_failed", 2.0, 0), clock=clock)
-    clock.advance(8.4)
-    assert not health.accepts_writes
-    clock.advance(0.2)
-    assert health.accepts_writes
-    assert health.state is State.REFUSING
+    health = make(clock=clock)
+
+    def pause():
+        health.write_failed("why")
+        health.trial_answered()
+        waited = 0.0
+        while not health.accepts_writes:
+            clock.advance(0.125)
+            waited += 0.125
+        assert health.state is State.REFUSING
+        return waited
+
+    assert [pause() for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
     health.stored()
     assert health.state is State.UP
+    assert pause() == 0.5
 
 
 def test_refusals_end_when_a_write_succeeds_long_after_the_last():
     clock = FakeClock()
-    health = make(("no_room", 0.0), clock=clock)
+    health = make(("no_room",), clock=clock)
     clock.advance(PATIENCE.accepts_again_seconds - 1)
     assert not health.stored()
     clock.advance(1)
     assert health.stored() == "store x://y: takes values again"
     assert not health.stored()
-
-
-def test_a_limit_follows_what_calls_took():
-    limit = Limit(0.5, 30.0)
-    assert limit.seconds == 2.0
-    for _ in range(50):
-        limit.saw(1.0)
-    assert 2.0 <= limit.seconds < 2.5
-    for _ in range(100):
-        limit.saw(0.001)
-    assert limit.seconds == 0.5
-    for _ in range(100):
-        limit.saw(1000.0)
-    assert limit.seconds == 30.0
 
 
 class AnyEvents(RuleBasedStateMachine):
@@ -198,9 +212,6 @@ class AnyEvents(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.health = Health("store x", self.clock, PATIENCE)
         self.in_a_row = 0
-        self.went_away_at = 0.0
-
-    generations = st.integers(0, 3)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.6, 6.0, 100.0]))
     def wait(self, seconds):
@@ -217,42 +228,48 @@ class AnyEvents(RuleBasedStateMachine):
         was_opening = self.health.state is State.OPENING
         self.health.opened()
         assert not was_opening or self.health.state is State.UP
-        if was_opening:
-            self.in_a_row = 0
 
-    @rule(old=generations)
-    def fails(self, old):
-        was_up, generation = self.health.is_up, self.health.generation
-        self.health.failed("why", generation - old)
-        if was_up and not old:
-            self.in_a_row += 1
-        assert (self.health.generation > generation) == (was_up and self.in_a_row >= 3)
-        if self.health.generation > generation:
-            assert self.health.state is State.AWAY
-            self.in_a_row, self.went_away_at = 0, self.clock()
-
-    @rule(old=generations)
-    def succeeds(self, old):
+    @rule(is_long=st.booleans())
+    def fails(self, is_long):
         before = self.health.state
-        self.health.succeeded(self.health.generation - old)
-        if not old and before not in (State.OPENING, State.CLOSED):
+        self.health.failed("why", is_long=is_long)
+        if before not in (State.UP, State.REFUSING):
+            assert self.health.state is before
+            return
+        self.in_a_row += 1
+        is_away = is_long or self.in_a_row >= PATIENCE.max_failures
+        assert self.health.state is (State.AWAY if is_away else before)
+
+    @rule()
+    def is_answered(self):
+        before = self.health.state
+        self.health.answered()
+        assert self.health.state is before
+        if self.health.is_up:
             self.in_a_row = 0
-            assert self.health.is_up
+
+    @rule()
+    def a_trial_is_answered(self):
+        before = self.health.state
+        self.health.trial_answered()
+        if before is State.AWAY:
+            assert self.health.state is State.UP
         else:
             assert self.health.state is before
+        if self.health.is_up:
+            self.in_a_row = 0
 
-    @rule(old=generations, seconds=st.floats(0.0, 10.0))
-    def write_fails(self, old, seconds):
+    @rule()
+    def write_fails(self):
         was_up = self.health.is_up
-        self.health.write_failed(seconds, self.health.generation - old)
+        self.health.write_failed("")
         assert self.health.is_up is was_up, "a store that refuses writes is read"
-        if was_up and not old:
-            assert not self.health.accepts_writes
+        assert not self.health.accepts_writes
 
-    @rule(seconds=st.floats(0.0, 10.0))
-    def has_no_room(self, seconds):
+    @rule()
+    def has_no_room(self):
         was_up = self.health.is_up
-        self.health.no_room(seconds)
+        self.health.no_room()
         assert self.health.is_up is was_up
 
     @rule()
@@ -265,8 +282,8 @@ class AnyEvents(RuleBasedStateMachine):
     def tries(self):
         is_due = self.clock() >= self.health.next_try
         assert self.health.claim_try() is is_due
-        self.health.begin_check()
-        assert not self.health.claim_try(), "one at a time"
+        if not self.health.is_up:
+            assert not self.health.claim_try(), "one at a time"
 
     @precondition(lambda self: self.health.state is State.AWAY)
     @rule()

@@ -220,8 +220,8 @@ def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog)
             wait_until(lambda: tier.next_try < math.inf, "the last try has ended")
             clock.advance(5.0)
             wait_until(lambda at=count: len(place.tries) == at, "it is tried")
-        place.error = None
         wait_until(lambda: tier.next_try < math.inf, "the last try has ended")
+        place.error = None
         clock.advance(5.0)
         wait_until(lambda: tier.up is not None, "it is open")
         assert store.put(KEY, [b"x"]) is PutResult.STORED

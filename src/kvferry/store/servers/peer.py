@@ -1,8 +1,8 @@
 """Records in the memory of other engines (peers), as a read-only store: `peer://host:port`.
 
 A peer's memory changes without notice. So the keys that it says it holds are a hint, records that
-it sends are verified as all others are, and nothing is removed there. Several peers are tiers of
-one store: each has a circuit breaker and a time limit of its own.
+it sends are verified as all others are, and nothing is removed there. A URL with several peers is
+as many tiers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from kvferry.store.base import (
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerStore
-from kvferry.store.tiers.tier import Tier
-from kvferry.store.tiers.tiered import TieredStore
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.tls import PeerFiles
@@ -157,59 +155,27 @@ class PeerStore(ServerStore):
         self._keys.close()
 
 
-class PeerStores(TieredStore):
-    """Several peers as one store, each a tier. A read asks those that are known to have the value,
-    and then the others; the fastest of each come first."""
-
-    def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
-        return sorted(
-            self._tiers, key=lambda tier: (not tier.has(key), tier.calls.read_limit.average)
-        )
-
-    def tier_of(self, key: ChunkKey) -> str:
-        return self._read_order(key)[0].url.replace("://", " ")
-
-    def discard(self, key: ChunkKey, reason: str) -> None:
-        for tier in self._tiers:
-            tier.discard(key, reason)
-
-    def read(
-        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
-        """See `Store.read`. Raises only when no peer is up: while another one answers, a peer that
-        fails means a miss."""
-        try:
-            return super().read(key, ranges, deadline)
-        except StoreError:
-            if any(tier.up is not None for tier in self._tiers):
-                return None
-            raise
-
-
 def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
     if url.path or url.username or url.password:
         raise ConfigError(f"{url.where}: a peer has an address only: peer://host:port")
-    far = [host for host, _ in url.hosts if not is_loopback(host)]
-    if far and options.key_file is None:
+    ((host, port),) = url.hosts
+    if port is None:
+        raise ConfigError(f"{url.where}: {host!r} has no port; write peer://host:port")
+    if options.key_file is None and not is_loopback(host):
         raise ConfigError(
-            f"{url.where}: {far[0]!r} is another machine, and no key is given; add "
+            f"{url.where}: {host!r} is another machine, and no key is given; add "
             "?key_file=/path to the key that all peers share"
         )
     try:
         key, tls = options.open_key(), options.open_tls("client")
     except ConfigError as error:
         raise ConfigError(f"{url.where}: {error}") from None
-    stores = []
-    for host, port in dict.fromkeys(url.hosts):
-        if port is None:
-            raise ConfigError(f"{url.where}: {host!r} has no port; write peer://host:port")
-        client = PeerClient(host, port, opening.namespace, key, tls)
-        stores.append(PeerStore(client, opening))
-    return stores[0] if len(stores) == 1 else PeerStores(stores)
+    return PeerStore(PeerClient(host, port, opening.namespace, key, tls), opening)
 
 
 KIND = StoreKind(
     options=PeerOptions,
     open=_open_url,
     hosts="peer; write {scheme}://host:port, or several with commas between them",
+    is_each_host=True,
 )

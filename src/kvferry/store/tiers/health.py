@@ -23,25 +23,25 @@ class Patience:
 
     Attributes:
         start_seconds: how long a start waits for stores to open.
-        max_failures: number of failures in a row after which a store is away.
-        first_pause_seconds: pause before an away store is tried; doubled with each trial. After a
-            write that failed, writes pause for this and four times what that write took, so that at
-            most a fifth of a thread's time goes into writes that fail.
-        longest_pause_seconds: longest pause between trials: an away store that answers again is
-            used after this and one trial at most. Also the pause before a store whose medium did
-            not answer is opened again.
+        max_failures: number of quick failures in a row after which a store is away.
+        long_seconds: after one failure that took this long, the store is away. A read that was
+            given less, and took all of it, says nothing about the store.
+        hang_seconds: a read that has not ended so long after its deadline hangs: the store is away.
+            Longer than a busy machine stalls.
+        first_pause_seconds: pause before an away store is tried, and before a store that refused a
+            write is written to again; doubled each time.
+        longest_pause_seconds: longest such pause: an away store that answers again is used after
+            this and one trial at most. Also the pause before a store whose medium did not answer is
+            opened again.
         soon_seconds: a store that is away again this soon after it came back is unstable: its
             pauses stay long.
         accepts_again_seconds: a write that succeeds this long after the last refusal, or later, is
             logged as their end. So a store that takes only some values has one log line.
-        min_limit_seconds: shortest limit of a read, because shorter times measure noise. A read
-            that was given less than half of this, and took all of that, is no failure. A read that
-            exceeds its limit by twice this hangs.
-        min_write_seconds: shortest limit of a write, and deadline of a trial. It can be long, since
-            no request waits for these; not much longer, since a server that hangs holds a thread
-            for as long, and the close of an engine waits for that thread.
-        max_limit_seconds: longest limit of a read or write, and deadline of a copy.
-        look_seconds: how often a tier's thread looks for reads that hang.
+        trial_seconds: deadline of a trial.
+        write_seconds: longest time of a write, and of a copy. It can be long, since no request
+            waits for these; not much longer, since a server that hangs holds a thread for as long,
+            and the close of an engine waits for that thread.
+        look_seconds: how often a tier's thread looks whether something is due.
         max_waiting: number of values that may wait to be copied to a tier; then the oldest is
             dropped for a new one.
         close_seconds: how long a close lets copies go on.
@@ -49,47 +49,17 @@ class Patience:
 
     start_seconds: float = math.inf
     max_failures: int = 3
+    long_seconds: float = 0.5
+    hang_seconds: float = 5.0
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 5.0
     soon_seconds: float = 30.0
     accepts_again_seconds: float = 60.0
-    min_limit_seconds: float = 0.5
-    min_write_seconds: float = 2.0
-    max_limit_seconds: float = 30.0
+    trial_seconds: float = 2.0
+    write_seconds: float = 10.0
     look_seconds: float = 0.25
     max_waiting: int = 4096
     close_seconds: float = 5.0
-
-
-class Limit:
-    """How long a call may take, learned from earlier calls as TCP sets its timeout: twice the sum
-    of the average and four deviations. Not exact under threads, which does not matter.
-
-    Args:
-        least: shortest limit, in seconds.
-        most: longest limit, in seconds.
-
-    Attributes:
-        average: average duration of a call, in seconds.
-    """
-
-    def __init__(self, least: float, most: float) -> None:
-        self._least = least
-        self._most = most
-        self.average = 0.0
-        # So the limit begins at two seconds: many first calls may come at once.
-        self._deviation = 0.25
-
-    @property
-    def seconds(self) -> float:
-        expected = 2 * (self.average + 4 * self._deviation)
-        return min(max(expected, self._least), self._most)
-
-    def saw(self, seconds: float) -> None:
-        """Learn from a call that took `seconds`. One that was cut short counts: the limit grows."""
-        difference = seconds - self.average
-        self.average += difference / 8
-        self._deviation += (abs(difference) - self._deviation) / 4
 
 
 class State(StrEnum):
@@ -116,8 +86,6 @@ class Standing(NamedTuple):
 
 
 _MAX_BECAUSE = 120
-_UNTIL_IT_CAN = ": serving without it until it can"
-
 _UP = frozenset({State.UP, State.REFUSING})
 
 
@@ -125,9 +93,8 @@ class Health:
     """State machine of one tier. The caller lets one thread in at a time. Methods that return text
     return a line to log, or "".
 
-    Reads and probes decide whether the store is away. A failed write does not: the store may be
-    full or read-only, and still be read. Such a write asks for a check of the store, and the next
-    writes pause.
+    Reads, probes and trials decide whether the store is away. A failed write does not: the store
+    may be full or read-only, and still be read. It asks for a trial, and the next writes pause.
 
     Args:
         what: name of the store in log lines, such as "store s3://bucket".
@@ -137,8 +104,6 @@ class Health:
         standing: the state as it is now.
         until: when an unopened or away store is tried next, or a refusing one is written to again.
         fault: error of the last call; empty after one that succeeded.
-        generation: how often the store went away. Results of calls that began in an earlier
-            generation are ignored.
         may_create: whether opening may make a store. False once the medium did not answer, since a
             mount that is away may show an empty directory.
     """
@@ -150,11 +115,10 @@ class Health:
         self.standing = Standing(State.OPENING, clock())
         self.until = -math.inf
         self.fault = ""
-        self.generation = 0
         self.may_create = True
         self._is_announced = False  # the log says that the store is not open, and why
-        self._breaker = _Counts(pause=patience.first_pause_seconds, since=clock())
-        self._wants_check = False
+        self._breaker = _Counts(since=clock())
+        self._unexplained: str | None = None  # why a write failed, until a trial ends
         self._refused_at: float | None = None
 
     @property
@@ -183,7 +147,7 @@ class Health:
         """When the store is to be opened or tried next; infinite if it need not be."""
         if self.state in (State.OPENING, State.AWAY):
             return self.until
-        return -math.inf if self._wants_check and self.is_up else math.inf
+        return -math.inf if self._unexplained is not None and self.is_up else math.inf
 
     def claim_try(self) -> bool:
         """Whether a try is due. If so, the caller makes it, and the next is due after a pause."""
@@ -193,10 +157,13 @@ class Health:
         if self.state is State.OPENING:
             self.until = math.inf  # until this one ends
         elif self.state is State.AWAY:
-            counts, longest = self._breaker, self._patience.longest_pause_seconds
-            counts.pause = min(2 * counts.pause, longest)
-            self.until = now + counts.pause
+            self._breaker.pause = self._longer(self._breaker.pause)
+            self.until = now + self._breaker.pause
         return True
+
+    def _longer(self, pause: float) -> float:
+        patience = self._patience
+        return min(2 * pause or patience.first_pause_seconds, patience.longest_pause_seconds)
 
     # -- opening --------------------------------------------------------------------------------
 
@@ -206,14 +173,6 @@ class Health:
         self._stand(State.UP)
         seconds = self._clock() - self._breaker.since
         return f"{self._what}: opened after {seconds:.1f} s" if self._is_announced else ""
-
-    def is_late(self, seconds: float) -> str:
-        """The start goes on without the store, `seconds` after it began."""
-        if self.state is not State.OPENING or self._is_announced:
-            return ""
-        self._is_announced = True
-        self._stand(State.OPENING, "does not answer")
-        return f"{self._what} did not open within {seconds:g} s: serving without it until it does"
 
     def open_failed(self, error: BaseException) -> str:
         """The store could not be opened. It is tried again if its medium did not answer, or if what
@@ -229,96 +188,92 @@ class Health:
         self._stand(State.OPENING, error)
         if not self._is_announced or self.standing.because == was:
             return ""
-        return f"{self._what} cannot be opened: {error}{_UNTIL_IT_CAN * is_tried_again}"
+        without = ": serving without it until it can" if is_tried_again else ""
+        return f"{self._what} cannot be opened: {error}{without}"
 
-    def is_left_out(self, error: BaseException) -> str:
-        """The start goes on, though `error` says that the place of the store is none."""
+    def is_left_out(self, why: str) -> str:
+        """The start goes on without the store; `why` is the end of the line that says so."""
         if self.state is not State.OPENING or self._is_announced:
             return ""
         self._is_announced = True
-        return f"{self._what} cannot be opened: {error}{_UNTIL_IT_CAN}"
+        self._stand(State.OPENING, self.standing.because or "does not answer")
+        return f"{self._what} {why}"
 
     # -- calls ----------------------------------------------------------------------------------
 
-    def succeeded(self, generation: int) -> str:
-        """A call that began in this generation got its answer."""
-        if generation != self.generation or self.state in (State.OPENING, State.CLOSED):
-            return ""
-        counts = self._breaker
-        counts.num_failures, self.fault = 0, ""
-        if self.state is not State.AWAY:
-            return ""
-        self._stand(State.UP)
-        now = self._clock()
-        seconds, counts.since, counts.is_back = now - counts.since, now, True
-        return "" if counts.num_again else f"{self._what}: used again after {seconds:.1f} s"
+    def answered(self) -> None:
+        """A read or a probe got its answer. It may be older than the fault of an away store."""
+        if self.is_up:
+            self._breaker.num_failures, self.fault = 0, ""
 
-    def failed(self, why: object, generation: int) -> str:
-        """A call that began in this generation failed, or took too long."""
-        if generation != self.generation or not self.is_up:
+    def failed(self, why: object, *, is_long: bool = False) -> str:
+        """A call failed, which is enough if it took long."""
+        if not self.is_up:
             return ""
         counts, patience, now = self._breaker, self._patience, self._clock()
         counts.num_failures += 1
         self.fault = str(why)[:_MAX_BECAUSE]
-        if counts.num_failures < patience.max_failures:
+        if counts.num_failures < patience.max_failures and not is_long:
             return ""
         is_again = counts.is_back and now - counts.since < patience.soon_seconds
         # A store that answers trials and fails otherwise keeps its long pause.
         counts.num_again = counts.num_again + 1 if is_again else 0
         counts.pause = counts.pause if is_again else patience.first_pause_seconds
-        counts.num_failures, counts.since = 0, now
+        counts.since, self._unexplained = now, None
         self._stand(State.AWAY, why)
         self.until = now + counts.pause
-        self.generation += 1
-        self._wants_check = False
         if not is_again:
             return f"{self._what}: not used until it answers: {why}"
         if counts.num_again == 1:
             return f"{self._what}: fails again; not logged again until it stays up"
         return ""
 
-    # -- writes ---------------------------------------------------------------------------------
-
-    def write_failed(self, seconds: float, generation: int) -> None:
-        """A write of this generation failed after `seconds`: ask for a check, and pause writes."""
-        if generation == self.generation and self.is_up:
-            self._pause_writes(seconds)
-            self._wants_check = True
-
-    def no_room(self, seconds: float) -> str:
-        """A write found no room."""
-        if not self.is_up:
-            return ""
-        self._pause_writes(seconds)
-        return self._refused("it has no room for a value")
-
-    def begin_check(self) -> bool:
-        """A check of the store begins. Whether a failed write asked for it."""
-        wanted, self._wants_check = self._wants_check, False
-        return wanted
-
-    def write_refused(self, why: str) -> str:
-        """The store answers a check, though a write failed; `why` may be empty."""
-        if not self.is_up:
+    def trial_answered(self) -> str:
+        """A trial got its answer: an away store is used again, and a failed write was refused."""
+        counts, now, why = self._breaker, self._clock(), self._unexplained
+        if self.state is State.AWAY:
+            self._stand(State.UP)
+            seconds, counts.since, counts.is_back = now - counts.since, now, True
+            self.answered()
+            return "" if counts.num_again else f"{self._what}: used again after {seconds:.1f} s"
+        self.answered()
+        self._unexplained = None
+        if why is None or not self.is_up:
             return ""
         return self._refused(f"a value could not be stored{f': {why}' if why else ''}")
 
-    def stored(self) -> str:
-        """A write succeeded."""
+    # -- writes ---------------------------------------------------------------------------------
+
+    def write_failed(self, why: str) -> None:
+        """A write failed; `why` may be empty. Ask for a trial, and pause writes."""
+        if self.is_up:
+            self._pause_writes(why or "a write failed")
+            self._unexplained = why
+
+    def no_room(self) -> str:
+        """A write found no room."""
         if not self.is_up:
             return ""
-        now = self._clock()
-        if self.state is State.REFUSING and now >= self.until:
-            self._stand(State.UP)
+        self._pause_writes()
+        return self._refused("it has no room for a value")
+
+    def stored(self) -> str:
+        """A write succeeded."""
+        if not self.accepts_writes:
+            return ""
+        self._stand(State.UP)
+        self._breaker.write_pause = 0.0
         refused_at, again = self._refused_at, self._patience.accepts_again_seconds
-        if refused_at is None or now < refused_at + again:
+        if refused_at is None or self._clock() < refused_at + again:
             return ""
         self._refused_at = None
         return f"{self._what}: takes values again"
 
-    def _pause_writes(self, seconds: float) -> None:
-        self._stand(State.REFUSING, self.standing.because or "a write failed")
-        self.until = self._clock() + self._patience.first_pause_seconds + 4 * seconds
+    def _pause_writes(self, because: str = "") -> None:
+        counts = self._breaker
+        counts.write_pause = self._longer(counts.write_pause)
+        self._stand(State.REFUSING, self.standing.because or because)
+        self.until = self._clock() + counts.write_pause
 
     def _refused(self, why: str) -> str:
         if self.state is State.REFUSING:
@@ -340,15 +295,17 @@ class _Counts:
     """The counts and times that decide how long a store stays away.
 
     Attributes:
-        pause: last pause before a trial, in seconds.
         since: when the store went away or came back; at first, when it began to be opened.
+        pause: last pause before a trial, in seconds.
+        write_pause: last pause of writes, in seconds; 0 after a write that succeeded.
         is_back: whether the store has come back once.
         num_failures: number of failures in a row.
         num_again: how often in a row the store went away soon after it had come back.
     """
 
-    pause: float
     since: float
+    pause: float = 0.0
+    write_pause: float = 0.0
     is_back: bool = False
     num_failures: int = 0
     num_again: int = 0

@@ -1,4 +1,4 @@
-"""One store among several: its calls, with their limits, and what they mean for its health.
+"""One store among several: its calls, and what they mean for its health.
 
 `TieredStore` calls a `Tier` for look-ups, reads and writes, on the threads of its own callers. The
 thread of each tier opens its store, tries it, and copies values to it.
@@ -7,16 +7,18 @@ thread of each tier opens its store, tries it, and copies values to it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import NamedTuple
 
-from kvferry.errors import StoreError, StorePlaceError
+from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import PutResult, ReadRange, Store, StoreStat, TierStatus, Value
-from kvferry.store.tiers.health import Health, Limit, Patience, State
+from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -44,45 +46,45 @@ class Unopened(NamedTuple):
 
 
 class Tier:
-    """One store, its health and its limits. Thread-safe.
+    """One store and its health. Thread-safe.
 
     Args:
         given: the store, or how it is opened.
+        name: its name in metrics.
         number: place among the tiers; 0 is the nearest.
         clock: clock that gives monotonic seconds, as deadlines do.
 
     Attributes:
-        name: name in metrics: the scheme of its URL, with `number` if a nearer tier has the same.
         store: the store; None until it is open.
         up: the store while it may be asked, else None. Look-ups only read this, once.
-        calls: clock and limits of calls, and the reads under way.
         opening: done after the first try to open the store; has the error if that failed.
+        when_due: called when the store is to be opened or tried, now or later.
     """
 
     def __init__(
         self,
         given: Store | Unopened,
+        name: str,
         number: int,
         observer: Observer,
         clock: Callable[[], float],
         patience: Patience,
     ) -> None:
+        self.name = name
         self.number = number
-        self.url = given.url
-        self.name = given.url.partition(":")[0]
+        self.given = given
+        self.is_peer = given.url.startswith("peer:")
         self.store: Store | None = None
         self.up: Store | None = None
         self.opening: Future[None] = Future()
-        self.calls = Calls(clock, patience)
+        self.clock = clock
+        self.patience = patience
+        self.when_due: Callable[[], object] = lambda: None
         self._observer = observer
         self._health = Health(f"store {given.url}", clock, patience)
+        self._reading: dict[object, float] = {}  # by read under way, its deadline
         self._lock = threading.Lock()
-        self._open: Callable[[bool], Store]
-        if isinstance(given, Unopened):
-            self._open = given.open
-        else:
-            store = given
-            self._open = lambda _may_create: store
+        if not isinstance(given, Unopened):
             self.try_if_due()
 
     # -- health ---------------------------------------------------------------------------------
@@ -93,6 +95,8 @@ class Tier:
             self.up = self.store if self._health.is_up else None
         if line:
             logger.warning("%s", line)
+        if self.next_try < math.inf:
+            self.when_due()
 
     @property
     def accepts_writes(self) -> bool:
@@ -111,17 +115,22 @@ class Tier:
             is_due = self._health.claim_try()
         if is_due and self.store is None:
             self._try_open()
-        elif is_due:
-            self.check_now()
+        elif is_due and self.store is not None:
+            try:
+                self.store.read(_TRIAL_KEY, (), self.clock() + self.patience.trial_seconds)
+            except StoreError as error:
+                self._event(partial(Health.failed, why=error, is_long=True))
+            else:
+                self._event(Health.trial_answered)
 
     def _try_open(self) -> None:
         try:
-            store = self._open(self._health.may_create)
+            given = self.given
+            store = given.open(self._health.may_create) if isinstance(given, Unopened) else given
         except BaseException as error:  # also a library's panic: the start raises or logs it
-            fault = error
-            self._event(lambda health: health.open_failed(fault))
+            self._event(partial(Health.open_failed, error=error))
             if not self.opening.done():
-                self.opening.set_exception(fault)
+                self.opening.set_exception(error)
             return
         store.on_result(self._on_result)
         with self._lock:
@@ -137,51 +146,27 @@ class Tier:
         while seconds > 0.0 and not wait([self.opening], min(seconds, _WAIT_SECONDS)).done:
             seconds -= _WAIT_SECONDS
         if not self.opening.done():
-            self._event(lambda health: health.is_late(self.calls.patience.start_seconds))
+            limit = self.patience.start_seconds
+            self.leave_out(f"did not open within {limit:g} s: serving without it until it does")
             return None
         fault = self.opening.exception()
         return None if isinstance(fault, StoreError) else fault
 
-    def leave_out(self, fault: StorePlaceError) -> None:
-        """The start goes on without the store, because of its `fault`."""
-        self._event(lambda health: health.is_left_out(fault))
-
-    def check_now(self) -> bool:
-        """Read a key of no record. Whether the store answers and is up. Blocks on I/O."""
-        store = self.store
-        if store is None:
-            return False
-        trial_seconds = self.calls.patience.min_write_seconds
-        with self._lock:
-            generation, is_wanted = self._health.generation, self._health.begin_check()
-        try:
-            store.read(_TRIAL_KEY, (), self.calls.clock() + trial_seconds)
-        except StoreError as error:
-            fault = error
-            self._event(lambda health: health.failed(fault, generation))
-            return False
-        self._event(lambda health: health.succeeded(generation))
-        if is_wanted:
-            why = store.refusal
-            self._event(lambda health: health.write_refused(why))
-        return self._health.is_up
+    def leave_out(self, why: str) -> None:
+        """The start goes on without the store; see `Health.is_left_out`."""
+        self._event(partial(Health.is_left_out, why=why))
 
     def _on_result(self, fault: StoreError | None) -> None:
-        """Hear that a probe ended. Ignored while the store is away: the probe may be older."""
-        if fault is None:
-            self._event(lambda health: health.succeeded(health.generation) if health.is_up else "")
-        else:
-            self._event(lambda health: health.failed(fault, health.generation))
+        """Hear that a probe ended."""
+        self._event(Health.answered if fault is None else partial(Health.failed, why=fault))
 
     def find_overdue(self) -> None:
-        """Report each read that hangs to the health, as a failure. Such a read, as on a mount that
-        hangs, is long past its limit and still holds its thread. Memory only."""
-        reading = self.calls.reading
-        overdue = self.calls.clock() - self.calls.read_limit.seconds
-        overdue -= 2 * self.calls.patience.min_limit_seconds
-        for call, started in tuple(reading.items()) if reading else ():
-            if started < overdue and reading.pop(call, None) is not None:
-                self._event(lambda health: health.failed("a read does not end", health.generation))
+        """Report each read that hangs to the health. Such a read, as on a mount that hangs, is long
+        past its deadline and still holds its thread. Memory only."""
+        overdue = self.clock() - self.patience.hang_seconds
+        for call, deadline in tuple(self._reading.items()) if self._reading else ():
+            if deadline < overdue and self._reading.pop(call, None) is not None:
+                self._event(partial(Health.failed, why="a read does not end", is_long=True))
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -193,7 +178,7 @@ class Tier:
     def status(self) -> TierStatus:
         """State of the tier and counts of its store. Memory only."""
         state, since, because = self._health.standing
-        since = time.time() - (self.calls.clock() - since)
+        since = time.time() - (self.clock() - since)
         fault = self._health.fault if self._health.is_up else f"{state}: {because}"
         return TierStatus(self.name, state, since, because, self.stat(), fault)
 
@@ -211,59 +196,49 @@ class Tier:
         return size
 
     def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        """Do `Store.read` within the limit of this tier, and report the result to its health."""
-        store, calls, call = self.store, self.calls, object()
+        """Do `Store.read`, and report the result to the health."""
+        store, call = self.store, object()
         if store is None:
-            raise StoreError(f"store {self.url} is not open yet")
-        started, generation = calls.clock(), self._health.generation
-        calls.reading[call] = started
+            raise StoreError(f"store {self.given.url} is not open yet")
+        started = self.clock()
+        self._reading[call] = deadline
         try:
-            size = store.read(key, ranges, min(deadline, started + calls.read_limit.seconds))
+            size = store.read(key, ranges, deadline)
         except StoreError as error:
-            now, fault = calls.clock(), error
-            calls.read_limit.saw(now - started)
+            now = self.clock()
+            is_long = now - started >= self.patience.long_seconds
+            is_counted = self._reading.pop(call, None) is None  # it was overdue
             # A read that had little time and took all of it says nothing about the store.
-            is_blamed = now < deadline or now - started >= calls.patience.min_limit_seconds / 2
-            if calls.reading.pop(call, None) is not None and is_blamed:
-                self._event(lambda health: health.failed(fault, generation))
+            if not is_counted and (is_long or now < deadline):
+                self._event(partial(Health.failed, why=error, is_long=is_long))
             raise
         finally:
-            calls.reading.pop(call, None)
-        self._event(lambda health: health.succeeded(generation))
-        if size is not None:
-            calls.read_limit.saw(calls.clock() - started)
+            self._reading.pop(call, None)
+        self._event(Health.answered)
         return size
 
     def put_all(self, values: Sequence[Value], deadline: float) -> list[PutResult]:
-        """Do `Store.put_all` for `values_per_put` values at a time. Each such call gets the limit
-        of a write, but no longer than `deadline`. Values are FAILED without a try while the tier
-        accepts no writes."""
+        """Do `Store.put_all` for `values_per_put` values at a time. Each such call has
+        `write_seconds`, but no longer than `deadline`. Values are FAILED without a try while the
+        tier accepts no writes."""
         results: list[PutResult] = []
         while len(results) < len(values):
-            store, start = self.store, len(results)
+            store, start = self.up, len(results)
             if store is None or not self.accepts_writes:
-                self.count("writes", "skipped")
+                self.count("writes", "away" if store is None else "skipped")
                 results.append(PutResult.FAILED)
-            else:
-                some = values[start : start + store.values_per_put]
-                results += self._put_some(store, some, deadline)
-        return results
-
-    def _put_some(self, store: Store, values: Sequence[Value], deadline: float) -> list[PutResult]:
-        calls, generation = self.calls, self._health.generation
-        started = calls.clock()
-        results = store.put_all(values, min(deadline, started + calls.write_limit.seconds))
-        seconds = calls.clock() - started
-        if any(result is not PutResult.EXISTS for result in results):
-            calls.write_limit.saw(seconds)
-        for result in results:
-            if result is PutResult.FAILED:
-                self._event(lambda health: health.write_failed(seconds, generation))
-            elif result is PutResult.NO_SPACE:
-                self._event(lambda health: health.no_room(seconds))
-            elif result is PutResult.STORED:
-                self._event(Health.stored)
-            self.count("writes", result)
+                continue
+            some = values[start : start + store.values_per_put]
+            ended = store.put_all(some, min(deadline, self.clock() + self.patience.write_seconds))
+            for result in ended:
+                if result is PutResult.FAILED:
+                    self._event(partial(Health.write_failed, why=store.refusal))
+                elif result is PutResult.NO_SPACE:
+                    self._event(Health.no_room)
+                elif result is PutResult.STORED:
+                    self._event(Health.stored)
+                self.count("writes", result)
+            results += ended
         return results
 
     def discard(self, key: ChunkKey, reason: str) -> None:
@@ -281,7 +256,8 @@ class Tier:
 
     def stat(self) -> StoreStat:
         """See `Store.stat`."""
-        return StoreStat(self.url, 0, 0, None, False) if self.store is None else self.store.stat()
+        url = self.given.url
+        return StoreStat(url, 0, 0, None, False) if self.store is None else self.store.stat()
 
     def close(self) -> None:
         """Close the store. If it is being opened, the thread that opens it closes it then."""
@@ -290,19 +266,4 @@ class Tier:
             self.store.close()
 
     def __repr__(self) -> str:
-        return f"<Tier {self.number} {self.url}: {self._health.state}>"
-
-
-class Calls:
-    """How long the calls of one tier take and may take.
-
-    Attributes:
-        reading: start of each read under way, by an object that stands for the read.
-    """
-
-    def __init__(self, clock: Callable[[], float], patience: Patience) -> None:
-        self.clock = clock
-        self.patience = patience
-        self.read_limit = Limit(patience.min_limit_seconds, patience.max_limit_seconds)
-        self.write_limit = Limit(patience.min_write_seconds, patience.max_limit_seconds)
-        self.reading: dict[object, float] = {}
+        return f"<Tier {self.number} {self.given.url}: {self._health.state}>"

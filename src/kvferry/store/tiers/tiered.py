@@ -1,9 +1,10 @@
-"""Several stores as one, nearest first; each is a tier with its own circuit breaker and limits.
+"""Several stores as one, nearest first; each is a tier with its own circuit breaker.
 
-A value is read from the first tier that has it, and then copied to the nearest. It is written at
-once to the nearest tier that takes it; the threads of farther tiers read it back from there and
-copy it. A `check`, if given, verifies each copy. While a tier is away, reads skip it and copies to
-it queue. Calls come on the threads of the engine or command that opened the store URLs.
+A value is read from the first tier that has it, and then copied to the nearest; peers that are not
+known to have it are asked last. It is written at once to the nearest tier that takes it; the
+threads of farther tiers read it back from there and copy it. A `check`, if given, verifies each
+copy. While a tier is away, reads skip it and nothing is copied to it. Calls come on the threads of
+the engine or command that opened the store URLs.
 """
 
 from __future__ import annotations
@@ -67,20 +68,17 @@ class TieredStore(Store):
         self._clock = clock
         self._patience = Patience() if patience is None else patience
         self._tiers = tuple(
-            Tier(store, number, observer, clock, self._patience)
-            for number, store in enumerate(stores)
+            Tier(store, name, number, observer, clock, self._patience)
+            for number, (store, name) in enumerate(zip(stores, _names_of(stores), strict=True))
         )
-        for tier in self._tiers:
-            if tier.name in {nearer.name for nearer in self._tiers[: tier.number]}:
-                tier.name += str(tier.number)
         self.url = ", ".join(store.url for store in stores)
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._threads = tuple(TierThread(tier, observer, check) for tier in self._tiers)
         self._closed = False
         self._serving = threading.Lock()
         self._deleting = threading.Lock()
-        for thread in self._threads:
-            if not thread.start():
+        for tier, thread in zip(self._tiers, self._threads, strict=True):
+            if tier.store is None and not thread.start():
                 thread.run_due()  # on this thread, as the process can start none
         self._wait_opened()
         self.multi_process = all(
@@ -100,7 +98,7 @@ class TieredStore(Store):
             if len(left_out) == len(self._tiers):
                 raise left_out[0][1]
             for tier, why in left_out:
-                tier.leave_out(why)
+                tier.leave_out(f"cannot be opened: {why}: serving without it until it can")
         except BaseException:  # also an interrupt by a user who waits no longer
             self.close()
             raise
@@ -122,13 +120,12 @@ class TieredStore(Store):
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
         fault = None
-        for tier in self._read_order(key):
+        # A question to each of several peers would cost more than the read.
+        for tier in sorted(self._tiers, key=lambda tier: tier.is_peer and not tier.has(key)):
             if self._closed:
                 return None
-            tier.find_overdue()
-            if tier.up is None:
-                self._threads[tier.number].keep_trying()
-                tier.count("reads", "skipped")
+            if not self._is_up(tier):
+                tier.count("reads", "away")
                 continue
             try:
                 size = tier.read(key, ranges, deadline)
@@ -142,8 +139,12 @@ class TieredStore(Store):
             raise fault
         return None
 
-    def _read_order(self, key: ChunkKey) -> Sequence[Tier]:
-        return self._tiers
+    def _is_up(self, tier: Tier) -> bool:
+        """Whether the tier is up, also though reads hang there. Memory only."""
+        tier.find_overdue()
+        if tier.up is None:
+            self._threads[tier.number].start()  # if the process could start none before
+        return tier.up is not None
 
     def _serve(self, key: ChunkKey, tier: Tier) -> None:
         """Remember which tier served a value, and have it copied to the nearest tier."""
@@ -227,9 +228,8 @@ class TieredStore(Store):
         """See `Store.tier_of`: `TierStatus.name` of the nearest tier known to have `key`, else of
         the last."""
         for tier in self._tiers:
-            if (store := tier.up) is not None and store.contains(key):
-                _, *address = store.tier_of(key).split(" ", 1)
-                return " ".join([tier.name, *address])
+            if tier.has(key):
+                return tier.name
         return self._tiers[-1].name
 
     # -- what is there --------------------------------------------------------------------------
@@ -239,12 +239,8 @@ class TieredStore(Store):
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
-        for tier, thread in zip(self._tiers, self._threads, strict=True):
-            if thread.is_at_work:  # and so may hang where the reads hang
-                tier.find_overdue()
-            if (store := tier.up) is None:
-                thread.keep_trying()
-            else:
+        for tier in self._tiers:
+            if self._is_up(tier) and (store := tier.up) is not None:
                 store.probe(keys)
 
     def expect(
@@ -331,3 +327,15 @@ class TieredStore(Store):
 
     def __repr__(self) -> str:
         return f"<TieredStore {', '.join(map(repr, self._threads))}>"
+
+
+def _names_of(stores: Sequence[Store | Unopened]) -> list[str]:
+    """Return names for metrics: the scheme; of several peers, each with its address; else with the
+    tier's number, if a nearer one has the same."""
+    schemes, names = [store.url.partition(":")[0] for store in stores], list[str]()
+    for number, (scheme, store) in enumerate(zip(schemes, stores, strict=True)):
+        if scheme == "peer" and schemes.count(scheme) > 1:
+            names.append(store.url.replace("://", " "))
+        else:
+            names.append(f"{scheme}{number}" if scheme in names else scheme)
+    return names
