@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.contract.handover import read_handover
 from kvferry.store.file.store import FileStore
+from kvferry.testing.faults import Gate, StallingStore
 from kvferry.types import ExtraKeys, RequestOptions
 from tests.cache.keeping import NUM_CHUNKS, PROMPT, wait_for
 
@@ -146,7 +147,34 @@ def test_the_chunks_of_a_prompt_are_kept(make_host, store):
     assert host.observer["pins_refused"] == 0
 
 
+class PutsLate(StallingStore):
+    """Notes that a pin was tried before a chunk is stored."""
+
+    has_pinned = False
+
+    def pin(self, *args, **options):
+        found = self.inner.pin(*args, **options)
+        self.has_pinned = True
+        return found
+
+
+def test_chunks_that_are_stored_after_the_end_of_their_request_are_kept_too(make_host, store):
+    gate = Gate()
+    late = PutsLate(store, gate=gate, operations={"put"})
+    host = make_host(store=late)
+    request = host.add("kept", PROMPT, options=RequestOptions(pin=3600.0))
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    wait_for(lambda: late.has_pinned)
+    assert pinned(store) == {}
+    gate.release()
+    host.settle()
+    wait_for(lambda: len(pinned(store)) == NUM_CHUNKS)
+    assert host.observer["pins_refused"] == 0
+
+
 def test_a_store_that_cannot_pin_is_counted(make_host):
     host = make_host()  # in memory
-    run(host, "r", pin=1.0)
-    assert host.observer["pins_refused"] == 1
+    run(host, "r", pin=1e4)
+    wait_for(lambda: host.observer["pins_refused"])

@@ -4,7 +4,7 @@ Every store implements it; the cache, the adapters and the commands call it. A s
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
 `takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `expect`, `awaits`,
-`reads_from`, `note_stored`, `on_result`, `pin_for`, `tier_of` and `tiers` do no I/O. All others may
+`reads_from`, `note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may
 block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call with a
 deadline (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore
 it, and a mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
@@ -271,16 +271,6 @@ class Store(ABC):
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
         """Learn that `key` was stored through another store object of the same URL."""
 
-    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """Keep `keys` from eviction for `seconds` from now, also those that are about to be stored.
-        Pins in the background; longer pins by commands stay. Values that clients pin this way take
-        at most a quarter of the quota.
-
-        Returns:
-            Whether the store can pin.
-        """
-        return False
-
     def wait_indexed(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the first fill of the index. Whether it is complete."""
         return True
@@ -360,9 +350,13 @@ class Store(ABC):
         """
         raise StoreError(f"{self.url} cannot be made smaller by a command")
 
-    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
         """Keep `keys` from eviction before `until` (seconds since the epoch; a time that is past
         ends their pins). Pinned values take at most half of the quota. They can be deleted.
+
+        Args:
+            by_client: whether a client asked for it, not an operator: then longer pins stay, and
+                pinned values take at most a quarter of the quota.
 
         Returns:
             How many of the keys are here, and so are pinned.

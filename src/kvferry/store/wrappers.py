@@ -87,9 +87,6 @@ class WrapperStore(Store):
     def note_stored(self, key: ChunkKey) -> None:
         self.inner.note_stored(key)
 
-    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        return self.inner.pin_for(keys, seconds)
-
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)
 
@@ -130,8 +127,8 @@ class WrapperStore(Store):
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         return self.inner.gc(max_bytes, older_than_seconds)
 
-    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
-        return self.inner.pin(keys, until)
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
+        return self.inner.pin(keys, until, by_client=by_client)
 
     def tiers(self) -> list[TierStatus]:
         return self.inner.tiers()

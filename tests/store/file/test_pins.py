@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.observe import Counters
-from kvferry.store.file.pins import WAIT_SECONDS
 from kvferry.store.file.store import FileSettings, FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.tiers.tiered import TieredStore
@@ -124,77 +122,40 @@ def pins(store) -> dict[int, float]:
     }
 
 
-def test_what_clients_want_kept_is_pinned_in_the_background_once_it_is_stored(opened, clock):
-    with opened() as store:
-        put(store, 0, clock=clock)
-        assert store.pin_for(KEYS[:2], 50.0)
-        assert pins(store) == {}
-        store.maintain()
-        assert pins(store) == {0: 51.0}
-        put(store, 1, clock=clock)
-        store.maintain()
-        assert pins(store) == {0: 51.0, 1: 51.0}
-
-
-def test_a_record_that_comes_too_late_is_not_pinned(opened, clock):
-    with opened() as store:
-        store.pin_for(KEYS[:1], 1000.0)
-        store.maintain()
-        clock.advance(WAIT_SECONDS)
-        store.maintain()
-        put(store, 0, clock=clock)
-        store.maintain()
-        assert pins(store) == {}
-
-
 def test_a_client_does_not_shorten_the_pin_of_an_operator(opened, clock):
     with opened() as store:
         put(store, 0, clock=clock)
         store.pin(KEYS[:1], 1e9 + 1000)
-        store.pin_for(KEYS[:1], 10.0)
-        store.maintain()
+        assert store.pin(KEYS[:1], 1e9 + 10, by_client=True) == 0
         assert pins(store) == {0: 1000.0}
-        store.pin_for(KEYS[:1], 2000.0)
-        store.maintain()
-        assert pins(store) == {0: 2001.0}
+        assert store.pin(KEYS[:1], 1e9 + 2000, by_client=True) == 1
+        assert pins(store) == {0: 2000.0}
 
 
 def test_clients_pin_a_quarter_of_the_quota_and_commands_as_much_again(opened, clock):
-    counters = Counters()
-    with opened(observer=counters) as store:
+    with opened() as store:
         put(store, *range(8), clock=clock)
-        for index in range(4):
-            store.pin_for([KEYS[index]], 1000.0)
-        store.maintain()
+        for index in range(2):
+            store.pin([KEYS[index]], 1e9 + 1000, by_client=True)
+        with pytest.raises(ConfigError):
+            store.pin([KEYS[2]], 1e9 + 1000, by_client=True)
         assert list(pins(store)) == [0, 1]
-        assert counters["pins_refused"] == 2
         assert store.pin([KEYS[4], KEYS[5]], 1e9 + 1000) == 2
-        store.pin_for([KEYS[0]], 5000.0)  # is pinned, and so adds nothing
-        store.maintain()
-        assert counters["pins_refused"] == 3
+        with pytest.raises(ConfigError):
+            store.pin([KEYS[0]], 1e9 + 5000, by_client=True)
         put(store, 8, 9, clock=clock)
 
 
-def test_pins_that_wait_are_made_as_the_store_closes(opened, clock):
-    with opened() as store:
+def test_a_client_may_pin_where_nothing_is_evicted(opened, clock):
+    with opened(max_bytes=None) as store:
         put(store, 0, clock=clock)
-        store.pin_for(KEYS[:1], 100.0)
-    with opened() as store:
-        assert pins(store) == {0: 101.0}
+        assert store.pin(KEYS[:1], 1e9 + 1000, by_client=True) == 1
 
 
-def test_a_store_that_only_reads_cannot_pin(opened, clock):
-    with opened() as store:
-        put(store, 0, clock=clock)
-    with opened(read_only=True) as store:
-        assert not store.pin_for(KEYS[:1], 100.0)
-
-
-def test_a_tier_that_can_pin_does(opened, clock):
+def test_of_tiers_those_that_can_pin_do(opened, clock):
     with opened() as store, TieredStore([MemoryStore("a"), store]) as tiers:
         put(store, 0, clock=clock)
-        assert tiers.pin_for(KEYS[:1], 100.0)
-        store.maintain()
-        assert pins(store) == {0: 101.0}
-    with TieredStore([MemoryStore("b")]) as tiers:
-        assert not tiers.pin_for(KEYS[:1], 100.0)
+        assert tiers.pin(KEYS[:2], 1e9 + 100, by_client=True) == 1
+        assert pins(store) == {0: 100.0}
+    with TieredStore([MemoryStore("b")]) as tiers, pytest.raises(StoreError, match="cannot pin"):
+        tiers.pin(KEYS[:1], 1e9 + 100, by_client=True)

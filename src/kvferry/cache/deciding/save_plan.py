@@ -13,6 +13,7 @@ from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.requests import REFUSED_SECONDS, Requests, RequestState, Tail
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
@@ -42,6 +43,7 @@ class SavePlan:
         shared_writes: writes the records that several ranks hold together.
         announcer: as given.
         failures_known: see `SharedStoragePlan.failures_known`.
+        pins: the chunks that requests ask to keep.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class SavePlan:
         self._unsaved: dict[str, RequestState] = {}
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
+        self.pins = RequestPins(context.store, context.observer)
 
     def admit(self, request_id: str, state: RequestState) -> None:
         """Consider the chunks of a request that was admitted, from the first on."""
@@ -86,6 +89,7 @@ class SavePlan:
     def close(self) -> None:
         """Give up the records that several ranks write. Bounded in time."""
         self.shared_writes.close()
+        self.pins.close()
 
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
@@ -289,6 +293,7 @@ class SavePlan:
         self._requests.refused.discard(slot.key)
         if self._is_alone:
             self._context.store.note_stored(slot.key)
+        self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
 

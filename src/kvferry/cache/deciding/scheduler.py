@@ -449,15 +449,10 @@ class SharedStorageScheduler(SchedulerRole):
             state.answer = state.answer._replace(not_stored=found, not_stored_why=why)
         self._accounts.ended(request, state)
         self._lookup.end(state)
-        self._pin(request, state)
-        return explained(result, request, state.answer)
-
-    def _pin(self, request: RequestView, state: RequestState) -> None:
-        """Have the store keep the chunks of a prompt from eviction, if the request asks for it."""
         if request.options.pin > 0.0:
-            keys = state.keys.keys[: request.num_prompt_tokens // state.keys.chunk_tokens]
-            if not self.context.store.pin_for(keys, request.options.pin):
-                self.context.observer.count("pins_refused")
+            num_chunks = request.num_prompt_tokens // state.keys.chunk_tokens
+            self.saves.pins.add(state.keys.keys[:num_chunks], request.options.pin)
+        return explained(result, request, state.answer)
 
     def take_events(self) -> Iterable[Any]:
         announcer = self.saves.announcer

@@ -169,7 +169,7 @@ class Index:
         self.settings = settings
         self.totals = Totals(0, 0, is_complete=False)
         self.all_known = threading.Event()
-        self.pins = Pins(self.database, known.contains, observer, settings.wall)
+        self.pins = Pins(self.database, settings.wall)
 
     @property
     def is_ours(self) -> bool:

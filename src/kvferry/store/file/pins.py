@@ -1,64 +1,33 @@
 """Pins: records of a directory store that are not evicted before a given time.
 
-`FileStore` calls `Pins.pin` for commands. For a request that asks for pins it calls `Pins.add`, and
-the upkeep thread applies these. That thread also ends pins.
+`FileStore` calls `Pins.pin` for commands and for requests that ask for pins. The upkeep thread ends
+pins.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import NamedTuple
 
-from kvferry.errors import ConfigError
-from kvferry.observe import Observer
 from kvferry.store.base import too_many_pins
 from kvferry.store.file.database import Database, checked
 from kvferry.types import ChunkKey
-
-logger = logging.getLogger(__name__)
-
-WAIT_SECONDS = 60.0
-"""How long a pin waits for a record that is still to be stored."""
-
-_MAX_WAITING = 1024
-"""Most prompts whose pins wait. With one more, the oldest is forgotten."""
 
 _BATCH = 1024
 _SUM = "SELECT ifnull(sum(num_bytes), 0) FROM records WHERE"
 
 
-class _Waiting(NamedTuple):
-    """Records to pin, some of which may not be stored yet."""
-
-    keys: Sequence[ChunkKey]
-    until: float
-    waits_until: float
-
-
 class Pins:
-    """The pins in an index. `add` uses memory only; all else may raise `IndexUnavailable`.
+    """The pins in an index. All may raise `IndexUnavailable`.
 
     Args:
         database: database of the index.
-        is_known: whether a record is known to be stored.
         wall: clock that gives seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        is_known: Callable[[ChunkKey], bool],
-        observer: Observer,
-        wall: Callable[[], float],
-    ) -> None:
+    def __init__(self, database: Database, wall: Callable[[], float]) -> None:
         self._transaction = database.transaction
-        self._is_known = is_known
-        self._observer = observer
         self._wall = wall
-        self._waiting: deque[_Waiting] = deque(maxlen=_MAX_WAITING)
 
     def pin(
         self, keys: Iterable[ChunkKey], until: float, max_bytes: int, *, extends: bool = False
@@ -100,28 +69,3 @@ class Pins:
                     (now,),
                 )
                 is_due = changed.rowcount == _BATCH
-
-    def add(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Have the next `apply` pin `keys` for `seconds` from now. Never blocks."""
-        now = self._wall()
-        self._waiting.append(_Waiting(keys, now + seconds, now + WAIT_SECONDS))
-
-    def apply(self, max_bytes: int) -> None:
-        """Pin the waiting records that are stored by now. Count a prompt whose pins would exceed
-        `max_bytes`, and forget what is left of it."""
-        for _ in range(len(self._waiting)):
-            waiting = self._waiting.popleft()
-            here = [key for key in waiting.keys if self._is_known(key)]
-            try:
-                if here:
-                    self.pin(here, waiting.until, max_bytes, extends=True)
-            except ConfigError:
-                self._observer.count("pins_refused")
-                logger.debug("%d records not pinned: pins fill a quarter of quota", len(here))
-                continue
-            except OSError:
-                self._waiting.appendleft(waiting)
-                raise
-            left = set(waiting.keys).difference(here)
-            if left and self._wall() < min(waiting.until, waiting.waits_until):
-                self._waiting.append(waiting._replace(keys=[k for k in waiting.keys if k in left]))

@@ -329,12 +329,6 @@ class FileStore(Store):
         if not self._closed:
             self._known.add(key)
 
-    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        may_pin = self._writes() and self.upkeep.may_pin
-        if may_pin:
-            self.index.pins.add(keys, seconds)
-        return may_pin
-
     def wait_indexed(self, timeout: float) -> bool:
         return self._known.tracks_keys and self.index.all_known.wait(timeout)
 
@@ -375,14 +369,15 @@ class FileStore(Store):
         removed = start.num_records - end.num_records, start.num_bytes - end.num_bytes
         return GcReport(*removed, used_bytes=end.num_bytes)
 
-    def pin(self, keys: Iterable[ChunkKey], until: float) -> int:
-        if self._max_bytes == NO_QUOTA:
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
+        if self._max_bytes == NO_QUOTA and not by_client:
             raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
         if not self._writes() or not self.upkeep.may_pin:
             why = "others evict by an index of their own" if self._writes() else self.refusal
             raise StoreError(f"{self.url} cannot pin: {why}")
         try:
-            return self.index.pins.pin(keys, until, self._max_bytes // 2)
+            most = self._max_bytes // (4 if by_client else 2)
+            return self.index.pins.pin(keys, until, most, extends=by_client)
         except OSError as error:
             raise StoreError(f"{self.url} cannot pin: {error}") from error
 

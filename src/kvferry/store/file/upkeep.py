@@ -29,9 +29,6 @@ _BATCH = 256
 _QUARANTINE_FRACTION = 20
 """Quarantined files take at most one twentieth of the quota, but the newest one stays."""
 
-_PINNED_FRACTION = 4
-"""Clients pin at most a quarter of the quota, so that commands can pin as much again."""
-
 
 class ShardComparison:
     """Corrects the index by the directory, shard by shard; a shard is one directory of records. The
@@ -167,7 +164,6 @@ class Upkeep:
             self._answer,
             self._clean,
             self._flush,
-            self._pin,
             partial(self._compare, rests),
             self._keep_below_quota,
             self._index.follow,
@@ -194,7 +190,6 @@ class Upkeep:
                 self._wake.clear()
         if self._changes:
             self._do(self._index.flush, "recency")
-            self._do(self._pin, "pins")
         self._do(self._index.close)
 
     @property
@@ -231,10 +226,6 @@ class Upkeep:
     def may_pin(self) -> bool:
         """Whether pins hold. Other machines that share the directory would evict pinned records."""
         return self._changes and not self._machines_share
-
-    def _pin(self) -> None:
-        if self.may_pin:
-            self._index.pins.apply(self._max_bytes // _PINNED_FRACTION)
 
     def _clean(self) -> None:
         if self._is_due("clean", self._bounds.clean_seconds):

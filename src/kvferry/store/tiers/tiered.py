@@ -272,10 +272,18 @@ class TieredStore(Store):
                 store.note_stored(key)
                 return
 
-    def pin_for(self, keys: Sequence[ChunkKey], seconds: float) -> bool:
-        """Pin in every tier that can."""
-        opened = [tier.store for tier in self._tiers if tier.store is not None]
-        return sum(store.pin_for(keys, seconds) for store in opened) > 0
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
+        """Pin in every tier that can, and return the most of one tier. Raises what the last said if
+        none can."""
+        keys, num_pinned, fault = tuple(keys), [], StoreError(f"{self.url} does not answer")
+        for store in self._up():
+            try:
+                num_pinned.append(store.pin(keys, until, by_client=by_client))
+            except StoreError as error:
+                fault = error
+        if not num_pinned:
+            raise fault
+        return max(num_pinned)
 
     def wait_indexed(self, timeout: float) -> bool:
         deadline = self._clock() + timeout
