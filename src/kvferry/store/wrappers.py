@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from kvferry.errors import StoreError
-from kvferry.store.base import (
-    NO_DEADLINE,
-    Address,
-    Buffer,
-    Entry,
-    GcReport,
-    PutResult,
-    ReadRange,
-    Removal,
-    Store,
-    StoreStat,
-    TierStatus,
-)
-from kvferry.types import ChunkKey
+from kvferry.store.base import Store
+
+
+class _OfInner:
+    """An attribute or a method of a wrapper that is that of the inner store."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: WrapperStore | None, owner: type) -> Any:  # noqa: ANN401  # of its kind
+        return self if wrapper is None else getattr(wrapper.inner, self._name)
 
 
 class WrapperStore(Store):
@@ -34,104 +30,39 @@ class WrapperStore(Store):
         self.multi_process = inner.multi_process
         self.quarantines = inner.quarantines
 
-    @property
-    def takes_values(self) -> bool:
-        return self.inner.takes_values
-
-    @property
-    def refusal(self) -> str:
-        return self.inner.refusal
-
-    def contains(self, key: ChunkKey) -> bool | None:
-        return self.inner.contains(key)
-
-    def read(
-        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
-        return self.inner.read(key, ranges, deadline)
-
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
-        return self.inner.put(key, buffers, deadline)
-
-    def discard(self, key: ChunkKey, reason: str) -> None:
-        self.inner.discard(key, reason)
-
-    def delete(self, key: ChunkKey) -> bool:
-        return self.inner.delete(key)
-
-    def touch(self, keys: Iterable[ChunkKey]) -> None:
-        self.inner.touch(keys)
-
-    def stat(self) -> StoreStat:
-        return self.inner.stat()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        self.inner.probe(keys)
-
-    def expect(
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        self.inner.expect(keys, until, held_by)
-
-    def reads_from(self, peer: Address) -> bool:
-        return self.inner.reads_from(peer)
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return self.inner.awaits(key)
-
-    def note_stored(self, key: ChunkKey) -> None:
-        self.inner.note_stored(key)
-
-    def wait_indexed(self, timeout: float) -> bool:
-        return self.inner.wait_indexed(timeout)
-
-    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
-        self.inner.on_result(heard)
-
-    def tier_of(self, key: ChunkKey) -> str:
-        return self.inner.tier_of(key)
+    takes_values: Any = _OfInner()
+    refusal: Any = _OfInner()
+    contains: Any = _OfInner()
+    read: Any = _OfInner()
+    put: Any = _OfInner()
+    discard: Any = _OfInner()
+    delete: Any = _OfInner()
+    touch: Any = _OfInner()
+    stat: Any = _OfInner()
+    tiers: Any = _OfInner()
+    close: Any = _OfInner()
+    probe: Any = _OfInner()
+    expect: Any = _OfInner()
+    reads_from: Any = _OfInner()
+    awaits: Any = _OfInner()
+    note_stored: Any = _OfInner()
+    wait_indexed: Any = _OfInner()
+    on_result: Any = _OfInner()
+    tier_of: Any = _OfInner()
+    scan: Any = _OfInner()
+    stored: Any = _OfInner()
+    recent: Any = _OfInner()
+    namespaces: Any = _OfInner()
+    described: Any = _OfInner()
+    describe: Any = _OfInner()
+    removals: Any = _OfInner()
+    facts: Any = _OfInner()
+    gc: Any = _OfInner()
+    pin: Any = _OfInner()
 
     def of(self, namespace: bytes) -> Store:
         values = self.inner.of(namespace)
         return self if values is self.inner else values
-
-    def scan(self) -> Iterator[Entry]:
-        return self.inner.scan()
-
-    def stored(self) -> Iterator[Entry]:
-        return self.inner.stored()
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        return self.inner.recent(limit)
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        return self.inner.namespaces()
-
-    def described(self) -> list[bytes]:
-        return self.inner.described()
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        return self.inner.describe(namespace, description)
-
-    def removals(self, limit: int) -> list[Removal] | None:
-        return self.inner.removals(limit)
-
-    def facts(self) -> dict[str, int | bool | None]:
-        return self.inner.facts()
-
-    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        return self.inner.gc(max_bytes, older_than_seconds)
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        return self.inner.pin(keys, until, by_client=by_client)
-
-    def tiers(self) -> list[TierStatus]:
-        return self.inner.tiers()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"
