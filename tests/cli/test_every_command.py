@@ -96,12 +96,14 @@ def test_places_that_are_no_store(run, arguments, command, tmp_path):
     (tmp_path / "other" / "thesis.txt").write_text("precious")
     (port,) = free_ports(1)
     down = f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv"
-    for url in ((tmp_path / "empty").as_uri(), (tmp_path / "other").as_uri(), down):
+    places = [(tmp_path / name).as_uri() for name in ("empty", "other", "missing")]
+    for url in (*places, "memory://", down):
         ran = run(*arguments(command, url))
         assert is_one_refusal(command, ran), (url, ran)
         assert "correct-horse" not in ran.out + ran.err
     assert os.listdir(tmp_path / "empty") == []
     assert os.listdir(tmp_path / "other") == ["thesis.txt"]
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.parametrize("command", OF_FILES)

@@ -37,7 +37,6 @@ from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
-from tests.servers.process import LOCALHOST, free_ports
 from tests.tokenizers import save_tiny_tokenizer
 
 __all__ = ["seaweed", "url_of", "valkey_server"]
@@ -466,21 +465,6 @@ def test_a_namespace_without_a_description_is_one_line(run, url, tokens_file):
         assert "missing or damaged" in ran.error_line
 
 
-def test_places_that_are_no_store_are_one_line(run, tmp_path, tokens_file):
-    (tmp_path / "empty").mkdir()
-    (port,) = free_ports(1)
-    options = ["--namespace", "00" * 32, "--tokens", tokens_file]
-    for url in (
-        (tmp_path / "missing").as_uri(),
-        (tmp_path / "empty").as_uri(),
-        "memory://",
-        f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv",
-    ):
-        ran = run("explain", url, *options)
-        assert ran.code == 2
-        assert "correct-horse" not in ran.error_line
-
-
 def test_a_narrow_terminal(url, tokens_file):
     """60 columns, as a terminal has them."""
     put_prompt(url, tokens=TOKENS[:7])
@@ -508,19 +492,6 @@ def test_a_narrow_terminal(url, tokens_file):
     table = lines[3:-1]
     assert max(map(len, table)) <= 60, table
     assert "never stored" in text.decode()
-
-
-def test_a_store_in_use_and_a_reader_that_leaves(url, asked, tokens_file):
-    put_prompt(url)
-    with open_one(url):
-        assert asked(url)["hit_tokens"] == 28
-    command = (
-        f"{sys.executable} -m kvferry.cli explain {url} --namespace {SPACE.digest.hex()} "
-        f"--tokens {tokens_file} --json - | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}"
-    )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
-    assert done.returncode in (0, 141)
-    assert done.stderr == b""
 
 
 def test_ctrl_c_while_the_prompt_is_awaited_is_one_line(tmp_path, url):

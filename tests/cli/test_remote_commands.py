@@ -1,4 +1,4 @@
-"""ls, show, stat, verify and gc on servers, which are real ones."""
+"""`ls`, `verify` and `rm` in a directory and on servers, which are real ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.servers.valkey import make_certificate, running_valkey, valkey_cluste
 
 __all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
-KINDS = ["valkey", "s3", "mooncake"]
+SERVERS = ["valkey", "s3", "mooncake"]
+KINDS = ["file", *SERVERS]
 COMMANDS = {
     "ls": [],
     "ls --by namespace": [],
@@ -48,7 +49,7 @@ SPACE = Namespace.of(ModelIdentity(weights=bytes(32), config={}, name="org/model
 
 @dataclass(frozen=True)
 class Filled:
-    """Records on a server, under a prefix of their own."""
+    """Records in a directory, or on a server under a prefix of their own."""
 
     url: str
     schema: RecordSchema
@@ -65,13 +66,11 @@ class Filled:
 
     def flip_last_bit(self, index: int) -> None:
         with self.opened() as store:
-            client, name = client_of(store), store.name_of(self.keys[index])
             value = bytearray(self.schema.record_bytes)
-            until = time.monotonic() + 10
-            client.read(name, [(0, memoryview(value))], until)
+            store.read(self.keys[index], [(0, memoryview(value))])
             value[-1] ^= 1
-            assert client.delete(name, until)
-            assert client.put(name, [value], until) == "stored"
+            assert store.delete(self.keys[index])
+            assert store.put(self.keys[index], [value]) == "stored"
 
     def empty(self) -> None:
         with self.opened() as store:
@@ -86,10 +85,12 @@ def _patient_calls(monkeypatch):
 
 @pytest.fixture
 def url_of(request, monkeypatch, tmp_path):
-    """The URL of a server by its kind, with a prefix of the test."""
+    """The URL of a store by its kind, with a prefix of the test."""
 
     def url(kind: str) -> str:
         prefix = tmp_path.name
+        if kind == "file":
+            return (tmp_path / "store").as_uri()
         if kind == "valkey":
             return f"valkey://{LOCALHOST}:{request.getfixturevalue('valkey_server').port}/{prefix}"
         if kind == "mooncake":
@@ -155,18 +156,19 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
     assert made.keys[1].hex() in run("ls", made.url, made.keys[1].hex()).out
 
     found = asked(run, "ls", made.url, "--by", "namespace")
-    assert found.pop("url") == made.url.partition("?")[0]
     if kind == "valkey":  # what the server says of itself
-        assert found.pop("maxmemory") > 0
-        assert found.pop("evicts_all_keys") is True
+        assert found["maxmemory"] > 0
+        assert found["evicts_all_keys"] is True
     space = {"namespace": SPACE.digest.hex(), "model": "org/model-7b"}
-    assert found == {
+    expected = {
+        "url": made.url.partition("?")[0],
         "num_records": 3,
         "used_bytes": 3 * size,
         "namespaces": [{**space, "num_records": 3, "num_bytes": 3 * size}],
         "removed": [],
         "removed_since": None,
     }
+    assert {name: found[name] for name in expected} == expected
     assert "org/model-7b" in run("ls", made.url, "--by", "namespace").out
 
 
@@ -209,14 +211,20 @@ def test_a_hostile_description_is_unreadable_and_the_rest_is_shown(fill, run, te
         assert out.replace("\n", "").isprintable()
 
 
-def test_lists_are_sorted_and_end_at_the_limit(fill, run, set_idle):
-    made = fill(num_records=5)
+@pytest.mark.parametrize("kind", ["file", "valkey"])
+def test_lists_are_sorted_and_end_at_the_limit(fill, run, kind):
+    made = fill(kind, num_records=5)
     first = asked(run, "ls", made.url, "--sort", "token", "--limit", 2)
     assert [row["first_token"] for row in first] == [0, CHUNK_TOKENS]
     with made.opened() as store:
         store.put(ChunkKey(b"k" * 32), [bytes(2 * made.schema.record_bytes)])
     (largest,) = asked(run, "ls", made.url, "--sort", "size", "--limit", 1)
     assert (largest["key"], largest["error"]) == ((b"k" * 32).hex(), "bad_header")
+    assert "unreadable: bad_header" in run("ls", made.url).out
+
+
+def test_the_least_recently_used_comes_last(fill, run, set_idle):
+    made = fill(num_records=5)
     set_idle(made, 3, 3600)
     assert [row["key"] for row in asked(run, "ls", made.url, "--limit", 0)][-1] == (
         made.keys[3].hex()
@@ -224,7 +232,7 @@ def test_lists_are_sorted_and_end_at_the_limit(fill, run, set_idle):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_deletes_what_is_wrong(fill, run, kind):
+def test_verify_takes_out_what_is_wrong(fill, run, kind):
     made = fill(kind)
     made.flip_last_bit(1)
     bad = {"key": made.keys[1].hex(), "reason": "bad_leaf"}
@@ -234,7 +242,7 @@ def test_verify_deletes_what_is_wrong(fill, run, kind):
     assert made.kept() == [True, True, True]
     ran = run("verify", made.url)
     assert ran.code == 1
-    assert "deleted" in ran.out
+    assert ("quarantined" if kind == "file" else "deleted") in ran.out
     assert made.kept() == [True, False, True]
     assert asked(run, "verify", made.url) == {
         "dry_run": False,
@@ -294,7 +302,7 @@ def test_removed_records_are_not_remembered(fill, run):
     assert "does not remember what was removed" in ran.error_line
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVERS)
 def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
     made = fill(kind, num_records=1)
     with made.opened() as store:
