@@ -555,7 +555,7 @@ def test_opaque_rows_are_listed_and_verified_and_no_prompt_leads_to_them(run, ur
     assert run("verify", url).code == 0
     ran = run("explain", url, "--namespace", space.digest.hex()[:9], "--tokens", tokens_file)
     assert ran.code == 2
-    assert "do not follow from a prompt" in ran.error_line
+    assert "do not follow from the tokens of a prompt" in ran.error_line
 
 
 def test_opaque_rows_are_no_namespace_to_compare_a_prompt_with(url, asked):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -156,15 +156,18 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
 
 def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
     """Return the chosen namespaces whose keys follow from the tokens of a prompt; at least one.
+    Raises ConfigError as `of_tokens`, or if several start with the digits."""
+    return of_tokens(store, _spaces(store, choice))
 
-    Raises:
-        ConfigError: there is none, several start with the digits, or one lacks a sound description.
-    """
+
+def of_tokens(store: Store, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
+    """Return those of the namespaces whose keys follow from the tokens of a prompt; at least one.
+    Raises ConfigError if there is none, or one lacks a sound description."""
     from kvferry.survey import chunk_tokens_of
 
     found: list[Namespace] = []
     opaque: list[Namespace] = []
-    for digest, space in _spaces(store, choice).items():
+    for digest, space in spaces.items():
         if space is not None and space.is_opaque:
             opaque.append(space)
         elif space is None or chunk_tokens_of(space) is None:

@@ -204,29 +204,18 @@ def _ask_namespace(store: Store, digits: str, prompt: PromptSearch) -> PromptAns
 
 
 def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
-    from kvferry.survey import chunk_tokens_of, survey
+    from kvferry.cli.choice import of_tokens
+    from kvferry.survey import survey
 
     known = [bytes.fromhex(digits)] if digests is None else digests
     matches = [each for each in known if each.hex().startswith(digits)]
-    found = survey(store, matches)[0].namespace if len(matches) == 1 else None
-    if found is not None and chunk_tokens_of(found) is not None:
-        return found
-    if digests is None:
-        matches = [each for each in store.described() if each.hex() == digits]
-    if not matches:
-        stores.namespaces(store)  # raises where the prefix is wrong
-        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry ls`")
     if len(matches) > 1:
         raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
-    if found is not None and found.is_opaque:
-        raise ConfigError(
-            f"namespace {digits} holds opaque {found.title}: their keys are hashes of the host, "
-            "which do not follow from a prompt; the host's own metrics say what hit"
-        )
-    raise ConfigError(
-        f"the description of namespace {digits} in {store.url} is missing or damaged, so nothing "
-        "says how many tokens its chunks have"
-    )
+    found = survey(store, matches)
+    if not found or not (found[0].is_described or found[0].digest in store.described()):
+        stores.namespaces(store)  # raises where the prefix is wrong
+        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry ls`")
+    return of_tokens(store, {each.digest: each.namespace for each in found})[0]
 
 
 # -- what is shown --------------------------------------------------------------------------------
@@ -337,12 +326,8 @@ def _hits(answer: PromptAnswer) -> str:
     text = f"{answer.hit_tokens:,} of {answer.num_tokens:,} tokens would hit"
     differs = answer.found[0].space.differs if answer.found and answer.hit_tokens else {}
     if differs:  # an engine that runs the directory as it is written reads none of it
-        text += f" for an engine that differs from the model directory in {_names(differs)}"
+        text += f" for an engine that differs from the model directory in {_values(differs)}"
     return text
-
-
-def _names(differs: Differences) -> str:
-    return ", ".join(_cut(name) for name in list(differs)[:3])
 
 
 def _row(run: Run) -> JsonRow:
@@ -362,7 +347,7 @@ def _also(found: Sequence[Explanation]) -> RenderableType:
             "namespace": each.space.namespace.digest.hex(),
             "chunk_tokens": each.space.chunk_tokens,
             "hit_tokens": each.hit_tokens,
-            "differs": _names(each.space.differs),
+            "differs": _values(each.space.differs),
         }
         for each in found[:_MAX_DIFFERENCES]
     ]
