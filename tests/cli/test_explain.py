@@ -579,3 +579,6 @@ def test_numbers_of_records_are_written_alike(url, run, tmp_path):
         ran = run(*command)
         assert ran.code == 0, ran.err
         assert "1,200 records" in ran.out
+    lines = run("ls", url, "--by", "namespace").out.splitlines()
+    assert any(re.search(r"num records +1,200 *$", line) for line in lines), lines
+    assert any(re.match(r"[0-9a-f]{16} +1,200 ", line) for line in lines), lines
