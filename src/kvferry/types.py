@@ -247,11 +247,17 @@ class GroupShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShard:
-    """What one rank holds of every group."""
+    """What one rank holds of every group.
+
+    Attributes:
+        num_replicas: so many ranks side by side hold exactly the same, the first of them at a
+            multiple of this number.
+    """
 
     rank: int
     world_size: int
     groups: tuple[GroupShard, ...]
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ def make_host() -> Iterator[Any]:
         bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
         observer: Counters | None = None,
         rank_stores: Sequence[Any] = (),
+        engine_id: str | None = None,
         **options: Any,
     ) -> Any:
         groups = groups or make_groups()
@@ -93,6 +94,7 @@ def make_host() -> Iterator[Any]:
             clock=clock,
             draw=draw,
             bounds=bounds,
+            engine_id=engine_id,
         )
         host.__class__ = Host
         host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer

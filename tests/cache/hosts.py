@@ -59,6 +59,7 @@ def make_shared_storage_host(
     draw: Callable[[], float] = lambda: 0.5,
     bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
     setup: DeviceSetup | None = None,
+    engine_id: str | None = None,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
     rank (close their stores last). Nothing is audited unless the options say so; `draw` then
@@ -74,6 +75,7 @@ def make_shared_storage_host(
             data_parallel_index=data_parallel_index,
             loads=loads,
             saves=saves,
+            engine_id=engine_id,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

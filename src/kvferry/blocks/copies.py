@@ -127,9 +127,11 @@ class BlockCopies:
         """Whether copies go on after a call has returned: True on a device."""
         return self._streams is not None
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview) -> None:
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview, slot: memoryview
+    ) -> None:
         """Bind the engine's tensors. The first time, pin the memory of all slots for their device,
-        take the memory for copies, and try these, as long as no slot is used.
+        take the memory for copies, and try these with one slot.
 
         Raises:
             LayoutError: see `PagedTables.register`.
@@ -142,19 +144,19 @@ class BlockCopies:
         try:
             self._streams = self._setup.streams(self.paged.device)
             if self._streams is not None:
-                self._begin(slots)
+                self._begin(slots, slot[: self._rows.slot_bytes])
         except TransferError:
             raise
         except Exception as error:  # of a compiler or a driver: the engine can do without kvferry
             raise TransferError(f"the device's copies do not work: {error!r}") from error
 
-    def _begin(self, slots: memoryview) -> None:
+    def _begin(self, slots: memoryview, slot: memoryview) -> None:
         try:
             self._pins.enter_context(self._setup.pin(slots, self.paged.device))
         except TransferError as error:
             logger.warning("copies to and from the device will be slow: %s", error)
         self._take_memory()
-        self._prove(slots[: self._rows.slot_bytes])
+        self._prove(slot)
 
     def _take_memory(self) -> None:
         wanted = self._setup.num_bytes(self.paged.device, self._step_bytes)

@@ -35,8 +35,7 @@ class SharedStorageConfig(ChunkOptions):
             turn.
         memory_bytes: host memory for KV, all ranks of an engine together; None: what
             `default_memory_bytes` returns. All reads and writes of every store pass through it, so
-            it acts as the first tier. Ranks that hold the same kv
-            heads have a copy each.
+            it acts as the first tier. Ranks that hold the same kv heads share it.
         start_timeout_seconds: how long an engine's start waits for the store to open. After that
             the engine serves without the store until it is open.
         record: file to which a line for each request is appended, with its keys and its answer.

@@ -80,7 +80,7 @@ class SlotMemory:
 
     Attributes:
         view: all slots.
-        name, fd: what `open_slots` needs besides the id of this process and the size.
+        name, process, fd: what `open_slots` needs besides the size.
 
     Raises:
         ConfigError: this machine does not let a process have so much memory.
@@ -96,7 +96,7 @@ class SlotMemory:
     ) -> None:
         self.slot_bytes = slot_size(slot_bytes)
         self.name = f"kvferry-{secrets.token_hex(16)}"
-        self.fd = NOT_SHARED
+        self.process, self.fd = os.getpid(), NOT_SHARED
         num_bytes = num_slots * self.slot_bytes
         try:
             if is_shared:
@@ -115,6 +115,15 @@ class SlotMemory:
         self.view = memoryview(self._region)
         _MADE_HERE[self.name] = self
 
+    @classmethod
+    def of(cls, name: str, process: int, fd: int, num_slots: int, slot_bytes: int) -> SlotMemory:
+        """The slots that a rank of this machine has made. Raises TransferError as `open_slots`."""
+        memory = cls.__new__(cls)
+        memory.slot_bytes = slot_size(slot_bytes)
+        memory.name, memory.process, memory.fd = name, process, fd
+        memory.view = open_slots(name, process, fd, num_slots * memory.slot_bytes)
+        return memory
+
     def slot(self, index: int) -> memoryview:
         """The bytes of a slot, writable."""
         start = index * self.slot_bytes
@@ -124,7 +133,7 @@ class SlotMemory:
         """Back the first `READY_BYTES` with pages now, so that the first hits do not wait for them.
         Does nothing if the system cannot do this."""
         if sys.platform == "linux":
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
             length = min(READY_BYTES, len(self.view))
             # `mmap.madvise` would hold the interpreter's lock.
             madvise = ctypes.CDLL(None).madvise

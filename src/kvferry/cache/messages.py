@@ -64,6 +64,8 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
 
     pool: int = 0
     """A random number that names the pool of the slots."""
+    number: int = 0
+    """Larger than that of any plan before."""
     fetches: tuple[Fetch, ...] = ()
     cancels: tuple[int, ...] = ()
     """Slots whose fetch is no longer wanted. The end of a fetch is still reported."""
@@ -137,13 +139,15 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
 class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
     """Where the slots of one rank are, and which part of each record they hold. See
     `kvferry.cache.memory.open_slots`. `namespace` is the digest that this rank began with: it tells
-    whether the rank describes the model as the scheduler role does."""
+    whether the rank describes the model as the scheduler role does. `loads_only`: they are those of
+    the first rank that holds the same kv heads."""
 
     name: str
     process: int
     fd: int
     shard: RankShard
     namespace: bytes
+    loads_only: bool = False
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ class EngineSpec:
             failed in a later step than that of their load. If the report comes in the step that
             completes the prompt, it does so before it samples the first token.
         host_publishes_events: True if the host publishes the events of `SchedulerRole.take_events`.
+        engine_id: names this engine, in all its processes. Ranks that hold the same kv heads then
+            share host memory; None: each has its own.
         tables: how the host divides the layers over block tables. A scheduler role reads table,
             group, block size and window only, and needs a part for every table and group that some
             rank uses. The host may have further tables. None: one table per group, in order, with
@@ -58,6 +60,7 @@ class EngineSpec:
     disabled: bool = False
     host_recomputes: bool = False
     host_publishes_events: bool = False
+    engine_id: str | None = None
     tables: tuple[TablePart, ...] | None = None
 
     def __post_init__(self) -> None:

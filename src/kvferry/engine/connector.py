@@ -3,6 +3,7 @@ store. Also describes the engine to the cache (`engine_spec`)."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,9 +48,8 @@ def cache_arguments(
         if options:
             raise ConfigError("connector_options are given without a store")
         return None
-    return CacheArguments(
-        spec=engine_spec(model, engine, deviations={}), options={"store": store, **(options or {})}
-    )
+    spec = replace(engine_spec(model, engine, deviations={}), engine_id=secrets.token_hex(16))
+    return CacheArguments(spec=spec, options={"store": store, **(options or {})})
 
 
 def open_roles(arguments: CacheArguments | None, observer: Observer, rank: int = 0) -> Roles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvferry.errors import TopologyError
@@ -27,9 +28,11 @@ def tensor_parallel_shard(groups: Sequence[KVGroup], rank: int, world_size: int)
     """Return what a tensor-parallel rank holds of a model: all layers, and the heads that
     `heads_of_rank` returns. Of the ranks that replicate a head, the first writes it."""
     shards = []
-    for group in groups:
+    replicas = [max(1, world_size // group.num_kv_heads) for group in groups]
+    for group, number in zip(groups, replicas, strict=True):
         heads = heads_of_rank(group.num_kv_heads, rank, world_size)
-        replicas = max(1, world_size // group.num_kv_heads)
-        writes = rank % replicas == 0
+        writes = rank % number == 0
         shards.append(GroupShard(layers=(0, group.num_layers), heads=heads, writes=writes))
-    return RankShard(rank=rank, world_size=world_size, groups=tuple(shards))
+    return RankShard(
+        rank=rank, world_size=world_size, groups=tuple(shards), num_replicas=math.gcd(*replicas)
+    )

@@ -121,6 +121,7 @@ def engine_spec(
         saves=transfer.kv_role != "kv_consumer",
         host_publishes_events=publishes,
         step_tokens=getattr(step, "max_num_batched_tokens", None),
+        engine_id=getattr(transfer, "engine_id", None),
         tables=kv.tables,
     )
 

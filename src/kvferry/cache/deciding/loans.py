@@ -60,9 +60,9 @@ class Loans:
 
     # -- scheduler thread -----------------------------------------------------------------------
 
-    def learn(self, region: SlotRegion) -> bool:
+    def learn(self, region: SlotRegion) -> str:
         """Learn where a rank's slots are. See `RankSlots.learn`."""
-        return self._ranks is None or self._ranks.learn(region)
+        return "" if self._ranks is None else self._ranks.learn(region)
 
     def expect(self, key: ChunkKey) -> None:
         """Note that a save or a fetch has begun to bring a whole chunk. `lend` answers

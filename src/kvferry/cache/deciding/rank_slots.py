@@ -60,21 +60,35 @@ class RankSlots:
         self._num_slots = num_slots
         self._world_size = world_size
         self._slots: dict[int, _Slots] = {}
+        self._regions: dict[int, SlotRegion] = {}
         self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
 
-    def learn(self, region: SlotRegion) -> bool:
+    def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
         fails, records of several ranks are not stored, and nothing is lent.
 
         Returns:
-            False if this rank describes the model in another way, so that its slots hold other
-            records; they are not opened.
+            Why nothing may be loaded or saved: this rank describes the model in another way, or
+            loads from slots that are not those of the first rank that holds the same. Empty if all
+            is well.
         """
         if region.namespace != self._schema.namespace:
-            return False
+            return (
+                "stores KV under another namespace than the scheduler looks it up: the host "
+                "describes the model differently to both. Nothing is loaded or saved; make kvferry "
+                "the host's only connector, or a tier of the host's own offloading"
+            )
         self._open(region)
-        return True
+        self._regions[region.shard.rank] = region
+        for rank, each in self._regions.items():
+            first = self._regions.get(rank - rank % each.shard.num_replicas)
+            if each.loads_only and first is not None and first.name != each.name:
+                return (
+                    "shares host memory with another engine. Nothing is loaded or saved; give "
+                    "each engine an engine_id of its own"
+                )
+        return ""
 
     def _open(self, region: SlotRegion) -> None:
         rank = region.shard.rank

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
+        self._plan_numbers = count(1)
         self._is_running = True
 
     @property
@@ -316,6 +317,7 @@ class SharedStorageScheduler(SchedulerRole):
         fetches, cancels = self.pool.pop_orders()
         return SharedStoragePlan(
             pool=self.pool.pool_id,
+            number=next(self._plan_numbers),
             fetches=fetches,
             cancels=cancels,
             loads=tuple(load for load, _slots in self._loads.values()),
@@ -377,12 +379,9 @@ class SharedStorageScheduler(SchedulerRole):
                     self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
-        if report.region is not None and not self.pool.loans.learn(report.region):
-            self._stop(
-                f"rank {report.rank} stores KV under another namespace than the scheduler looks it "
-                "up: the host describes the model differently to both. Nothing is loaded or saved; "
-                "make kvferry the host's only connector, or a tier of the host's own offloading"
-            )
+        why = "" if report.region is None else self.pool.loans.learn(report.region)
+        if why:
+            self._stop(f"rank {report.rank} {why}")
         if report.off:
             self._stop(f"rank {report.rank}: {report.off}. Nothing is loaded or saved")
         if report.timed:

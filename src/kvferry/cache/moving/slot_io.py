@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import CacheBounds, RoleContext
-from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
+from kvferry.cache.replicas import Replicas
 from kvferry.errors import StoreError, TransferError
 from kvferry.layout.streams import REACHED, Mark
 from kvferry.observe import Observer
@@ -31,6 +32,9 @@ from kvferry.types import ChunkKey, is_tail
 logger = logging.getLogger(__name__)
 
 
+READERS_POLL_SECONDS = 1e-3
+
+
 class SlotIO:
     """All reads and writes of one rank, and what its slots hold.
 
@@ -39,13 +43,15 @@ class SlotIO:
         context: store, observer and options.
     """
 
-    def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
+    def __init__(self, rows: RankRows, replicas: Replicas, context: RoleContext) -> None:
         self._rows = rows
-        self._memory = memory
+        self._replicas = replicas
+        self._memory = replicas.memory
         self._context = context
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._used_by_device: dict[int, Mark] = {}
+        self._last_load: dict[int, int] = {}  # number of the plan, by slot
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._copying: dict[int, tuple[SlotChunk, Gathered]] = {}
         self._hashes: dict[int, Job[tuple[Sealed, Job[Saved] | None]]] = {}
@@ -85,6 +91,18 @@ class SlotIO:
         """Note that the device reads or fills a slot until it has reached a mark."""
         self._used_by_device[slot] = mark
 
+    def hold(self, chunk: SlotChunk, groups: Iterable[int]) -> None:
+        """Note that another rank fills a slot. It is loaded from once that has ended."""
+        self._contents[chunk.slot] = chunk.key, self.groups_held(chunk) | frozenset(groups)
+
+    def loaded(self, slot: int, number: int) -> None:
+        """Note that the loads of a plan read a slot, on all ranks that share it."""
+        self._last_load[slot] = number
+
+    def is_read(self, slot: int) -> bool:
+        """Whether no other rank still loads from a slot."""
+        return self._replicas.are_past(self._last_load.get(slot, 0))
+
     # -- reads ----------------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch) -> None:
@@ -109,6 +127,7 @@ class SlotIO:
             if not mark.wait(self._bounds.device_seconds):
                 limit = self._bounds.device_seconds
                 raise TransferError(f"the device used a slot for more than {limit} s")
+            self._await_readers(chunk.slot)
             if job.cancelled:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
@@ -121,6 +140,13 @@ class SlotIO:
             return Filled(chunk.slot, missed, seconds, detail="; ".join(map(str, faults)))
 
         self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
+
+    def _await_readers(self, slot: int) -> None:
+        deadline = time.monotonic() + self._bounds.device_seconds
+        while not self.is_read(slot):
+            if time.monotonic() > deadline:
+                raise TransferError("another rank does not end its loads from a slot")
+            time.sleep(READERS_POLL_SECONDS)
 
     def cancel(self, slot: int) -> None:
         """Ask a read to end early. Its end is still reported."""

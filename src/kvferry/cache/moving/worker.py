@@ -9,7 +9,6 @@ then hashes the chunk. An I/O thread writes it: with several ranks, the schedule
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ import torch
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import RoleContext
-from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import (
     EMPTY_PLAN,
     NOT_DONE,
@@ -40,9 +38,11 @@ from kvferry.cache.messages import (
 )
 from kvferry.cache.moving.comparisons import Comparisons
 from kvferry.cache.moving.slot_io import SlotIO
+from kvferry.cache.replicas import Replicas
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
+from kvferry.layout.streams import Mark
 from kvferry.record.check import MissReason
 from kvferry.types import NULL_BLOCK
 
@@ -121,13 +121,18 @@ class SharedStorageWorker(WorkerRole):
     ) -> None:
         self._rows = rows
         self._observer = context.observer
-        shard = context.spec.shard
-        is_shared = context.spec.multi_process or shard.world_size > 1
-        self._memory = SlotMemory(num_slots, rows.slot_bytes, is_shared=is_shared)
+        self._replicas = Replicas(context.spec, num_slots, rows.slot_bytes)
+        self._memory = self._replicas.memory
         self._region = SlotRegion(
-            self._memory.name, os.getpid(), self._memory.fd, shard, rows.schema.namespace
+            self._memory.name,
+            self._memory.process,
+            self._memory.fd,
+            context.spec.shard,
+            rows.schema.namespace,
+            self._replicas.loads_only,
         )
-        self.io = SlotIO(rows, self._memory, context)
+        self._loading: deque[tuple[int, Mark]] = deque()
+        self.io = SlotIO(rows, self._replicas, context)
         self._bounds = context.bounds
         self._comparisons = Comparisons(rows, self._memory, context)
         self._copies = BlockCopies(context.spec, rows, setup)
@@ -139,7 +144,7 @@ class SharedStorageWorker(WorkerRole):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
-            self._copies.register(kv_caches, self._memory.view)
+            self._copies.register(kv_caches, self._memory.view, self._replicas.own_slot())
         except TransferError as error:
             # The engine starts all the same. The scheduler role plans nothing more once it knows.
             logger.error("kvferry is off: %s", error)
@@ -159,6 +164,7 @@ class SharedStorageWorker(WorkerRole):
     # -- step -----------------------------------------------------------------------------------
 
     def begin_step(self, plan: Plan) -> None:
+        self._tell_of_loads()
         if plan is EMPTY_PLAN:
             return
         if not isinstance(plan, SharedStoragePlan):
@@ -166,6 +172,9 @@ class SharedStorageWorker(WorkerRole):
                 f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
             )
         self._plan = plan
+        for load in plan.loads:
+            for chunk in load.chunks:
+                self.io.loaded(chunk.slot, plan.number)
         if plan.pool:  # not set in an empty plan that was copied to this process
             self._ended.pool = plan.pool
         self._ended.timed = plan.timed
@@ -178,12 +187,17 @@ class SharedStorageWorker(WorkerRole):
         for slot in plan.cancels:
             self.io.cancel(slot)
         while self._to_begin:
-            if self._off:
-                slot = self._to_begin[0].chunk.slot
-                self._ended.filled.append(Filled(slot, MissReason.IO_ERROR))
-            else:
-                self.io.fetch(self._to_begin[0])
+            self._fetch(self._to_begin[0])
             self._to_begin.popleft()
+
+    def _fetch(self, fetch: Fetch) -> None:
+        if self._off:
+            self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
+        elif self._replicas.loads_only:
+            self.io.hold(fetch.chunk, fetch.groups)
+            self._ended.filled.append(Filled(fetch.chunk.slot))
+        else:
+            self.io.fetch(fetch)
 
     def start_load(self) -> None:
         if not self._plan.loads:
@@ -207,7 +221,7 @@ class SharedStorageWorker(WorkerRole):
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
         if failures_known >= self._ended.failures:
-            self._save(self._plan.saves)
+            (self._leave if self._replicas.loads_only else self._save)(self._plan.saves)
         else:
             # A load failed, and the scheduler role made this plan before it knew: the step may have
             # computed on blocks that were never filled. The chunks are offered again when the host
@@ -233,7 +247,8 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def is_idle(self) -> bool:
-        return self._ended.is_empty and not self.io.is_busy and self._comparisons.are_over
+        has_ended = self._ended.is_empty and not self._loading
+        return has_ended and not self.io.is_busy and self._comparisons.are_over
 
     def end_step(self) -> None:
         if not self._saved:
@@ -243,7 +258,16 @@ class SharedStorageWorker(WorkerRole):
         for fetch in self._to_begin:
             self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
         self._to_begin.clear()
+        if self._plan.loads and self._replicas.loads_only:
+            self._loading.append((self._plan.number, self._copies.slots_read()))
         self._plan = EMPTY_PLAN
+        self._tell_of_loads()
+
+    def _tell_of_loads(self) -> None:
+        """Tell the first rank that holds the same when the device has read its slots."""
+        while self._loading and self._loading[0][1].poll():
+            number, _mark = self._loading.popleft()
+            self._replicas.move_past(number)
 
     def close(self) -> None:
         self._comparisons.close()
@@ -339,6 +363,9 @@ class SharedStorageWorker(WorkerRole):
         Report the others as refused."""
         for save in left:
             chunk = save.chunk
+            if not self.io.is_read(chunk.slot):
+                self._put_off((save,))
+                continue
             try:
                 runs = self._copies.paged.chunk_runs(save.blocks, chunk.first_token)
             except LayoutError as error:
@@ -347,6 +374,14 @@ class SharedStorageWorker(WorkerRole):
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
+
+    def _leave(self, saves: Sequence[Save]) -> None:
+        """Leave copies and comparisons to the first rank that holds the same."""
+        for save in saves:
+            self._ended.filled.append(Filled(save.chunk.slot))
+            if save.compare_with is None:
+                self.io.hold(save.chunk, self._rows.all_groups)
+                self._ended.sealed.append(Sealed(save.chunk.slot))
 
     def _put_off(self, saves: Iterable[Save]) -> None:
         for save in saves:
