@@ -199,7 +199,12 @@ def test_no_slot_is_filled_again_while_another_rank_loads_from_it(
         wait_until(first.io.read_pool._queue.empty, "the reads are under way")
         assert opened == []
         slow.reached = True
-    wait_until(lambda: opened, "a chunk is read")
+
+    def is_read() -> bool:
+        host.step([])
+        return bool(opened)
+
+    wait_until(is_read, "a chunk is read")
     slow.reached = True
     assert host.admit(other) == 40
     host.prefill(other)
