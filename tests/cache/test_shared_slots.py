@@ -133,7 +133,7 @@ os._exit(0)
 
 def test_what_a_killed_engine_left_behind_is_not_shared(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, timeout=120)
-    assert len(list(tmp_path.glob("kvferry-ranks-*/*"))) == 1
+    assert len(list(tmp_path.glob("kvferry-slots-*/*"))) == 1
     assert not Replicas(spec_of(1), 4, 4096, seconds=0.0).loads_only
     first = Replicas(spec_of(0), 4, 4096)
     assert Replicas(spec_of(1), 4, 4096, seconds=0.0).memory.name == first.memory.name
@@ -141,7 +141,7 @@ def test_what_a_killed_engine_left_behind_is_not_shared(tmp_path):
 
 def test_a_directory_of_others_is_not_used(tmp_path):
     Replicas(spec_of(0), 4, 4096)
-    (place,) = tmp_path.glob("kvferry-ranks-*")
+    (place,) = tmp_path.glob("kvferry-slots-*")
     place.chmod(0o777)
     first = Replicas(spec_of(0), 4, 4096)
     assert not Replicas(spec_of(1), 4, 4096, seconds=0.0).loads_only

@@ -95,7 +95,7 @@ def _meeting_place(spec: EngineSpec) -> Path | None:
     """The file of this rank and its replicas; None if there can be none."""
     if spec.engine_id is None:
         return None
-    directory = Path(tempfile.gettempdir()) / f"kvferry-ranks-{os.geteuid()}"
+    directory = Path(tempfile.gettempdir()) / f"kvferry-slots-{os.geteuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         if why_untrusted(str(directory)) is not None:
