@@ -160,6 +160,9 @@ class TierStores(WrapperStore):
                 except StoreError as error:
                     self._away[name] = str(error)
 
+    def _all(self, ask: Callable[[Store], T]) -> list[T]:
+        return [each for _, each in self._answers(ask)]
+
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
@@ -175,7 +178,7 @@ class TierStores(WrapperStore):
         return self._tier.get(key, "")
 
     def contains(self, key: ChunkKey) -> bool | None:
-        return any(known for _, known in self._answers(lambda store: store.contains(key)))
+        return any(self._all(lambda store: store.contains(key)))
 
     def of(self, namespace: bytes) -> Store:
         stores = {name: store.of(namespace) for name, store in self._stores.items()}
@@ -184,24 +187,19 @@ class TierStores(WrapperStore):
         return view
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        found = [each for _, each in self._answers(lambda store: store.namespaces())]
-        return dict(ChainMap(*found))
+        return dict(ChainMap(*self._all(lambda store: store.namespaces())))
 
     def described(self) -> list[bytes]:
-        found = [each for _, each in self._answers(lambda store: store.described())]
-        return list(dict.fromkeys(chain.from_iterable(found)))
+        return list(dict.fromkeys(chain(*self._all(lambda store: store.described()))))
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        found = self._answers(lambda store: store.describe(namespace))
-        return next((text for _, text in found if text), None)
+        return next(filter(None, self._all(lambda store: store.describe(namespace))), None)
 
     def removals(self, limit: int) -> list[Removal] | None:
         """Return the removals of all stores that remember theirs, newest first."""
-        known = [each for _, each in self._answers(lambda store: store.removals(limit))]
+        known = self._all(lambda store: store.removals(limit))
         found = [each for each in known if each is not None]
-        if not found:
-            return None
-        return sorted(chain.from_iterable(found), key=lambda each: -each.at)[:limit]
+        return sorted(chain(*found), key=lambda each: -each.at)[:limit] if found else None
 
 
 def away_lines(away: Mapping[str, str]) -> list[str]:

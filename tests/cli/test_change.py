@@ -23,7 +23,6 @@ from kvferry.types import ExtraKeys
 from tests.cli.test_explain import GROUP, SPACE, TOKENS, put_prompt, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import mooncake, seaweed, set_idle, url_of, valkey_server
-from tests.servers.process import LOCALHOST, free_ports
 
 __all__ = ["mooncake", "seaweed", "set_idle", "url_of", "valkey_server"]
 
@@ -262,26 +261,6 @@ def test_what_is_asked_wrongly_is_one_line(run, url, command, says):
     ran = run(name, url, *options)
     assert (ran.code, count(url)) == (2, 4)
     assert says in ran.error_line
-
-
-COMMANDS = ["clear --everything --yes", "clear --tenant x --dry-run", "pin --tenant x --until 1h"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_places_that_are_no_store_are_one_line(run, tmp_path, command):
-    (tmp_path / "empty").mkdir()
-    (port,) = free_ports(1)
-    for where in (
-        (tmp_path / "missing").as_uri(),
-        (tmp_path / "empty").as_uri(),
-        "memory://",
-        f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv",
-    ):
-        name, *options = command.split()
-        ran = run(name, where, *options)
-        assert ran.code == 2
-        assert "correct-horse" not in ran.error_line
-    assert os.listdir(tmp_path / "empty") == []
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)

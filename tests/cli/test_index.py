@@ -198,7 +198,7 @@ def test_a_store_is_looked_at_whatever_became_of_its_index(make_store, run, dama
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("command", [*LOOKS, "show KEY", "gc --max-bytes 0 --dry-run"])
+@pytest.mark.parametrize("command", [*LOOKS, "ls KEY", "rm --max-bytes 0 --dry-run"])
 def test_looking_leaves_no_trace(make_store, run, command, damage):
     made = make_store(num_records=3)
     made.flip(0, -1)

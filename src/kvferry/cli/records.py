@@ -40,7 +40,7 @@ from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store import maintenance
 from kvferry.store.base import Entry, Removal, Store
 from kvferry.store.kind import shown_url
-from kvferry.survey import survey
+from kvferry.survey import Holding, survey
 from kvferry.types import FORMAT_VERSION
 
 
@@ -260,9 +260,23 @@ def _components(schema: RecordSchema) -> list[JsonRow]:
 def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     """Count the records of a store by namespace, and its recent removals by reason. Return the
     result for programs, and for people. Raises as `query_store`."""
-    facts, spaces, removals = query_store(url, count_records)
-    facts = {"url": shown_url(url), **facts}
-    removed = by_reason(removals)
+    from kvferry.report.gather import causes
+
+    def look(store: Store) -> tuple[list[Holding], JsonRow, list[Removal]]:
+        counts = namespaces(store)
+        found, removals = survey(store, counts, counts), store.removals(sys.maxsize)
+        return found, dict(store.facts()), removals or []
+
+    found, facts, removals = query_store(url, look)
+    counted: JsonRow = {
+        "url": shown_url(url),
+        "num_records": sum(each.num_records for each in found),
+        "used_bytes": sum(each.num_bytes for each in found),
+    }
+    facts = counted | facts
+    spaces = [each.row() for each in found]
+    by_reason = causes(each._replace(detail="") for each in removals)
+    removed = [each._asdict() for each in sorted(by_reason, key=lambda cause: -cause.last_at)]
     since = removals[-1].at if removals else None
     shown: list[RenderableType] = [make_fact_table(facts)]
     if spaces:
@@ -273,26 +287,6 @@ def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
         shown.append(make_table({**columns, "last": "last_at"}, removed, title=title))
     lists = {"namespaces": list(spaces), "removed": list(removed), "removed_since": since}
     return {**facts, **lists}, shown
-
-
-def count_records(store: Store) -> tuple[JsonRow, list[JsonRow], list[Removal]]:
-    """Return counts, rows of namespaces (the largest first) and removals (the latest first)."""
-    counts = namespaces(store)
-    found = survey(store, counts, counts)
-    facts: JsonRow = {
-        "num_records": sum(each.num_records for each in found),
-        "used_bytes": sum(each.num_bytes for each in found),
-        **store.facts(),
-    }
-    return facts, [each.row() for each in found], store.removals(sys.maxsize) or []
-
-
-def by_reason(removals: list[Removal]) -> list[JsonRow]:
-    """Sum up removals by reason, the most recent reason first."""
-    from kvferry.report.gather import causes
-
-    found = causes(each._replace(detail="") for each in removals)
-    return [cause._asdict() for cause in sorted(found, key=lambda cause: -cause.last_at)]
 
 
 def verify(

@@ -247,10 +247,10 @@ class FailedKeys:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._failed: dict[bytes, _Failed] = {}
+        self._failed: dict[bytes, tuple[float, LookupMiss, str]] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._failed and self._clock() < self._failed[key].until
+        return key in self._failed and self._clock() < self._failed[key][0]
 
     def why(self, key: bytes) -> tuple[LookupMiss, str]:
         """Return why a chunk that is here failed, and details in words."""
@@ -259,8 +259,7 @@ class FailedKeys:
     def add(self, keys: Iterable[bytes], seconds: float, miss: LookupMiss, why: str = "") -> None:
         if len(self._failed) > MAX_FAILED:
             self._failed.clear()
-        failed = _Failed(self._clock() + seconds, miss, why)
-        self._failed.update(dict.fromkeys(keys, failed))
+        self._failed.update(dict.fromkeys(keys, (self._clock() + seconds, miss, why)))
 
     def discard(self, key: bytes) -> None:
         """Forget a chunk: it was stored again."""
@@ -268,12 +267,6 @@ class FailedKeys:
 
     def clear(self) -> None:
         self._failed.clear()
-
-
-class _Failed(NamedTuple):
-    until: float
-    miss: LookupMiss
-    why: str
 
 
 class Requests:
