@@ -27,9 +27,10 @@ from kvferry.doctor.vllm import check_config, check_installed
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
-from kvferry.store.base import Store
+from kvferry.store.base import NO_DEADLINE, Store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
+from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import KVGroup
@@ -261,9 +262,6 @@ def test_each_kind_of_fault_has_a_finding_of_its_own(guarded, url_of):
         assert faults(f"valkey://{place}")[0] is Fault.READ_ONLY
     with running_valkey(cluster_enabled="yes") as server:
         assert faults(f"valkey://{LOCALHOST}:{server.port}/kv") == [Fault.CLUSTER]
-    with running_valkey(maxmemory="6300kb", maxmemory_policy="allkeys-lru") as server:
-        # It takes a record, but not beside the buffers of the request that reads it.
-        assert faults(f"valkey://{LOCALHOST}:{server.port}/kv") == [Fault.EVICTS_AT_ONCE]
     assert faults(f"valkey://{place}") == [Fault.AWAY]
     assert faults(f"valkeys://{place}") == [Fault.AWAY]  # refused: TLS is not the question
 
@@ -322,6 +320,18 @@ def test_15_a_description_that_is_damaged(found, url, root):
     (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
     (what,) = found(url)
     assert what.startswith("description ")
+
+
+def test_a_store_that_keeps_nothing():
+    """A stand-in: a server does so only while its buffers are full."""
+
+    class Forgetful(MemoryStore):
+        def read(self, key, ranges, deadline=NO_DEADLINE):
+            return None
+
+    report = StoreReport("memory:")
+    check("memory://x", lambda _: Forgetful(), None, report)
+    assert [each.fault for each in report.findings] == [Fault.EVICTS_AT_ONCE]
 
 
 @pytest.mark.parametrize("how", ["cut", "changed", "removed"])

@@ -860,6 +860,21 @@ def test_the_history_of_removals_is_bounded(bench):
     assert len(store.removals(3)) == 3
 
 
+@pytest.mark.parametrize("how", ["evicted", "deleted"])
+def test_what_was_removed_during_a_comparison_did_not_vanish(bench, how):
+    store = bench.open()
+    store.put(make_key(1), [b"value"])
+    store.maintain()
+    other = bench.open()
+    [listed] = [each.key for each in other.scan()]
+    if how == "evicted":
+        store.gc(max_bytes=0)
+    else:
+        store.delete(make_key(1))
+    other.index.forget([listed], "vanished")
+    assert [each.reason for each in store.removals(9)] == [how]
+
+
 @pytest.mark.parametrize("num_gone", [19, 20, 21, 45])
 def test_a_follower_is_right_when_more_went_than_is_kept(bench, num_gone):
     store, other = bench.open(bounds=FEW_REMOVALS), bench.open(bounds=FEW_REMOVALS)

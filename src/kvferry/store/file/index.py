@@ -484,10 +484,12 @@ class Index:
         for key in gone:
             self.known.discard(key)
         now, by = self.settings.wall(), f"{os.getpid()}@{socket.gethostname()}"
+        # Whoever took the row out before a comparison that saw it knows the reason.
+        join = "JOIN" if reason == "vanished" else "LEFT JOIN"
         execute(
             db,
             "INSERT INTO removals SELECT NULL, column1, ifnull(num_bytes, 0), column2, column3, "
-            "column4, column5 FROM ({}) LEFT JOIN records ON key = column1",
+            f"column4, column5 FROM ({{}}) {join} records ON key = column1",
             [(key, now, reason, detail, by) for key in gone],
         )
         execute(db, "DELETE FROM records WHERE key IN ({})", [(key,) for key in gone])
