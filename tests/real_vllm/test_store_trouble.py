@@ -164,7 +164,8 @@ def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
     with process.engine(models["plain"], kvferry(store, policy)) as engine:
         healed = engine.generate(prompts)
     assert_same(own, healed)
-    assert healed.external == 4 * 384
+    # The unknown one is not stored if a slow machine computes it when the store is away already.
+    assert healed.external in (3 * 384, 4 * 384)
 
 
 def test_a_store_that_hangs_while_it_opens_delays_the_start_only_so_long(

@@ -50,7 +50,7 @@ class Patience:
     start_seconds: float = math.inf
     max_failures: int = 3
     long_seconds: float = 0.5
-    hang_seconds: float = 5.0
+    hang_seconds: float = 10.0
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 5.0
     soon_seconds: float = 30.0
