@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,7 @@ from kvferry.testing.connector.host import (
     die,
 )
 from kvferry.testing.connector.lab import Lab
-
-_DAMAGED = ("truncated", "emptied", "flipped", "flipped_header", "removed", "clock_set_back")
-FLAGS: dict[str, dict[str, Any]] = {
-    **{name: {"parts": 2, "may": ("refused",)} for name in _DAMAGED},
-    "gone_after_promise": {"parts": 2},
-    "after_a_failed_load": {"parts": 3, "killed": 1},
-    "read_only": {"parts": 2, "may": ("refused",)},
-    "killed_in_write": {"parts": 2, "killed": 0},
-    "killed_after_write": {"parts": 2, "killed": 0},
-}
+from kvferry.testing.connector.rules import Case
 
 
 def _stored(lab: Lab) -> Ask:
@@ -43,7 +35,7 @@ def _stored(lab: Lab) -> Ask:
     return ask
 
 
-def _with_damage(lab: Lab, damage: Callable[[Path], object]) -> None:
+def _with_damage(damage: Callable[[Path], object], lab: Lab) -> None:
     """Start over the store with one kind of files, by suffix, damaged, and then over the next. The
     prompt must be right, reused or not."""
     ask = _stored(lab)
@@ -73,42 +65,39 @@ def _with_damage(lab: Lab, damage: Callable[[Path], object]) -> None:
         raise RefusedError("; ".join(refusals))
 
 
-def truncated(lab: Lab) -> None:
-    """Files that end half-way are a miss. [scheduler.py, _handle_invalid_blocks]"""
-    _with_damage(lab, lambda path: os.truncate(path, path.stat().st_size // 2))
-
-
-def emptied(lab: Lab) -> None:
-    """Empty files are a miss. [scheduler.py, _handle_invalid_blocks]"""
-    _with_damage(lab, lambda path: os.truncate(path, 0))
-
-
-def _flip(path: Path, divisor: int) -> None:
+def _flip(divisor: int, path: Path) -> None:
     content = bytearray(path.read_bytes())
     if content:
         content[len(content) // divisor] ^= 4
         path.write_bytes(content)
 
 
-def flipped(lab: Lab) -> None:
-    """A flipped bit is a miss. [operators: disks and wires flip bits]"""
-    _with_damage(lab, lambda path: _flip(path, 2))
-
-
-def flipped_header(lab: Lab) -> None:
-    """A flipped bit near the start of a file is a miss. [operators: disks and wires flip bits]"""
-    _with_damage(lab, lambda path: _flip(path, 50))
-
-
-def removed(lab: Lab) -> None:
-    """Files that are gone are a miss. [scheduler.py, _handle_invalid_blocks]"""
-    _with_damage(lab, lambda path: path.unlink(missing_ok=True))
-
-
-def clock_set_back(lab: Lab) -> None:
-    """Files may be newer than the clock. [operators: clocks are set back]"""
-    ahead = time.time() + 40 * 86_400
-    _with_damage(lab, lambda path: os.utime(path, (ahead, ahead)))
+_AHEAD = time.time() + 40 * 86_400
+_DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "truncated": (
+        "Files that end half-way are a miss.",
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+    ),
+    "emptied": ("Empty files are a miss.", lambda path: os.truncate(path, 0)),
+    "flipped": ("A flipped bit is a miss.", partial(_flip, 2)),
+    "flipped_header": ("A flipped bit near the start of a file is a miss.", partial(_flip, 50)),
+    "removed": ("Files that are gone are a miss.", lambda path: path.unlink(missing_ok=True)),
+    "clock_set_back": (
+        "Files may be newer than the clock.",
+        lambda path: os.utime(path, (_AHEAD, _AHEAD)),
+    ),
+}
+TABLE: dict[str, tuple[str, Case]] = {
+    name: (f"{expects} [scheduler.py, _handle_invalid_blocks]", partial(_with_damage, damage))
+    for name, (expects, damage) in _DAMAGES.items()
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    **{name: {"parts": 2, "may": ("refused",)} for name in (*TABLE, "read_only")},
+    "gone_after_promise": {"parts": 2},
+    "after_a_failed_load": {"parts": 3, "killed": 1},
+    "killed_in_write": {"parts": 2, "killed": 0},
+    "killed_after_write": {"parts": 2, "killed": 0},
+}
 
 
 def _empty(directory: Path) -> None:

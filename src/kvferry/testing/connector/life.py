@@ -23,51 +23,52 @@ from kvferry.testing.connector.host import (
     RuleBrokenError,
 )
 from kvferry.testing.connector.lab import Lab
+from kvferry.testing.connector.rules import Case, restarted, stored
 
+TABLE: dict[str, tuple[str, Case]] = {
+    "starts": ("Both halves start, and shut down. [base.py]", stored()),
+    "reuse": (
+        "An engine reuses the whole blocks of a prompt that it stored. [base.py]",
+        stored(69),
+    ),
+    "restart": (
+        "A stored prompt is reused after a restart. [base.py]",
+        restarted({}, {}, must=True),
+    ),
+    "one_over_a_block": (
+        "A prompt of one token more than whole blocks hits all of these. [scheduler.py, schedule]",
+        stored(17, 33, 49),
+    ),
+    "whole_blocks": (
+        "A prompt of whole blocks hits all but the last, since its last token is always computed."
+        " [scheduler.py, schedule: it asserts that tokens are left]",
+        stored(18, 32, 48, 64),
+    ),
+    "chunked_prefill": (
+        "A prompt that is computed in chunks is stored whole. [scheduler.py: only the blocks of its"
+        " first chunk come with a new request]",
+        stored(101, 69, budget=23),
+    ),
+    "two_ranks": (
+        "Each of two ranks gets its own heads back. [parallel_state.py]",
+        restarted({"ranks": 2}, {"ranks": 2}, must=True),
+    ),
+    "two_groups": (
+        "Layers with a window and layers without are reused together. [base.py, SupportsHMA]",
+        stored(101, 69, model="windows", budget=64),
+    ),
+    "full_graphs": (
+        "KV is stored in replayed graphs, where layers have no hooks, or the class asks for"
+        " piecewise graphs. [base.py, requires_piecewise_for_cudagraph]",
+        stored(69, hooks=False),
+    ),
+}
 FLAGS: dict[str, dict[str, Any]] = {
     "restart": {"parts": 2},
     "two_ranks": {"parts": 2},
     "sleep": {"may": ("miss",)},
     "shutdown_under_load": {"parts": 2},
 }
-
-# --- what is reused -------------------------------------------------------------------------------
-
-
-def starts(lab: Lab) -> None:
-    """Both halves start, and shut down. [base.py]"""
-    lab.start()
-
-
-def reuse(lab: Lab) -> None:
-    """An engine reuses the whole blocks of a prompt that it stored. [base.py]"""
-    lab.start()
-    lab.store_prompt(lab.ask(69))
-
-
-def restart(lab: Lab) -> None:
-    """A stored prompt is reused after a restart. [base.py]"""
-    lab.start()
-    ask = lab.ask(69)
-    if lab.part == 0:
-        lab.store_prompt(ask)
-    else:
-        lab.expect(ask, 64)
-
-
-def one_over_a_block(lab: Lab) -> None:
-    """A prompt of one token more than whole blocks hits all of these. [scheduler.py, schedule]"""
-    lab.start()
-    for count in (17, 33, 49):
-        lab.store_prompt(lab.ask(count))
-
-
-def whole_blocks(lab: Lab) -> None:
-    """The last token is always computed, so a prompt of whole blocks hits all but its last block.
-    [scheduler.py, schedule: it asserts that tokens are left]"""
-    lab.start()
-    for count in (18, 32, 48, 64):
-        lab.store_prompt(lab.ask(count))
 
 
 def short_prompts(lab: Lab) -> None:
@@ -91,15 +92,6 @@ def shared_prefix(lab: Lab) -> None:
     lab.start()
     stored = lab.store_prompt(lab.ask(69))
     lab.expect(lab.ask(stored.tokens[:40] + lab.tokens(40)), 32, "a prompt that shares 40 tokens")
-
-
-def chunked_prefill(lab: Lab) -> None:
-    """A prompt that is computed in chunks is stored whole. [scheduler.py: block ids of the first
-    chunk alone come with a new request]"""
-    for budget in (32, 23):
-        lab.start(budget=budget)
-        lab.store_prompt(lab.ask(101))
-        lab.stop()
 
 
 def generated_tokens(lab: Lab) -> None:
@@ -307,32 +299,6 @@ def random_walk_async(lab: Lab) -> None:
 def random_walk_ranks(lab: Lab) -> None:
     """The same with two ranks, of which one reports late. [KVOutputAggregator]"""
     random_walk(lab, ranks=2, late_rank=3)
-
-
-# --- ranks, groups, graphs ------------------------------------------------------------------------
-
-
-def two_ranks(lab: Lab) -> None:
-    """Each of two ranks gets its own heads back. [parallel_state.py]"""
-    lab.start(ranks=2)
-    ask = lab.ask(69)
-    if lab.part == 0:
-        lab.store_prompt(ask)
-    else:
-        lab.expect(ask, 64)
-
-
-def two_groups(lab: Lab) -> None:
-    """Layers with a window and layers without are reused together. [base.py, SupportsHMA]"""
-    lab.start("windows", budget=64)
-    lab.store_prompt(lab.ask(101, max_tokens=20))
-
-
-def full_graphs(lab: Lab) -> None:
-    """KV is stored in replayed graphs, where layers have no hooks, or the class asks for piecewise
-    graphs. [base.py, requires_piecewise_for_cudagraph]"""
-    lab.start(hooks=False)
-    lab.store_prompt(lab.ask(69))
 
 
 def no_attention_metadata(lab: Lab) -> None:

@@ -1,7 +1,8 @@
 """Rules: each has a name, a sentence, the place where hosts rely on it, and a case that tries it.
 
-A case is a public function of its chapter's module. Its docstring is the rule, with the source in
-brackets at the end. `FLAGS` of the module has what else there is to say about some of the cases.
+A case is a public function of its chapter's module, or an entry of the module's `TABLE`. Its
+docstring, or the entry's text, is the rule, with the source in brackets at the end. `FLAGS` has
+what else there is to say about some of the cases.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 from kvferry.testing.connector.lab import Lab
 
+Case = Callable[[Lab], None]
+Changes = dict[str, Any]
 Verdict = Literal["right", "miss", "refused", "engine dead", "hangs", "wrong", "not run"]
 
 
@@ -35,7 +38,7 @@ class Rule:
     chapter: str
     expects: str
     source: str
-    run: Callable[[Lab], None]
+    run: Case
     may: tuple[Verdict, ...] = ()
     parts: int = 1
     killed: int | None = None
@@ -46,25 +49,49 @@ class Rule:
 
 
 def rules_of(module: ModuleType) -> list[Rule]:
-    """The rules of a chapter, in the order in which their cases are written."""
-    flags: dict[str, dict[str, Any]] = module.FLAGS
-    rules = []
-    for name, case in vars(module).items():
-        if name.startswith("_") or getattr(case, "__module__", "") != module.__name__:
-            continue
-        found = re.fullmatch(r"(.*) \[(.*)\]", " ".join(case.__doc__.split()))
+    """The rules of a chapter: those of the table, then those of the functions."""
+    cases = {
+        name: (case.__doc__, case)
+        for name, case in vars(module).items()
+        if not name.startswith("_") and getattr(case, "__module__", "") == module.__name__
+    }
+    chapter, rules = module.__name__.rpartition(".")[2], []
+    for name, (text, case) in {**module.TABLE, **cases}.items():
+        found = re.fullmatch(r"(.*) \[(.*)\]", " ".join(text.split()))
         assert found is not None, f"{name} names no source"
-        chapter = module.__name__.rpartition(".")[2]
-        expects, source = found.groups()
-        rules.append(
-            Rule(
-                name=name.replace("_", "-"),
-                chapter=chapter,
-                expects=expects,
-                source=source,
-                run=case,
-                needs_files=chapter == "faults",
-                **flags.get(name, {}),
-            )
-        )
+        flags: dict[str, Any] = module.FLAGS.get(name, {})
+        rule = Rule(name=name.replace("_", "-"), chapter=chapter, expects=found[1], run=case,
+                    source=found[2], needs_files=chapter == "faults", **flags)  # fmt: skip
+        rules.append(rule)
     return rules
+
+
+# --- kinds of cases -------------------------------------------------------------------------------
+
+
+def stored(*counts: int, **setup: Any) -> Case:  # noqa: ANN401
+    """Prompts of these lengths are stored and reused by a host that runs so."""
+
+    def case(lab: Lab) -> None:
+        lab.start(**setup)
+        for count in counts:
+            lab.store_prompt(lab.ask(count))
+
+    return case
+
+
+def restarted(first: Changes, second: Changes, *, must: bool = False) -> Case:
+    """A prompt is stored, and asked for by an engine that runs otherwise. If it `must`, it is
+    reused."""
+
+    def case(lab: Lab) -> None:
+        lab.start(**(second if lab.part else first))
+        ask = lab.ask(101)
+        if lab.part == 0:
+            lab.store_prompt(ask)
+        elif must:
+            lab.expect(ask, 96)
+        elif lab.serve(ask)[0].hit:
+            lab.notes.append("shared, and right")
+
+    return case

@@ -161,7 +161,7 @@ class Runner:
         # Before any process starts: a connector may refuse weights that change under it.
         write_models(Path(self._models.name))
         self._context = multiprocessing.get_context("forkserver")
-        modules = ["kvferry.testing.connector.own_host"]
+        modules = ["kvferry.testing.connector.own_host", __name__]
         if importlib.util.find_spec("vllm") is not None:
             modules += ["kvferry.testing.connector.vllm_host", "vllm.v1.executor.abstract"]
         self._context.set_forkserver_preload(modules)
