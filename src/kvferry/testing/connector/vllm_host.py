@@ -164,10 +164,9 @@ class VllmHost(Host):
 
     def _be_rank(self, rank: int) -> None:
         """Connectors ask vLLM's process groups which rank they are."""
-        if self.setup.ranks > 1:
-            parallel_state._TP = SimpleNamespace(
-                rank_in_group=rank, rank=rank, world_size=self.setup.ranks
-            )
+        size = self.setup.ranks
+        parallel_state._TP = SimpleNamespace(rank_in_group=rank, rank=rank, world_size=size)
+        parallel_state._PP = SimpleNamespace(rank_in_group=0, rank=0, world_size=1)
 
     def is_busy(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_requests()

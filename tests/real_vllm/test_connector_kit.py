@@ -1,0 +1,80 @@
+"""The conformance kit over vLLM's scheduler: what it finds in vLLM's example connector, as
+released, and that it finds nothing in ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.testing.connector import RULES
+from kvferry.testing.connector.rules import Rule
+from kvferry.testing.connector.runner import Limits, Outcome, Runner, Target
+from kvferry.testing.connector.suite import ConnectorTests
+from tests.real_vllm.host import RELEASE
+
+pytestmark = pytest.mark.skipif(RELEASE != (0, 32), reason="the kit's host is that of vLLM 0.32")
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+EXAMPLE = Target(
+    f"{CONNECTORS}.example_connector", "ExampleConnector", {"shared_storage_path": "{dir}"}
+)
+
+DEFECTS = {
+    "whole prompts alone match": "longer-prompt",
+    "what is saved under one key is looked up under another": "one-over-a-block",
+    "counts are negative after a longer local hit": "full-pool",
+    "all short prompts have one key": "short-prompts",
+    "prompt embeddings have the key of no tokens": "prompt-embeddings",
+    "a folder is a hit before its files are complete": "killed-in-write",
+    "a failed load makes the folder of a hit": "after-a-failed-load",
+    "files have no checksum": "flipped",
+    "ranks overwrite each other's files": "two-ranks",
+    "weights are not in the key": "weights",
+    "the configuration is not in the key": "rope",
+    "the dtype is not in the key": "dtype",
+    "salts are not in the key": "salt",
+    "adapters are not in the key": "lora",
+    "versions of adapters are not in the key": "lora-version",
+    "places of images are not in the key": "images",
+    "the first chunk is saved under the key of the prompt": "chunked-prefill",
+    "generated tokens are not stored": "generated-tokens",
+    "a request that hit stores nothing": "hit-then-more",
+    "a resumed request loads by another key than it looked up": "random-walk",
+    "blocks of a local hit are written again": "local-blocks",
+    "look-ups ask the file system": "quick-look-ups",
+    "without attention metadata a promised load is skipped": "no-attention-metadata",
+    "a file that is gone ends the engine": "removed",
+    "a file that ends half-way ends the engine": "truncated",
+    "a full disk ends the engine": "disk-full",
+    "saves are skipped in full graphs": "full-graphs",
+    "a reset forgets nothing": "reset",
+    "each hit is logged": "quiet",
+}
+
+
+OURS = {
+    "store": "file://{dir}", "chunk_tokens": 16, "memory_bytes": 1 << 20, "audit": "off",
+    "save_generated": True,
+}  # fmt: skip
+
+
+class TestOurs(ConnectorTests):
+    connector = "kvferry.adapters.vllm:KVFerryConnector"
+    options = OURS
+
+
+@pytest.mark.timeout(900)
+def test_vllms_example_connector_has_known_defects_and_shows_them_the_same_twice():
+    rules = [rule for rule in RULES if rule.name in DEFECTS.values()]
+    assert len(rules) == len(DEFECTS) > 20
+    once, twice = found_in(rules), found_in(rules)
+    kept = [rule.name for rule, outcome in once.items() if rule.is_kept(outcome.verdict)]
+    assert kept == []
+    assert {outcome.verdict for outcome in once.values()} == {"wrong", "engine dead", "miss"}
+    assert once == twice
+
+
+def found_in(rules: list[Rule]) -> dict[Rule, Outcome]:
+    found: dict[Rule, Outcome] = {}
+    with Runner(EXAMPLE, limits=Limits(part=300.0, patience=1.0)) as runner:
+        runner.run(rules, found.__setitem__)
+    return found
