@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import EntryPoints
 from pathlib import Path
 
@@ -44,6 +45,8 @@ from tests.servers.valkey import running_valkey
 
 __all__ = ["guarded", "mooncake", "seaweed", "url_of", "valkey_server"]
 
+QUOTA = "?max_bytes=100MiB"
+
 CONFIG = {
     "kv_connector": "KVFerryConnector",
     "kv_role": "kv_both",
@@ -62,7 +65,7 @@ def root(tmp_path, monkeypatch):
 def url(root):
     """Of a healthy store."""
     open_one(root.as_uri()).close()
-    return f"{root.as_uri()}?max_bytes=100MiB"
+    return f"{root.as_uri()}{QUOTA}"
 
 
 @pytest.fixture
@@ -200,15 +203,49 @@ def test_3_a_directory_that_is_no_store(found, tmp_path):
         assert str(tmp_path / path) in what
 
 
-def test_4_no_quota(found, url):
-    (what,) = found(url.partition("?")[0])
-    assert what.startswith("no-quota ")
+def change_records(root: Path, changed: Callable[[bytes], bytes | None]) -> None:
+    """Replace each record's file by another one, or by none."""
+    for path in [each for each in (root / "records").rglob("*") if each.is_file()]:
+        content = changed(path.read_bytes())
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
 
 
-def test_5_a_quota_that_the_disk_does_not_hold(found, url):
-    (what,) = found(url.replace("100MiB", "9000TiB"))
-    assert what.startswith("quota-above-disk ")
-    assert "its quota (9000TiB) does not fit" in what
+def quarantine_one(root: Path) -> None:
+    with open_one(root.as_uri()) as store:
+        store.discard(next(store.scan()).key, "bad_leaf")
+
+
+def damage_description(root: Path) -> None:
+    (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "options", "plant"),
+    [
+        ("no-quota", "has no quota", "", None),
+        ("quota-above-disk", "its quota (9000TiB) does not fit", "?max_bytes=9000TiB", None),
+        ("untrusted", "can be written by others", QUOTA, lambda root: root.chmod(0o777)),
+        ("quarantine", "1 damaged records", QUOTA, quarantine_one),
+        ("description", "is damaged, or of another", QUOTA, damage_description),
+        ("damaged", "4 of 4", QUOTA, lambda root: change_records(root, lambda old: old[:100])),
+        (
+            "damaged",
+            "4 of 4",
+            QUOTA,
+            lambda root: change_records(root, lambda old: b"\0" + old[1:]),
+        ),
+        ("vanished", "not by kvferry", QUOTA, lambda root: change_records(root, lambda _: None)),
+    ],
+)
+def test_what_is_wrong_with_a_directory(found, root, code, says, options, plant):
+    put_prompt(root.as_uri())
+    if plant is not None:
+        plant(root)
+    (what,) = found(f"{root.as_uri()}{options}")
+    assert what.startswith(f"{code} {root.as_uri()}: ")
+    assert says in what
 
 
 def test_6_a_quota_that_is_smaller_than_a_prompt(found, url, model_dir):
@@ -222,13 +259,6 @@ def test_7_few_free_inodes():
     check_room(report, 1 << 30, 0, 1 << 40, 9)
     (finding,) = report.findings
     assert (finding.fault, "room for 9 more files" in finding.text) == (Fault.FEW_FILES, True)
-
-
-def test_8_a_directory_that_others_can_change(found, url, root):
-    root.chmod(0o777)
-    (what,) = found(url)
-    assert what.startswith("untrusted ")
-    assert "can be written by others" in what
 
 
 def test_9_a_user_who_may_not_write(found, guarded):
@@ -288,15 +318,6 @@ def test_11_a_wrong_bucket(found, url_of):
     assert "create it or correct its name" in what
 
 
-def test_12_damaged_records(found, url):
-    keys = put_prompt(url.partition("?")[0])
-    with open_one(url) as store:
-        store.discard(keys[1], "bad_leaf")
-    (what,) = found(url)
-    assert what.startswith("quarantine ")
-    assert "1 damaged records" in what
-
-
 def test_13_two_engines_of_one_model_that_do_not_share(found, url):
     plain = url.partition("?")[0]
     put_prompt(plain)
@@ -315,13 +336,6 @@ def test_14_a_store_of_another_model(found, url, model_dir):
     assert "the nearest namespace differs in config." in what
 
 
-def test_15_a_description_that_is_damaged(found, url, root):
-    put_prompt(url.partition("?")[0])
-    (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
-    (what,) = found(url)
-    assert what.startswith("description ")
-
-
 def test_a_store_that_keeps_nothing():
     """A stand-in: a server does so only while its buffers are full."""
 
@@ -332,19 +346,6 @@ def test_a_store_that_keeps_nothing():
     report = StoreReport("memory:")
     check("memory://x", lambda _: Forgetful(), None, report)
     assert [each.fault for each in report.findings] == [Fault.EVICTS_AT_ONCE]
-
-
-@pytest.mark.parametrize("how", ["cut", "changed", "removed"])
-def test_records_that_are_damaged_or_gone(found, url, root, how):
-    put_prompt(url.partition("?")[0])
-    for path in (root / "records").rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            path.unlink()
-            if how != "removed":
-                path.write_bytes(content[:100] if how == "cut" else b"\0" + content[1:])
-    (what,) = found(url)
-    assert what.startswith("vanished " if how == "removed" else "damaged ")
 
 
 def test_a_server_whose_records_are_damaged(found, valkey_server, url_of):
