@@ -275,7 +275,7 @@ class PromptSearch:
                 break  # each further question could take as long
         runs = _complete(runs, len(keys.keys) * size, len(self.token_ids))
         stop = self._in_blocks(sum(run.num_tokens for run in runs if run.why is None))
-        return Explanation(space, _merged(_cut(runs, stop)))
+        return Explanation(space, _merged(_end_hits(runs, stop)))
 
     def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
         """Return the namespace that has the longest start of the prompt, if that is more than
@@ -363,8 +363,8 @@ def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
     return runs
 
 
-def _cut(runs: Sequence[Run], stop: int) -> list[Run]:
-    """Cut the hits at token `stop`: what follows is always computed."""
+def _end_hits(runs: Sequence[Run], stop: int) -> list[Run]:
+    """End the hits at token `stop`: what follows is always computed."""
     cut: list[Run] = []
     for run in runs:
         if run.why is None and run.first_token + run.num_tokens > stop:

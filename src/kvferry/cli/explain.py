@@ -159,13 +159,11 @@ def _ask_model(store: Store, identity: ModelIdentity, prompt: PromptSearch) -> P
     from kvferry.explain import Nearest, PromptAnswer, Space, spaces_of_tokens
     from kvferry.survey import differences_of_model, survey
 
-    digests = store.described()
-    counts = {} if digests else stores.namespaces(store)  # raises where the prefix is wrong
     spaces = [
         Space(each, differences_of_model(each, identity))
-        for each in spaces_of_tokens(store, digests)
+        for each in spaces_of_tokens(store, store.described())
     ]
-    counts = counts or ({} if spaces else store.namespaces())
+    counts = {} if spaces else stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
     if lost := sum(each.num_records for each in found if not each.is_described):
         raise ConfigError(
@@ -267,12 +265,8 @@ def _runs_as(namespace: Namespace) -> str:
     """Name the model, and its dtype and tenant, by which its namespaces commonly differ."""
     config, tenant = namespace.description.get("config"), namespace.description.get("tenant")
     dtype = config.get("dtype") if isinstance(config, Mapping) else None
-    said = [namespace.title]
-    if dtype:
-        said.append(_cut(dtype))
-    if tenant:
-        said.append(f"tenant {_cut(tenant)}")
-    return ", ".join(said)
+    said = namespace.title, _cut(dtype or ""), f"tenant {_cut(tenant)}" if tenant else ""
+    return ", ".join(filter(None, said))
 
 
 def _summary(answer: PromptAnswer) -> str:
@@ -343,12 +337,7 @@ def _row(run: Run) -> JsonRow:
 
 def _also(found: Sequence[Explanation]) -> RenderableType:
     rows: list[JsonRow] = [
-        {
-            "namespace": each.space.namespace.digest.hex(),
-            "chunk_tokens": each.space.chunk_tokens,
-            "hit_tokens": each.hit_tokens,
-            "differs": _values(each.space.differs),
-        }
+        {**_about(each.space, each.hit_tokens), "differs": _values(each.space.differs)}
         for each in found[:_MAX_DIFFERENCES]
     ]
     columns = {"namespace": "namespace", "chunk": "chunk_tokens"}
@@ -381,36 +370,31 @@ def _cut(value: JsonValue, most: int = _MAX_TEXT) -> str:
 def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
     found: list[JsonValue] = [
         {
-            **_about(each.space),
-            "chunk_tokens": each.space.chunk_tokens,
-            "hit_tokens": each.hit_tokens,
+            **_about(each.space, each.hit_tokens),
             "chunks": [{**run._asdict(), "why": run.why or HIT} for run in each.runs],
         }
         for each in answer.found
     ]
-    nearest = answer.elsewhere
-    elsewhere: JsonValue = None
-    if nearest is not None:
-        elsewhere = {**_about(nearest.space), "hit_tokens": nearest.hit_tokens}
     return {
         "summary": summary,
         "num_tokens": answer.num_tokens,
         "hit_tokens": answer.hit_tokens,
         "reason": answer.reason,
         "namespaces": found,
-        "elsewhere": elsewhere,
+        "elsewhere": answer.elsewhere and _about(*answer.elsewhere),
         "without_extra": answer.without_extra,
         "away": dict(answer.away),
     }
 
 
-def _about(space: Space) -> JsonRow:
+def _about(space: Space, hit_tokens: int) -> JsonRow:
     differs: JsonRow = {
         _cut(name): {"there": _cut(there), "here": _cut(here)}
         for name, (there, here) in space.differs.items()
     }
-    digest, model = space.namespace.digest.hex(), space.namespace.title
-    return {"namespace": digest, "model": model, "differs": differs}
+    row: JsonRow = {"namespace": space.namespace.digest.hex(), "model": space.namespace.title}
+    row |= {"chunk_tokens": space.chunk_tokens, "hit_tokens": hit_tokens}
+    return {**row, "differs": differs}
 
 
 # -- the journal ----------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _shares(tokens: Mapping[str, float], total: float) -> list[JsonRow]:
     return [
         {
             "what": (name or "unknown")[:_MAX_TEXT],
-            "tokens": f"{count:,.0f}",
+            "tokens": round(count),
             "share": f"{count / total:.1%}",
             "bar": "█" * round(_BAR * count / total),
         }

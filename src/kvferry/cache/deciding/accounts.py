@@ -158,21 +158,17 @@ class Accounts:
         """Whether anyone is told what of a request was not stored."""
         return self._journal is not None or request.options.explain
 
-    def ended(self, request: RequestView, state: RequestState) -> None:
-        """Note a request that ended."""
-        if self._journal is not None:
-            answer, num_tokens = state.answer, request.num_prompt_tokens
-            if answer is not None:  # which may count generated tokens, after a preemption
-                num_tokens = answer.num_tokens
-            keys = state.keys.keys[: num_tokens // self._chunk]
-            self._journal.add(state.arrived_at, request.request_id, num_tokens, keys, answer)
-
-    def ended_uncached(self, request: RequestView) -> None:
-        """Note a request that ended and must not be cached. Its keys are not written."""
-        if self._journal is not None:
-            answer = not_cached(request)
-            num_tokens = request.num_prompt_tokens
-            self._journal.add(time.time(), request.request_id, num_tokens, (), answer)
+    def ended(self, request: RequestView, state: RequestState | None) -> None:
+        """Note a request that ended. If it must not be cached, `state` is None, and no keys are
+        written."""
+        if self._journal is None:
+            return
+        answer = not_cached(request) if state is None else state.answer
+        # After a preemption, the answer may count generated tokens, too.
+        num_tokens = request.num_prompt_tokens if answer is None else answer.num_tokens
+        keys = () if state is None else state.keys.keys[: num_tokens // self._chunk]
+        arrived_at = time.time() if state is None else state.arrived_at
+        self._journal.add(arrived_at, request.request_id, num_tokens, keys, answer)
 
     def close(self) -> None:
         """Write out the journal and close it. Idempotent."""

@@ -439,7 +439,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(request.request_id, None)
         if state is None:
             if not request.extra_keys.cacheable:
-                self._accounts.ended_uncached(request)
+                self._accounts.ended(request, None)
             return explained(FREE_NOW, request, None)
         result = self._handovers.answer(request, state)
         if state.answer is not None and self._accounts.wants_end(request):
