@@ -15,9 +15,10 @@ from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.request import Request
+from kvferry.engine.request import EngineStep, Request
 from kvferry.engine.scheduler import Scheduler
 from kvferry.observe import Counters
+from kvferry.testing.clock import FakeClock
 
 PRIME = 2**31 - 1
 NUM_LAYERS = 2
@@ -76,37 +77,81 @@ class _Preempting(Scheduler):
         super()._schedule_running(step)
 
 
-class TinyHost:
+class ModelHost:
+    """A scheduler and the pretend model. Subclasses do what a worker does in a step."""
+
+    def __init__(self, role, num_blocks: int, **config) -> None:
+        self.unexpected, self.clock = Counters(), FakeClock(0.0)
+        self.config, self.pool = EngineConfig(**config), BlockPool(num_blocks)
+        self.engine = _Preempting(
+            self.config, self.pool, role, observer=self.unexpected, clock=self.clock
+        )
+        self.kv = {
+            f"layer.{i}": torch.full((num_blocks, self.config.block_size), -1, dtype=torch.int64)
+            for i in range(NUM_LAYERS)
+        }
+        self.requests: dict[str, Request] = {}
+
+    def add(self, request_id: str, prompt, num_new: int = 2, **options) -> Request:
+        total = len(prompt) + num_new
+        request = Request(request_id, list(prompt), max_total_tokens=total, **options)
+        request.hit_tokens = 0
+        self.engine.add(request)
+        self.requests[request_id] = request
+        return request
+
+    def run(self, max_steps: int = 300) -> None:
+        """EngineStep until nothing is left to do."""
+        while self.engine.has_work():
+            assert max_steps > 0, self.requests
+            max_steps -= 1
+            self.step()
+            self.clock.advance(0.001)
+
+    def step(self) -> EngineStep:
+        step = self.engine.schedule()
+        self.engine.update(step, self.work(step), self.sample)
+        self.engine.check_integrity()
+        return step
+
+    def work(self, step: EngineStep) -> WorkerOutput:
+        """Return what the worker reports."""
+        raise NotImplementedError
+
+    def compute(self, step: EngineStep, layer: int) -> None:
+        kv = self.kv[f"layer.{layer}"]
+        for entry in step.scheduled:
+            request, first = entry.request, entry.num_computed_tokens
+            for pos in range(first, first + entry.num_scheduled_tokens):
+                before = int(kv[self._slot(request, pos - 1)]) if pos else 1
+                token = request.all_token_ids[pos]
+                assert self._slot(request, pos)[0], "the null block is written"
+                kv[self._slot(request, pos)] = next_kv(before, token, layer)
+
+    def _slot(self, request: Request, pos: int) -> tuple[int, int]:
+        size = self.config.block_size
+        return request.block_ids[pos // size], pos % size
+
+    def sample(self, request: Request) -> int:
+        last = self._slot(request, request.num_tokens - 1)
+        return int(self.kv[f"layer.{NUM_LAYERS - 1}"][last]) % 50
+
+
+class TinyHost(ModelHost):
     """The host. Tests `add` requests, then `run` it, or `step` it and interfere."""
 
     def __init__(
         self, scheduler, worker, *, block_size=4, num_blocks=40, budget=11, observer=None,
         strict=False,
     ) -> None:  # fmt: skip
-        config = EngineConfig(
-            block_size=block_size, max_batched_tokens=budget, prefix_caching=False
-        )
-        self.unexpected = Counters()
-        role = _Checked(scheduler, block_size)
-        self.engine = _Preempting(
-            config, BlockPool(num_blocks), role, observer=self.unexpected, clock=lambda: 0.0
-        )
-        self.kv = {
-            f"layer.{i}": torch.full((num_blocks, block_size), -1, dtype=torch.int64)
-            for i in range(NUM_LAYERS)
-        }
+        super().__init__(
+            _Checked(scheduler, block_size), num_blocks, block_size=block_size,
+            max_batched_tokens=budget, prefix_caching=False,
+        )  # fmt: skip
         self.lifecycle = StepLifecycle(worker, observer=observer, strict=strict)
         worker.register_kv_caches(self.kv)
-        self.requests: dict[str, Request] = {}
         self.outputs: list[WorkerOutput] = []
         self.fail_forward = False
-
-    def add(self, request_id: str, prompt, num_new: int = 2) -> Request:
-        request = Request(request_id, list(prompt), max_total_tokens=len(prompt) + num_new)
-        request.hit_tokens = 0
-        self.requests[request_id] = request
-        self.engine.add(request)
-        return request
 
     def abort(self, request: Request) -> None:
         self.engine.abort(request.request_id)
@@ -121,60 +166,41 @@ class TinyHost:
 
     @property
     def num_free(self) -> int:
-        return self.engine.pool.num_free
+        return self.pool.num_free
 
-    def run(self, max_steps: int = 300) -> None:
-        while self.engine.has_work():
-            assert max_steps > 0, self.requests
-            max_steps -= 1
-            self.step()
+    def step(self) -> EngineStep:
+        step = super().step()
+        assert self.unexpected["unknown_report"] == 0
+        self._overwrite_free()
+        return step
 
-    def step(self) -> WorkerOutput:
-        step = self.engine.schedule()
+    def work(self, step: EngineStep) -> WorkerOutput:
         plan = pickle.loads(pickle.dumps(step.plan))
         if step.scheduled:
             with self.lifecycle.step(plan, step.finished_request_ids) as run:
-                self._forward(step.scheduled)
+                self._forward(step)
             output = run.output
         else:
             output = self.lifecycle.no_forward(plan, step.finished_request_ids)
         self.outputs.append(output)
         assert output.failed_recving <= output.finished_recving
-        num_blocks = self.engine.pool.num_blocks
-        assert all(0 <= block < num_blocks for block in output.invalid_block_ids)
-        self.engine.update(step, output, self._sample)
-        assert self.unexpected["unknown_report"] == 0
-        self.engine.check_integrity()
-        self._overwrite_free()
+        assert all(0 <= block < self.pool.num_blocks for block in output.invalid_block_ids)
         return output
 
-    def _forward(self, scheduled) -> None:
+    def _forward(self, step: EngineStep) -> None:
         layers = self.lifecycle.layerwise
         for index, (name, kv) in enumerate(self.kv.items()):
             if layers is not None:
                 layers.wait_for_layer_load(name)
-            for entry in scheduled:
-                request, first = entry.request, entry.num_computed_tokens
-                for pos in range(first, first + entry.num_scheduled_tokens):
-                    before = int(kv[self._slot(request, pos - 1)]) if pos else 1
-                    token = request.all_token_ids[pos]
-                    kv[self._slot(request, pos)] = next_kv(before, token, index)
+            self.compute(step, index)
             if layers is not None:
                 layers.save_layer(name, kv, None)
             if self.fail_forward:
                 raise ZeroDivisionError
 
-    def _slot(self, request: Request, pos: int) -> tuple[int, int]:
-        size = self.engine._config.block_size
-        return request.block_ids[pos // size], pos % size
-
-    def _sample(self, request: Request) -> int:
-        last = self._slot(request, request.num_tokens - 1)
-        return int(self.kv[f"layer.{NUM_LAYERS - 1}"][last]) % 50
-
     def _overwrite_free(self) -> None:
         tables = [request.block_ids for request in self.engine.requests]
         held = {block for table in [*tables, *self.engine._lent_tables()] for block in table}
-        free = [block for block in range(1, self.engine.pool.num_blocks) if block not in held]
+        free = [block for block in range(1, self.pool.num_blocks) if block not in held]
         for kv in self.kv.values():
             kv[free] = -1

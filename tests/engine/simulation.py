@@ -1,8 +1,7 @@
-"""Runs the embedded engine's scheduler with a pretend model and connector; wrong KV always shows.
+"""Runs the embedded engine's scheduler over a pretend connector; wrong KV always shows.
 
-The "KV" of a token is a digest of all tokens up to it. The model computes it from the KV that the
-previous token's block holds, and derives the next token from the last digest. So KV that was
-overwritten, shared too early, not reloaded or taken from a failed load changes what follows.
+KV that was overwritten, shared too early, not reloaded or taken from a failed load changes what the
+pretend model generates, and is seen after the step.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -21,55 +22,28 @@ from kvferry.contract.messages import (
     WorkerOutput,
 )
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import Request
-from kvferry.engine.scheduler import Scheduler
-from kvferry.observe import Counters
-
-ROOT = 17
-GARBAGE = -1
+from tests.contract.tiny_host import NUM_LAYERS, ModelHost, true_kv, true_output
 
 
-def digest(previous: int, token: int) -> int:
-    return hash((previous, token))
-
-
-def digests(token_ids: Sequence[int]) -> list[int]:
-    result, last = [], ROOT
-    for token in token_ids:
-        last = digest(last, token)
-        result.append(last)
-    return result
-
-
-def next_token(last: int) -> int:
-    return 3 + last % 1009
+def digests(tokens: Sequence[int]) -> list[int]:
+    """Return what stands for the content of the tokens up to each of them."""
+    return true_kv(tokens, NUM_LAYERS - 1)
 
 
 def reference(prompt: Sequence[int], count: int) -> list[int]:
     """Return the tokens that the pretend model generates."""
-    token_ids = list(prompt)
-    for _ in range(count):
-        token_ids.append(next_token(digests(token_ids)[-1]))
-    return token_ids[len(prompt) :]
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    return true_output(prompt, count)[len(prompt) :]
 
 
 @dataclass
 class Load:
-    """A load that the scheduler role promised: its blocks, and the KV that belongs in them."""
+    """A load that the scheduler role promised: its blocks, and the tokens whose KV belongs there,
+    with those before them."""
 
     request_id: str
     block_ids: list[int]
-    content: list[list[int]]
+    token_ids: list[int]
     is_async: bool
 
     def is_into(self, request: Request) -> bool:
@@ -125,7 +99,7 @@ class PretendRole(SchedulerRole):
         self.new_loads: list[Load] = []
         self.started_async: set[str] = set()
         self.calls: list[tuple[Any, ...]] = []
-        self.saving: dict[str, list[tuple[int, int]]] = {}  # slots of computed tokens
+        self.saving: dict[str, list[int]] = {}  # blocks that they lend
         self.plans = 0
         self.pending = False
 
@@ -169,16 +143,10 @@ class PretendRole(SchedulerRole):
         assert num_external_tokens % size == 0
         start = request.num_computed_tokens - num_external_tokens
         assert start % size == 0
-        content = digests(request.all_token_ids)
-        blocks = range(start // size, request.num_computed_tokens // size)
-        self.new_loads.append(
-            Load(
-                request_id,
-                [block_ids[0][index] for index in blocks],
-                [content[index * size : (index + 1) * size] for index in blocks],
-                promise.is_async,
-            )
-        )
+        stop = request.num_computed_tokens
+        blocks = block_ids[0][start // size : stop // size]
+        tokens = request.all_token_ids[:stop]
+        self.new_loads.append(Load(request_id, list(blocks), tokens, promise.is_async))
         if promise.is_async:
             self.started_async.add(request_id)
 
@@ -205,11 +173,12 @@ class PretendRole(SchedulerRole):
         self.started_async.discard(request_id)
         if loading or not self.choices.delays_free(request):
             return FREE_NOW
-        self.saving[request_id] = [
-            (block_ids[0][position // self.block_size], position % self.block_size)
-            for position in range(request.num_computed_tokens)
-        ]
+        self.saving[request_id] = self.computed(request, block_ids[0])
         return FinishResult(delay_free=True)
+
+    def computed(self, request: Request, table: Sequence[int]) -> list[int]:
+        """Return the blocks that hold computed tokens."""
+        return list(table[: -(-request.num_computed_tokens // self.block_size)])
 
     def has_pending_work(self):
         return self.pending
@@ -218,7 +187,7 @@ class PretendRole(SchedulerRole):
         return sum(1 for made in self.calls if made[: len(call)] == call)
 
 
-class Simulation:
+class Simulation(ModelHost):
     """Drives a scheduler, and checks everything after every step."""
 
     def __init__(
@@ -231,110 +200,51 @@ class Simulation:
         **config: Any,
     ) -> None:
         self.choices = choices or Choices()
-        self.clock = FakeClock()
-        self.observer = Counters()
         self.stored: set[int] = set()
-        self.block_size = block_size
         self.role = PretendRole(
             self.choices, block_size, lambda end: everything_stored or end in self.stored
         )
         config = {"max_batched_tokens": 16, "max_num_seqs": 4, **config}
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            EngineConfig(block_size=block_size, **config),
-            self.pool,
-            self.role,
-            observer=self.observer,
-            clock=self.clock,
-        )
-        self.kv = [[GARBAGE] * block_size for _ in range(num_blocks)]
-        self.requests: dict[str, Request] = {}
-        self.running: set[str] = set()
+        super().__init__(self.role, num_blocks, block_size=block_size, **config)
         self.loading: list[Load] = []
-        self.lent: dict[str, list[int]] = {}
-        self.num_requests = 0
+        self.lent: dict[str, Any] = {}
         self.sampled: list[str] = []
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> Request:
-        request = Request(
-            f"r{self.num_requests}",
-            list(prompt),
-            max_total_tokens=len(prompt) + max_tokens,
-            **kwargs,
-        )
-        self.num_requests += 1
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
+    def send(self, prompt: Sequence[int], max_tokens: int = 3, **options: Any) -> Request:
+        request = self.add(f"r{len(self.requests)}", prompt, max_tokens, **options)
         self.check()
         return request
 
     def abort(self, request: Request) -> bool:
-        aborted = self.scheduler.abort(request.request_id)
-        self._remember_lent(request)
+        aborted = self.engine.abort(request.request_id)
+        self._remember_lent()
         self.check()
         return aborted
 
     def step(self):
         plans = self.role.plans
-        step = self.scheduler.schedule()
+        step = super().step()
         assert self.role.plans == plans + 1, "one plan per step"
-        self.running -= step.preempted_request_ids
-        self.running |= {entry.request.request_id for entry in step.scheduled}
-        output = self._start_loads()
-        output = self._rot(output)
-        self.forward(step)
-        output = self._collect(output)
-        self.scheduler.update(step, output, self.sample)
-        for request in self.requests.values():
-            self._remember_lent(request)
+        self._remember_lent()
         self.check()
         return step
 
-    def run(self, limit: int = 500) -> None:
-        """Step until nothing is left to do; more than `limit` steps mean that it hangs."""
-        for _ in range(limit):
-            if not self.scheduler.has_work():
-                return
-            self.step()
-            self.clock.now += 0.001
-        raise AssertionError(f"still working after {limit} steps: {self.requests}")
-
     def check(self) -> None:
-        self.scheduler.check_integrity()
+        self.engine.check_integrity()
         for request in self.requests.values():
-            if any(load.is_into(request) for load in self.loading):
-                continue
-            expected = digests(request.all_token_ids)
-            for position in range(request.num_computed_tokens):
-                found = self._slot(request, position)
-                assert found == expected[position], f"{request!r} has wrong KV at {position}"
-
-    # ---- the pretend model
-
-    def _slot(self, request: Request, position: int) -> int:
-        block = request.block_ids[position // self.block_size]
-        return self.kv[block][position % self.block_size]
-
-    def forward(self, step) -> None:
-        self.last: dict[str, int] = {}
-        for entry in step.scheduled:
-            request, first = entry.request, entry.num_computed_tokens
-            last = ROOT if first == 0 else self._slot(request, first - 1)
-            for position in range(first, first + entry.num_scheduled_tokens):
-                last = digest(last, request.all_token_ids[position])
-                block = request.block_ids[position // self.block_size]
-                assert block != 0, "the null block is written"
-                self.kv[block][position % self.block_size] = last
-            self.last[request.request_id] = last
-            self.stored.update(digests(request.all_token_ids))
+            if request.block_ids and not any(load.is_into(request) for load in self.loading):
+                count, tokens = request.num_computed_tokens, request.all_token_ids
+                for layer, kv in enumerate(self.kv.values()):
+                    found = kv[request.block_ids].flatten()[:count].tolist()
+                    assert found == true_kv(tokens[:count], layer), f"{request!r} has wrong KV"
 
     def sample(self, request: Request) -> int:
         self.sampled.append(request.request_id)
-        return next_token(self.last[request.request_id])
+        return super().sample(request)
 
     # ---- the pretend worker
 
-    def _start_loads(self) -> WorkerOutput:
+    def work(self, step) -> WorkerOutput:
         invalid: set[int] = set()
         for load in self.role.new_loads:
             if load.is_async:
@@ -342,31 +252,43 @@ class Simulation:
             else:
                 invalid |= self._bring(load)
         self.role.new_loads.clear()
-        return WorkerOutput(invalid_block_ids=frozenset(invalid))
+        invalid |= self._rot()
+        self.forward(step)
+        return self._collect(invalid)
 
-    def _rot(self, output: WorkerOutput) -> WorkerOutput:
-        lent = {block for slots in self.role.saving.values() for block, _ in slots}
+    def forward(self, step) -> None:
+        for layer in range(NUM_LAYERS):
+            self.compute(step, layer)
+        for entry in step.scheduled:
+            self.stored.update(digests(entry.request.all_token_ids))
+
+    def spoil(self, blocks: Sequence[int]) -> None:
+        for kv in self.kv.values():
+            kv[list(blocks)] = -1
+
+    def _rot(self) -> set[int]:
+        lent = {block for blocks in self.role.saving.values() for block in blocks}
         in_use = {
-            request.block_ids[position // self.block_size]
-            for request in self.requests.values()
-            if request.request_id in self.running
-            for position in range(request.num_computed_tokens)
+            block
+            for request in self.engine._running.values()
+            for block in self.role.computed(request, request.block_ids)
         }
         rotten = self.choices.rotten(sorted(in_use - lent))
-        for block in rotten:
-            self.kv[block] = [GARBAGE] * self.block_size
-        return WorkerOutput(invalid_block_ids=output.invalid_block_ids | set(rotten))
+        self.spoil(rotten)
+        return set(rotten)
 
     def _bring(self, load: Load) -> set[int]:
         failed = self.choices.failed_from(load)
         good = len(load.block_ids) if failed is None else failed
-        for index, block in enumerate(load.block_ids):
-            content = load.content[index] if index < good else [GARBAGE] * self.block_size
-            self.kv[block] = list(content)
+        size, blocks = self.role.block_size, len(load.block_ids)
+        for layer, kv in enumerate(self.kv.values()):
+            content = torch.tensor(true_kv(load.token_ids, layer)[-blocks * size :])
+            kv[load.block_ids] = content.view(blocks, size)
+        self.spoil(load.block_ids[good:])
         return set(load.block_ids[good : good + 1])
 
-    def _collect(self, output: WorkerOutput) -> WorkerOutput:
-        recving, failed, invalid = set(), set(), set(output.invalid_block_ids)
+    def _collect(self, invalid: set[int]) -> WorkerOutput:
+        recving, failed = set(), set()
         for load in list(self.loading):
             if not self.choices.ends_now(load):
                 continue
@@ -379,7 +301,7 @@ class Simulation:
                 invalid |= bad
         sent = {name for name in self.role.saving if self.choices.sent_now(name)}
         for name in sent:
-            content = [self.kv[block][at] for block, at in self.role.saving.pop(name)]
+            content = self._content(self.role.saving.pop(name))
             assert content == self.lent.pop(name), f"blocks lent by {name} were overwritten"
         awaited = {load.request_id for load in self.loading} | set(self.role.saving)
         strangers = self.choices.strangers() - awaited
@@ -390,10 +312,13 @@ class Simulation:
             invalid_block_ids=frozenset(invalid),
         )
 
-    def _remember_lent(self, request: Request) -> None:
-        slots = self.role.saving.get(request.request_id)
-        if slots is not None and request.request_id not in self.lent:
-            self.lent[request.request_id] = [self.kv[block][at] for block, at in slots]
+    def _content(self, blocks: list[int]) -> list:
+        return [kv[blocks].tolist() for kv in self.kv.values()]
+
+    def _remember_lent(self) -> None:
+        for name, blocks in self.role.saving.items():
+            if name not in self.lent:
+                self.lent[name] = self._content(blocks)
 
 
 __all__ = ["ASK_AGAIN", "Choices", "Load", "LookupResult", "Simulation", "reference"]

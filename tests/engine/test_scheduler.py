@@ -68,7 +68,7 @@ class Hits(Choices):
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 16, 17, 43])
 def test_chunked_prefill_and_decode(length):
     sim = Simulation()
-    request = sim.add(prompt(length), max_tokens=5)
+    request = sim.send(prompt(length), max_tokens=5)
     sim.run()
     assert_right(request, 5)
     assert request.outcome.reason is FinishReason.LENGTH
@@ -77,7 +77,7 @@ def test_chunked_prefill_and_decode(length):
 
 def test_a_batch_shares_the_token_budget():
     sim = Simulation(max_batched_tokens=10)
-    requests = [sim.add(prompt(7, seed=i), max_tokens=4) for i in range(4)]
+    requests = [sim.send(prompt(7, seed=i), max_tokens=4) for i in range(4)]
     step = sim.step()
     assert [entry.num_scheduled_tokens for entry in step.scheduled] == [7, 3]
     sim.run()
@@ -88,7 +88,7 @@ def test_a_batch_shares_the_token_budget():
 def test_stop_token_ends_a_request():
     expected = reference(prompt(9), 4)
     sim = Simulation()
-    request = sim.add(prompt(9), max_tokens=50, stop_token_ids=frozenset({expected[2]}))
+    request = sim.send(prompt(9), max_tokens=50, stop_token_ids=frozenset({expected[2]}))
     sim.run()
     assert output_of(request) == expected[:3]
     assert request.outcome.reason is FinishReason.STOP
@@ -96,10 +96,10 @@ def test_stop_token_ends_a_request():
 
 def test_local_prefix_is_shared_in_whole_blocks_and_never_the_last_token():
     sim = Simulation()
-    sim.add(prompt(13))
+    sim.send(prompt(13))
     sim.run()
     for length, hit in [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)]:
-        request = sim.add(prompt(13)[:length])
+        request = sim.send(prompt(13)[:length])
         sim.run()
         assert request.hit.num_local_tokens == hit
         assert_right(request, 3)
@@ -108,11 +108,11 @@ def test_local_prefix_is_shared_in_whole_blocks_and_never_the_last_token():
 def test_prefix_caching_off_shares_nothing():
     sim = Simulation(prefix_caching=False)
     for _ in range(2):
-        request = sim.add(prompt(13))
+        request = sim.send(prompt(13))
         sim.run()
         assert request.hit.num_local_tokens == 0
     sharing = Simulation()
-    known = sharing.add(prompt(13))
+    known = sharing.send(prompt(13))
     sharing.run()
     assert not any(sim.pool.find_prefix([key]) for key in known.blocks.keys.keys)
 
@@ -120,9 +120,9 @@ def test_prefix_caching_off_shares_nothing():
 def test_preemption_takes_the_last_and_resumes_it_right():
     # 9 blocks: two requests of 5 blocks cannot end side by side.
     sim = Simulation(num_blocks=10, prefix_caching=False)
-    first, second = sim.add(prompt(8), max_tokens=12), sim.add(prompt(8, seed=1), max_tokens=12)
+    first, second = sim.send(prompt(8), max_tokens=12), sim.send(prompt(8, seed=1), max_tokens=12)
     preempted = set()
-    while sim.scheduler.has_work():
+    while sim.engine.has_work():
         preempted |= sim.step().preempted_request_ids
     assert preempted == {second.request_id}
     assert_right(first, 12)
@@ -134,10 +134,10 @@ def test_preemption_takes_the_last_and_resumes_it_right():
 def test_a_request_that_can_never_fit_and_a_repeated_id_are_refused():
     sim = Simulation(num_blocks=5)
     with pytest.raises(ContractError, match="may need 5 blocks, the pool has 4"):
-        sim.add(prompt(14), max_tokens=3)
-    request = sim.add(prompt(4))
+        sim.send(prompt(14), max_tokens=3)
+    request = sim.send(prompt(4))
     with pytest.raises(ContractError, match="in use"):
-        sim.scheduler.add(request)
+        sim.engine.add(request)
 
 
 # ---- hits
@@ -147,7 +147,7 @@ def test_a_request_that_can_never_fit_and_a_repeated_id_are_refused():
 @pytest.mark.parametrize("length", [5, 8, 9, 16, 43])
 def test_a_hit_is_used(length, is_async):
     sim = Simulation(Hits(is_async=is_async))
-    request = sim.add(prompt(length))
+    request = sim.send(prompt(length))
     sim.run()
     assert_right(request, 3)
     whole = length if is_async else length - 1
@@ -157,10 +157,10 @@ def test_a_hit_is_used(length, is_async):
 
 def test_external_hits_come_behind_local_ones():
     sim = Simulation(Hits(blocks=0))
-    sim.add(prompt(9))
+    sim.send(prompt(9))
     sim.run()
     sim.choices.blocks = 99
-    request = sim.add(prompt(43))
+    request = sim.send(prompt(43))
     sim.run()
     assert request.hit == (8, 32)
     assert_right(request, 3)
@@ -174,7 +174,7 @@ def test_ask_again_lets_others_pass_and_ends():
             return MISS
 
     sim = Simulation(Picky(ask_again=5))
-    waiting, passing = sim.add(prompt(20)), sim.add(prompt(9, seed=1), max_tokens=1)
+    waiting, passing = sim.send(prompt(20)), sim.send(prompt(9, seed=1), max_tokens=1)
     step = sim.step()
     assert [entry.request for entry in step.scheduled] == [passing]
     assert not sim.step().scheduled, "only one that waits is left: a step without tokens"
@@ -185,26 +185,26 @@ def test_ask_again_lets_others_pass_and_ends():
 
 def test_ask_again_for_ever_is_a_miss_after_the_deadline():
     sim = Simulation(Hits(ask_again=10**9), load_deadline_seconds=2.0)
-    request = sim.add(prompt(20))
+    request = sim.send(prompt(20))
     for _ in range(3):
         assert not sim.step().scheduled
-    sim.clock.now = 1.99
+    sim.clock.advance(1.99)
     assert not sim.step().scheduled
-    sim.clock.now = 2.01
+    sim.clock.advance(0.02)
     assert sim.step().scheduled
     sim.run()
     assert_right(request, 3)
-    assert sim.observer["lookup_deadline"] == 1
+    assert sim.unexpected["lookup_deadline"] == 1
 
 
 def test_nothing_of_a_load_is_shared_before_it_is_there():
     choices = Hits(is_async=True)
     choices.hold = True
     sim = Simulation(choices)
-    loading = sim.add(prompt(20))
+    loading = sim.send(prompt(20))
     sim.step()
     choices.blocks = 0
-    other = sim.add(prompt(20))
+    other = sim.send(prompt(20))
     sim.step()
     assert other.hit == (0, 0)
     choices.hold = False
@@ -224,7 +224,7 @@ def test_a_failed_load_is_recomputed(is_async, whole, failed_from):
     choices.fail_at = [failed_from]
     choices.whole = whole
     sim = Simulation(choices)
-    request = sim.add(prompt(20))
+    request = sim.send(prompt(20))
     sim.run()
     assert_right(request, 3)
     if not is_async:
@@ -235,8 +235,8 @@ def test_a_connector_that_never_keeps_its_promise_is_not_asked_for_ever():
     choices = Hits(is_async=True)
     choices.fail_at = [0] * 1000
     sim = Simulation(choices)
-    request = sim.add(prompt(20))
-    sim.run(limit=50)
+    request = sim.send(prompt(20))
+    sim.run(max_steps=50)
     assert_right(request, 3)
     assert request.hit.num_external_tokens == 0
     assert sim.role.count("lookup") == MAX_FAILED_LOADS
@@ -244,24 +244,23 @@ def test_a_connector_that_never_keeps_its_promise_is_not_asked_for_ever():
 
 def test_a_shared_bad_block_is_recomputed_for_every_request_that_uses_it():
     sim = Simulation(Hits(blocks=0), max_batched_tokens=64)
-    first = sim.add(prompt(17), max_tokens=9)
+    first = sim.send(prompt(17), max_tokens=9)
     sim.step()
-    second = sim.add(prompt(17), max_tokens=9)
+    second = sim.send(prompt(17), max_tokens=9)
     sim.step()
     assert second.hit.num_local_tokens == 16
     shared = first.block_ids[1]
     assert second.block_ids[1] == shared
-    for block in first.block_ids[1:]:
-        sim.kv[block] = [-1] * SIZE
-    step = sim.scheduler.schedule()
+    sim.spoil(first.block_ids[1:])
+    step = sim.engine.schedule()
     sim.forward(step)
     sampled = len(sim.sampled)
     bad = WorkerOutput(invalid_block_ids=frozenset({shared}))
-    sim.scheduler.update(step, bad, sim.sample)
+    sim.engine.update(step, bad, sim.sample)
     sim.check()
     assert len(sim.sampled) == sampled, "tokens of the spoiled step are dropped"
     assert first.num_computed_tokens == second.num_computed_tokens == SIZE
-    late = sim.add(prompt(17))
+    late = sim.send(prompt(17))
     sim.run()
     for request, count in ((first, 9), (second, 9), (late, 3)):
         assert_right(request, count)
@@ -269,31 +268,31 @@ def test_a_shared_bad_block_is_recomputed_for_every_request_that_uses_it():
 
 def test_what_was_computed_from_a_bad_block_is_forgotten_even_if_its_owner_is_gone():
     sim = Simulation()
-    first = sim.add(prompt(16), max_tokens=1)
+    first = sim.send(prompt(16), max_tokens=1)
     sim.step()
     assert first.outcome is not None
     keys = first.blocks.keys.keys
     found = sim.pool.find_prefix(keys)
     assert len(found) == 4
-    step = sim.scheduler.schedule()
+    step = sim.engine.schedule()
     bad = WorkerOutput(invalid_block_ids=frozenset({found[1], 10**6}))
-    sim.scheduler.update(step, bad, sim.sample)
+    sim.engine.update(step, bad, sim.sample)
     assert [sim.pool.find_prefix([key]) for key in keys] == [found[:1], [], [], []]
 
 
 def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
     sim = Simulation(max_batched_tokens=64)
-    sim.add(prompt(9), max_tokens=9)
-    longer = sim.add(prompt(20), max_tokens=9)
+    sim.send(prompt(9), max_tokens=9)
+    longer = sim.send(prompt(20), max_tokens=9)
     sim.step()
     keys = longer.blocks.keys.keys
     found = sim.pool.find_prefix(keys)
     assert found[:2] != longer.block_ids[:2], "both computed the start; the first one is known"
     assert found[2:] == longer.block_ids[2:5]
-    step = sim.scheduler.schedule()
+    step = sim.engine.schedule()
     sim.forward(step)
     bad = WorkerOutput(invalid_block_ids=frozenset({longer.block_ids[0]}))
-    sim.scheduler.update(step, bad, sim.sample)
+    sim.engine.update(step, bad, sim.sample)
     assert sim.pool.find_prefix(keys) == found[:2]
 
 
@@ -302,13 +301,13 @@ def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
 
 def test_every_request_is_finished_once_even_those_that_never_ran():
     sim = Simulation(max_num_seqs=1)
-    running, queued = sim.add(prompt(9)), sim.add(prompt(9, seed=1))
+    running, queued = sim.send(prompt(9)), sim.send(prompt(9, seed=1))
     sim.step()
     assert sim.abort(queued)
     assert ("finished", queued.request_id, 0) in sim.role.calls
     assert sim.abort(running)
     assert not sim.abort(running)
-    assert not sim.scheduler.abort("nobody")
+    assert not sim.engine.abort("nobody")
     ended = sim.step().finished_request_ids
     assert ended == {running.request_id, queued.request_id}
     assert sim.step().finished_request_ids == frozenset()
@@ -320,13 +319,13 @@ def test_blocks_of_an_aborted_load_stay_until_its_end_is_reported():
     choices = Hits(is_async=True)
     choices.hold = True
     sim = Simulation(choices)
-    request = sim.add(prompt(20))
+    request = sim.send(prompt(20))
     sim.step()
     sim.abort(request)
     assert sim.pool.num_free == sim.pool.num_usable - 5
-    assert sim.scheduler.has_work()
+    assert sim.engine.has_work()
     choices.blocks = 0
-    other = sim.add(prompt(20, seed=1))
+    other = sim.send(prompt(20, seed=1))
     sim.step()
     choices.hold = False
     sim.run()
@@ -338,15 +337,15 @@ def test_delayed_free_keeps_blocks_until_sent():
     choices = Hits(blocks=0)
     choices.delay = choices.hold = True
     sim = Simulation(choices, prefix_caching=False)
-    request = sim.add(prompt(9), max_tokens=1)
+    request = sim.send(prompt(9), max_tokens=1)
     sim.step()
     assert request.outcome is not None
     assert sim.pool.num_free == sim.pool.num_usable - 3
     for _ in range(3):
-        assert sim.scheduler.has_work()
+        assert sim.engine.has_work()
         sim.step()
     with pytest.raises(ContractError, match="in use"):
-        sim.scheduler.add(request)
+        sim.engine.add(request)
     choices.hold = False
     sim.run()
     assert sim.pool.num_free == sim.pool.num_usable
@@ -356,9 +355,9 @@ def test_delayed_free_without_blocks_is_waited_for_as_well():
     choices = Hits(blocks=0)
     choices.delay = choices.hold = True
     sim = Simulation(choices)
-    sim.abort(sim.add(prompt(9)))
+    sim.abort(sim.send(prompt(9)))
     sim.step()
-    assert sim.scheduler.has_work()
+    assert sim.engine.has_work()
     choices.hold = False
     sim.run()
 
@@ -369,11 +368,11 @@ def test_unexpected_reports_are_counted_and_ignored():
             return frozenset({"r0", "never-seen"})
 
     sim = Simulation(Strangers(blocks=0))
-    request = sim.add(prompt(9))
+    request = sim.send(prompt(9))
     sim.run()
     assert_right(request, 3)
-    assert sim.observer["unknown_report"] > 0
-    assert sim.observer["unknown_report"] % 4 == 0
+    assert sim.unexpected["unknown_report"] > 0
+    assert sim.unexpected["unknown_report"] % 4 == 0
 
 
 def test_a_report_in_the_step_that_ends_a_request_does_not_free_its_blocks():
@@ -384,7 +383,7 @@ def test_a_report_in_the_step_that_ends_a_request_does_not_free_its_blocks():
     choices = Early(blocks=0)
     choices.delay = choices.hold = True
     sim = Simulation(choices, prefix_caching=False)
-    sim.add(prompt(9), max_tokens=1)
+    sim.send(prompt(9), max_tokens=1)
     sim.step()
     assert sim.pool.num_free == sim.pool.num_usable - 3
 
@@ -396,13 +395,13 @@ def test_a_load_that_never_ends_is_given_up_and_its_blocks_are_not_used():
     choices = Hits(is_async=True)
     choices.hold = True
     sim = Simulation(choices, load_deadline_seconds=2.0)
-    request = sim.add(prompt(20))
+    request = sim.send(prompt(20))
     sim.step()
-    sim.clock.now = 2.01
+    sim.clock.advance(2.01)
     sim.run()
     assert_right(request, 3)
     assert request.hit.num_external_tokens == 0
-    assert sim.observer["load_deadline"] == 1
+    assert sim.unexpected["load_deadline"] == 1
     assert sim.pool.num_free == sim.pool.num_usable - 5
     choices.hold = False
     sim.step()
@@ -413,9 +412,9 @@ def test_a_request_ends_with_an_error_when_lent_blocks_never_come_back():
     choices = Hits(is_async=True)
     choices.hold = True
     sim = Simulation(choices, num_blocks=8, load_deadline_seconds=2.0)
-    request = sim.add(prompt(20))
+    request = sim.send(prompt(20))
     sim.step()
-    sim.clock.now = 2.01
+    sim.clock.advance(2.01)
     sim.run()
     assert request.outcome.reason is FinishReason.ERROR
     assert sim.role.count("finished", request.request_id) == 1
@@ -425,10 +424,10 @@ def test_a_running_request_waits_for_blocks_that_are_about_to_come_back():
     choices = Hits(is_async=True)
     choices.hold = True
     sim = Simulation(choices, num_blocks=10, prefix_caching=False)
-    loading = sim.add(prompt(20))
+    loading = sim.send(prompt(20))
     sim.step()
     choices.blocks = 0
-    running = sim.add(prompt(13), max_tokens=10)
+    running = sim.send(prompt(13), max_tokens=10)
     for _ in range(8):
         sim.step()
     assert running.block_ids
@@ -442,7 +441,7 @@ def test_a_running_request_waits_for_blocks_that_are_about_to_come_back():
 def test_pending_work_of_the_connector_keeps_the_engine_stepping():
     sim = Simulation()
     sim.role.pending = True
-    assert sim.scheduler.has_work()
+    assert sim.engine.has_work()
     assert not sim.step().scheduled
     sim.role.pending = False
-    assert not sim.scheduler.has_work()
+    assert not sim.engine.has_work()

@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         length = min(length, self.num_usable * SIZE - max_tokens)
         # Prompts that share a beginning, and a family that shares none with the other.
         prompt = ([family] * 6 + list(range(length)))[:length]
-        self.sim.add(prompt, max_tokens)
+        self.sim.send(prompt, max_tokens)
 
     @rule(data=st.data())
     def step(self, data):
@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.step()
         finally:
             self.choices.data = None
-        self.sim.clock.now += 0.001
+        self.sim.clock.advance(0.001)
 
     @precondition(lambda self: self.sim.requests)
     @rule(data=st.data())
