@@ -127,6 +127,7 @@ class BlockCopies:
         """Whether copies go on after a call has returned: True on a device."""
         return self._streams is not None
 
+    @torch.inference_mode(mode=False)
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], slots: memoryview, slot: memoryview
     ) -> None:

@@ -17,6 +17,7 @@ from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import NOT_DONE, PUT_OFF, Fetch, Filled, SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
+from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.errors import TransferError
 from kvferry.layout.device import TorchCopies
 from kvferry.layout.streams import Streams
@@ -264,8 +265,9 @@ def test_loads_and_saves_wait_for_nothing_but_what_they_need(make):
     host = make(store=store, setup=device.setup())
     host.fetch()
     device.compute(host.fill)
-    host.begin(saves=saves())
-    host.end()
+    for several in (saves()[:1], saves()[1:]):
+        host.begin(saves=several)
+        host.end()
     # The copies of a load begin while the step before still runs; only the scatter waits for it.
     host.begin(loads=(host.load(),))
     assert run_all(device, "inward") == []
@@ -744,6 +746,26 @@ def test_the_kernels_that_requests_need_are_compiled_at_the_start(make, monkeypa
     assert not host.invalid
     assert seen
     assert set(seen) <= at_start
+
+
+def test_memory_taken_in_inference_mode_serves_outside_of_it(make, monkeypatch):
+    """A host may register in one mode and step in the other."""
+    from kvferry.layout.kernels import TritonCopies
+
+    register = torch.inference_mode()(SharedStorageWorker.register_kv_caches)
+    monkeypatch.setattr(SharedStorageWorker, "register_kv_caches", register)
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup(copies=TritonCopies))
+    host.fetch()
+    host.begin(loads=(host.load(),))
+    host.end()
+    host.begin(saves=saves(LOADED))
+    host.end()
+    device.drain()
+    assert not host.invalid
+    assert_rows(host.rows(LOADED), expected)
+    host.settle(saved=3)
 
 
 def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch):
