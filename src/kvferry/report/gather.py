@@ -24,6 +24,9 @@ MAX_CHUNKS = 1 << 17
 MAX_BRANCHES = 400
 """Most runs of chunks in the picture; the largest are shown."""
 
+COMPUTED = "computed: "
+"""Start of the names of reasons, beside those of tiers."""
+
 MAX_STEPS = 60
 """Most bars of a picture over time."""
 
@@ -126,7 +129,7 @@ class RecordedRequests:
         for name, amount in sources.items():
             self.tokens.add(line.time, name, amount)
         for name, amount in line.misses.items():
-            self.tokens.add(line.time, f"computed: {name}", amount)
+            self.tokens.add(line.time, COMPUTED + name, amount)
         self.hit_tokens += sum(sources.values())
         self.num_tokens += sum(sources.values()) + sum(line.misses.values())
         try:

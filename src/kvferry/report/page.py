@@ -19,6 +19,7 @@ from kvferry.config import format_size, printable
 from kvferry.report.gather import (
     AGE_UNKNOWN,
     AGES,
+    COMPUTED,
     MAX_BRANCHES,
     Branch,
     RecordedRequests,
@@ -336,7 +337,10 @@ def _draw(steps: TimeSteps, title: str, **layout: object) -> Figure:
             width=1000 * steps.seconds,
             marker_color=_COLOURS[number % len(_COLOURS)],
         )
-        for number, name in enumerate(steps.names)
+        # Hits lie below what was computed, so their sum is seen.
+        for number, name in enumerate(
+            sorted(steps.names, key=lambda name: name.startswith(COMPUTED))
+        )
     ]
     return Figure(bars).update_layout(
         barmode="stack",
