@@ -89,38 +89,44 @@ class Events:
 # -- release ---------------------------
 
 
-def test_an_id_is_released_in_the_step_of_its_last_rank():
-    aggregator = KVOutputAggregator(2)
-    assert news(aggregator.aggregate([report({"a"}), report(recving={"b"})])) == (None, None)
-    assert news(aggregator.aggregate([report(recving={"b"}), report()])) == (None, {"b"})
-    assert news(aggregator.aggregate([report(), report({"a"})])) == ({"a"}, None)
+def rank_of(text):
+    """Read what a rank reports: `s:a` an end of sending, `r:a` of a load, `=2` a count."""
+    if text.strip() in ("none", "missing"):
+        return RunnerOutput(None) if text.strip() == "none" else None
+    fields = {}
+    for word in text.split():
+        if word.startswith("="):
+            fields["expected_finished_count"] = int(word[1:])
+        else:
+            name = {"s": "sending", "r": "recving"}[word[0]]
+            fields.setdefault(name, set()).add(word[2:])
+    return report(**fields)
 
 
-def test_sends_and_loads_are_counted_apart():
-    aggregator = KVOutputAggregator(2)
-    assert news(aggregator.aggregate([report({"a"}), report(recving={"a"})])) == (None, None)
-    assert news(aggregator.aggregate([report(recving={"a"}), report({"a"})])) == ({"a"}, {"a"})
+# A row: the count at first and at last; what the ranks report in each step, and what is released.
+RELEASES = {
+    "in the step of the last rank": (2, 2, ("s:a|r:b", ""), ("r:b|", "r:b"), ("|s:a", "s:a")),
+    "sends and loads apart": (2, 2, ("s:a|r:a", ""), ("r:a|s:a", "s:a r:a")),
+    "a12 a rank that repeats is no other": (2, 2, *[("s:a|", "")] * 3, ("|s:a", "s:a")),
+    "again after its release": (2, 2, *[("r:a|", ""), ("|r:a", "r:a")] * 2),
+    "a rank without a report is waited for": (2, 2, ("s:a|none", ""), ("none|s:a", "s:a")),
+    # "a" was counted before the count was known: it does not wait for ranks that stay silent.
+    "a lower count": (4, 2, ("s:a|s:a|s:a|", ""), ("=2|s:b||", "s:a"), ("s:b|||", "s:b")),
+    "a higher count": (2, 3, ("s:a||", ""), ("|s:a =3|", ""), ("||s:a", "s:a")),
+    "a count holds for the ranks before it": (1, 2, ("s:a|=2", "")),
+    "of two counts in a step the larger": (1, 2, ("s:a =2|=1", "")),
+    "a12 a missing rank loses nothing": (1, 1, ("s:a|missing|r:b", "s:a r:b")),
+}
 
 
-def test_a12_a_rank_that_repeats_an_id_does_not_stand_in_for_another():
-    aggregator = KVOutputAggregator(2)
-    for _ in range(3):
-        assert news(aggregator.aggregate([report({"a"}), report()])) == (None, None)
-    assert news(aggregator.aggregate([report(), report({"a"})])) == ({"a"}, None)
-
-
-def test_an_id_may_be_used_again_after_its_release():
-    aggregator = KVOutputAggregator(2)
-    for _ in range(2):
-        assert news(aggregator.aggregate([report(recving={"a"}), report()])) == (None, None)
-        assert news(aggregator.aggregate([report(), report(recving={"a"})])) == (None, {"a"})
-
-
-def test_ranks_without_a_report_are_waited_for():
-    aggregator = KVOutputAggregator(2)
-    result = aggregator.aggregate([report({"a"}), RunnerOutput(None)])
-    assert news(result) == (None, None)
-    assert news(aggregator.aggregate([RunnerOutput(None), report({"a"})])) == ({"a"}, None)
+@pytest.mark.parametrize("row", RELEASES.values(), ids=RELEASES)
+def test_an_id_is_released_in_the_step_of_its_last_rank(row):
+    first, last, *steps = row
+    aggregator = KVOutputAggregator(first)
+    for ranks, released in steps:
+        result = aggregator.aggregate([rank_of(text) for text in ranks.split("|")])
+        assert news(result) == news(rank_of(released))
+    assert result.kv_connector_output.expected_finished_count == last
 
 
 # -- expected counts ---------------------------
@@ -150,47 +156,7 @@ def test_a_count_below_one_is_refused(count):
         KVOutputAggregator(count)
 
 
-def test_workers_may_lower_the_count_once_they_know_it():
-    aggregator = KVOutputAggregator(4)
-    nothing = [report() for _ in range(2)]
-    assert news(aggregator.aggregate([report({"a"}), report({"a"}), *nothing])) == (None, None)
-    # "a" was counted before the count was known: it does not wait for ranks that stay silent.
-    known = [report(expected_finished_count=2), report({"b"}), *nothing]
-    result = aggregator.aggregate(known)
-    assert news(result) == ({"a"}, None)
-    assert result.kv_connector_output.expected_finished_count == 2
-    assert news(aggregator.aggregate([report({"b"}), report(), *nothing])) == ({"b"}, None)
-
-
-def test_workers_may_raise_the_count_once_they_know_it():
-    aggregator = KVOutputAggregator(2)
-    aggregator.aggregate([report({"a"}), report(), report()])
-    later = [report(), report({"a"}, expected_finished_count=3), report()]
-    assert news(aggregator.aggregate(later)) == (None, None)
-    assert news(aggregator.aggregate([report(), report(), report({"a"})])) == ({"a"}, None)
-
-
-def test_a_count_holds_for_all_ranks_of_its_step():
-    # The rank that tells comes last; the ids of ranks before it are counted by it as well.
-    aggregator = KVOutputAggregator(1)
-    assert news(
-        aggregator.aggregate([report({"a"}), report(expected_finished_count=2)])
-    ) == (None, None)  # fmt: skip
-
-
-def test_of_two_counts_in_one_step_the_larger_holds():
-    aggregator = KVOutputAggregator(1)
-    ranks = [report({"a"}, expected_finished_count=2), report(expected_finished_count=1)]
-    assert news(aggregator.aggregate(ranks)) == (None, None)
-
-
 # -- missing outputs ---------------------------
-
-
-def test_a12_a_missing_rank_loses_no_report_of_other_ranks():
-    aggregator = KVOutputAggregator(1)
-    result = aggregator.aggregate([report({"a"}), None, report(recving={"b"})])
-    assert news(result) == ({"a"}, {"b"})
 
 
 def test_a12_reports_wait_where_the_output_rank_has_nothing():
