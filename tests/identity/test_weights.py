@@ -463,7 +463,7 @@ HASHES = """
 import pathlib, sys, time
 from kvferry.identity import weights
 whole = weights._hash
-weights._hash = lambda *args: [whole(*args), print("hashed", flush=True)][0]
+weights._hash = lambda *args: [whole(*args), sys.stdout.write("hashed\\n")][0]
 weights.shows_changes = lambda directory: True
 print("ready", flush=True)
 sys.stdin.readline()
@@ -490,8 +490,8 @@ def test_processes_that_start_together_hash_each_file_once(tmp_path):
         for _ in range(4)
     ]
     assert all(rank.stdout.readline() == "ready\n" for rank in ranks)
-    answers = [rank.communicate("go\n", timeout=120)[0].split() for rank in ranks]
-    assert len({answer[-1] for answer in answers}) == 1
+    answers = [rank.communicate("go\n", timeout=120)[0] for rank in ranks]
+    assert len({answer.split()[-1] for answer in answers}) == 1
     assert sum(answer.count("hashed") for answer in answers) == 3
 
 
