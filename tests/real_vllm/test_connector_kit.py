@@ -60,6 +60,7 @@ OURS = {
 class TestOurs(ConnectorTests):
     connector = "kvferry.adapters.vllm:KVFerryConnector"
     options = OURS
+    limits = Limits(part=300.0, patience=20.0)
 
 
 @pytest.mark.timeout(900)

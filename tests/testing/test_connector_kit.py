@@ -19,13 +19,17 @@ SECONDS = 240
 COMMAND = [sys.executable, "-m", "kvferry.testing.connector"]
 
 
+PATIENT = Limits(part=240.0, patience=60.0)
+"""Nothing that these look for is ever missed, so waiting for it costs nothing."""
+
+
 class TestOurs(ConnectorTests):
     connector = "tests.testing.seeded:Ours"
     options = OPTIONS
+    limits = PATIENT
 
 
-def run_seeded(name: str, case: str, part: float = 120.0):
-    limits = Limits(part=part, patience=1.0)
+def run_seeded(name: str, case: str, limits: Limits):
     with Runner(Target("tests.testing.seeded", name, OPTIONS), 0, limits) as runner:
         return runner.run_case(RULE[case])
 
@@ -33,7 +37,7 @@ def run_seeded(name: str, case: str, part: float = 120.0):
 @pytest.mark.parametrize(("name", "case"), SEEDED.items())
 def test_a_seeded_bug_is_found(name, case):
     hangs = name in ("Hangs", "NeverShutsDown", "AsksAgainForEver", "NeverReportsTheEnd")
-    outcome = run_seeded(name, case, part=5.0 if hangs else 120.0)
+    outcome = run_seeded(name, case, Limits(5.0 if hangs else 240.0, 1.0))
     assert not RULE[case].is_kept(outcome.verdict), outcome
     assert (outcome.verdict == "hangs") == hangs or name == "IgnoresItsRank", outcome
 
@@ -42,14 +46,14 @@ def test_a_seeded_bug_is_found(name, case):
 def test_the_next_case_runs_whatever_a_class_does(name):
     found = []
     rules = [RULE[case] for case in ("starts", "reuse", "salt")]
-    with Runner(Target("tests.testing.seeded", name, OPTIONS)) as runner:
+    with Runner(Target("tests.testing.seeded", name, OPTIONS), limits=PATIENT) as runner:
         runner.run(rules, lambda rule, outcome: found.append((rule.name, outcome.verdict)))
     assert found == [("starts", "right"), ("reuse", "engine dead"), ("salt", "engine dead")]
 
 
 @pytest.mark.parametrize("name", ["SkipsTheLastLayer", "AppendsBlocksOfResumedRequests"])
 def test_what_is_found_is_the_same_twice_and_names_token_layer_and_head(name):
-    once, twice = (run_seeded(name, SEEDED[name]) for _ in range(2))
+    once, twice = (run_seeded(name, SEEDED[name], PATIENT) for _ in range(2))
     assert once == twice
     assert "token" in once.detail
     assert "layer" in once.detail

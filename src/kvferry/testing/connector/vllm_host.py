@@ -15,35 +15,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm import SamplingParams
+from vllm import config as configs
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -66,36 +52,42 @@ _CONFIG_FIELDS = ("kv_role", "kv_load_failure_policy")
 """Options that are fields of vLLM's `KVTransferConfig`, not the connector's own."""
 
 
-def _vllm_config(connector: type[Any], options: dict[str, Any], setup: Setup) -> VllmConfig:
-    model = ModelConfig(setup.directory, dtype=setup.dtype, seed=0, skip_tokenizer_init=True)
-    cache = CacheConfig(block_size=setup.block_size, enable_prefix_caching=True)
+def _transfer_config(connector: type[Any], options: dict[str, Any]) -> configs.KVTransferConfig:
+    own = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
+    return configs.KVTransferConfig(
+        kv_connector=connector.__name__,
+        kv_connector_module_path=connector.__module__,
+        kv_role=options.get("kv_role", "kv_both"),
+        kv_load_failure_policy=options.get("kv_load_failure_policy", "recompute"),
+        kv_connector_extra_config=own,
+    )
+
+
+def _vllm_config(transfer: configs.KVTransferConfig, setup: Setup) -> configs.VllmConfig:
+    model = configs.ModelConfig(
+        setup.directory, dtype=setup.dtype, seed=0, skip_tokenizer_init=True
+    )
+    cache = configs.CacheConfig(block_size=setup.block_size, enable_prefix_caching=True)
     cache.kv_cache_layout = "LBHNC"
     cache.num_gpu_blocks = setup.num_blocks
-    own = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
-    return VllmConfig(
+    return configs.VllmConfig(
         model_config=model,
         cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(tensor_parallel_size=setup.ranks),
-        scheduler_config=SchedulerConfig(
+        device_config=configs.DeviceConfig("cpu"),
+        parallel_config=configs.ParallelConfig(tensor_parallel_size=setup.ranks),
+        scheduler_config=configs.SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=setup.budget,
             max_model_len=model.max_model_len,
             is_encoder_decoder=False,
             async_scheduling=setup.in_flight > 1,
-            disable_hybrid_kv_cache_manager=not supports_hma(connector),
+            disable_hybrid_kv_cache_manager=not KVConnectorFactory.supports_hma_config(transfer),
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=connector.__name__,
-            kv_connector_module_path=connector.__module__,
-            kv_role=options.get("kv_role", "kv_both"),
-            kv_load_failure_policy=options.get("kv_load_failure_policy", "recompute"),
-            kv_connector_extra_config=own,
-        ),
+        kv_transfer_config=transfer,
     )
 
 
-def _kv_cache_config(setup: Setup) -> KVCacheConfig:
+def _kv_cache_config(setup: Setup) -> kv.KVCacheConfig:
     shape, dtype = setup.shape(), getattr(torch, setup.dtype)
     groups, tensors = [], []
     for group in shape.groups:
@@ -103,14 +95,14 @@ def _kv_cache_config(setup: Setup) -> KVCacheConfig:
         sizes = {"block_size": setup.block_size, "num_kv_heads": shape.num_heads}
         sizes |= {"head_size": HEAD_DIM, "dtype": dtype}
         if group.window is None:
-            spec = FullAttentionSpec(**sizes)
+            spec = kv.FullAttentionSpec(**sizes)
         else:
-            spec = SlidingWindowSpec(sliding_window=group.window, **sizes)
-        groups.append(KVCacheGroupSpec(names, spec))
+            spec = kv.SlidingWindowSpec(sliding_window=group.window, **sizes)
+        groups.append(kv.KVCacheGroupSpec(names, spec))
         page = spec.page_size_bytes
         size = page * setup.num_blocks
-        tensors += [KVCacheTensor(size, [name], size, page) for name in names]
-    return KVCacheConfig(setup.num_blocks, tensors, groups, kv_cache_layout="LBHNC")
+        tensors += [kv.KVCacheTensor(size, [name], size, page) for name in names]
+    return kv.KVCacheConfig(setup.num_blocks, tensors, groups, kv_cache_layout="LBHNC")
 
 
 class VllmHost(Host):
@@ -125,13 +117,14 @@ class VllmHost(Host):
             NotHereError: vLLM does not run this class so.
             RefusedError: the class, or vLLM for it, raised.
         """
-        if len(setup.shape().groups) > 1 and not supports_hma(connector):
+        transfer = _transfer_config(connector, options)
+        if len(setup.shape().groups) > 1 and not KVConnectorFactory.supports_hma_config(transfer):
             raise NotHereError("the class is no SupportsHMA: vLLM gives it one group of layers")
         piecewise = connector.requires_piecewise_for_cudagraph(options)
         super().__init__(setup, has_hooks=piecewise or setup.hooks)
         init_none_hash(sha256)
         try:
-            config = _vllm_config(connector, options, setup)
+            config = _vllm_config(transfer, setup)
             groups = _kv_cache_config(setup)
             self._scheduler = (AsyncScheduler if setup.in_flight > 1 else Scheduler)(
                 config, groups, StructuredOutputManager(config), setup.block_size, log_stats=True
@@ -149,7 +142,7 @@ class VllmHost(Host):
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self._late: deque[tuple[Any, Any]] = deque([(None, None)] * setup.late_rank)
 
-    def _make_workers(self, config: VllmConfig, groups: KVCacheConfig) -> None:
+    def _make_workers(self, config: configs.VllmConfig, groups: kv.KVCacheConfig) -> None:
         for memory in self.memories:
             of_rank = deepcopy(config)
             of_rank.parallel_config.rank = memory.rank
@@ -276,7 +269,7 @@ class VllmHost(Host):
         attention = {name: SimpleNamespace() for name in memory.tensors}
         context = SimpleNamespace(
             no_compile_layers={
-                name: SimpleNamespace(kv_cache=kv) for name, kv in memory.tensors.items()
+                name: SimpleNamespace(kv_cache=tensor) for name, tensor in memory.tensors.items()
             },
             attn_metadata=attention if parts and self.setup.attention_metadata else None,
         )
@@ -289,7 +282,7 @@ class VllmHost(Host):
             memory,
             parts,
             half.wait_for_layer_load,
-            lambda name, kv: half.save_kv_layer(name, kv, attention[name]),
+            lambda name, tensor: half.save_kv_layer(name, tensor, attention[name]),
         )
         if not output.has_sync_kv_loads:
             half.start_load_kv(context)
