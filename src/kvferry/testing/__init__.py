@@ -1,6 +1,6 @@
 """Aids for testing stores, connectors and engines, for this package and for others.
 
-`stores`: the conformance suite of stores (needs pytest and hypothesis) · `faults`: stores that
-stall, fail or damage · `clock`: a clock that a test moves · `models`: tiny random models. Import
-only what you need, because some of it loads torch.
+`stores`: the conformance suite of stores (needs pytest and hypothesis) · `connector`: the kit for
+V1 connectors · `faults`: stores that stall, fail or damage · `clock`: a clock that a test moves ·
+`models`: tiny random models. Import only what you need, because some of it loads torch.
 """
