@@ -71,7 +71,7 @@ class JournalAnswer(NamedTuple):
 
 
 class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request. Lines of earlier releases have only the first four fields.
+    """One request.
 
     Attributes:
         time: when the request came, or, if it must not be cached, when it ended; seconds since the

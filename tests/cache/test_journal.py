@@ -200,17 +200,6 @@ def test_a_request_has_its_answer_and_the_numbers_behind_it(make_host, tmp_path)
     assert writer.time <= hits.time <= computes.time <= gone.time
 
 
-def test_lines_of_earlier_releases_are_read(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"time":1795470000.125,"chunk_tokens":8,"num_tokens":9,"keys":["5f0c"]}\n')
-    journal = Journal(path, 8)
-    add(journal, 8, [A], JournalAnswer(0, {}, {"absent": 8}, ""))
-    journal.close()
-    trace = read_trace(path)
-    assert trace.blocks.tolist() == [0, 1]
-    assert trace.num_tokens.tolist() == [9, 8]
-
-
 def test_without_the_option_nothing_is_recorded(make_host, tmp_path):
     host = make_host()
     host.run("first", PROMPT)

@@ -375,7 +375,7 @@ def test_every_reason_of_a_journal_is_a_sentence(run, tmp_path, reason):
     assert is_plain(ran.out)
 
 
-def test_old_lines_and_a_line_under_way(run, tmp_path):
+def test_a_reason_that_is_not_known_and_a_line_under_way(run, tmp_path):
     path = tmp_path / "journal"
     path.write_text(line() + line(request="cmpl-7-a", misses={"new_reason": 30}) + '{"time": 1')
     out = run("explain", "--journal", path).out
@@ -383,10 +383,8 @@ def test_old_lines_and_a_line_under_way(run, tmp_path):
     assert "does not know" in " ".join(out.split())
     value = json.loads(run("explain", "--journal", path, "--request", "cmpl-7", "--json", "-").out)
     assert [each["request"] for each in value["requests"]] == ["cmpl-7-a"]
-    assert (
-        len(json.loads(run("explain", "--journal", path, "-n", 1, "--json", "-").out)["requests"])
-        == 1
-    )
+    value = json.loads(run("explain", "--journal", path, "-n", 1, "--json", "-").out)
+    assert len(value["requests"]) == 1
     path.write_text("")
     assert run("explain", "--journal", path).code == 0
 
