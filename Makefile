@@ -37,7 +37,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG_VERSION)
 NAME ?=
 BENCH ?=
 
-.PHONY: help demo demo-disaggregated demo-tier test test-more test-sweep test-mount test-vllm test-vllm-sweep test-sglang proof-wrong-model bench check fmt clean
+.PHONY: help demo demo-disaggregated demo-tier test test-more test-sweep test-mount test-vllm test-vllm-sweep test-sglang test-gpu proof-wrong-model bench check fmt clean
 
 help:
 	@echo "make demo        ask questions about a long document: cold, from the store, with a corrupted record"
@@ -50,6 +50,7 @@ help:
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server, every pair of ranks, two benchmarks"
 	@echo "make test-sglang  SGLang's own cache controller and host pools over the back end, on a CPU"
+	@echo "make test-gpu    all that a GPU can show, offline, with the Python that has torch and Triton (PYTHON=...)"
 	@echo "make proof-wrong-model  which stores hand one model the KV of another, inside real vLLM (SGLANG=dir)"
 	@echo "make bench       list the benchmarks; NAME=lookup runs one, BENCH=--quick in little"
 	@echo "make check       lint and types only"
@@ -112,6 +113,13 @@ $(SGLANG_STAMP): $(STAMP) scripts/sglang-venv
 
 test-sglang: $(SGLANG_STAMP)
 	scripts/test-sglang $(SGLANG_VENV) $(SGLANG_VERSION)
+
+# Installs nothing: a machine that is lent may have no network. The environment of the tests serves,
+# if there is one and no other is named.
+GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(STAMP))),$(BIN)/python,$(PYTHON))
+
+test-gpu:
+	$(GPU_PYTHON) scripts/test-gpu --json gpu.json $(BENCH)
 
 proof-wrong-model: $(VLLM_STAMP)
 	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m tests.real_vllm.wrong_model $(addprefix --sglang ,$(SGLANG))

@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "audit": "hits that are compared with what the engine computes, beside hits that are not",
     "away": "an engine whose store is away, beside one without; look-ups beside a tier that hangs",
     "datapath": "KV of an 8B model in and out of paged blocks, beside memcpy and plain file I/O",
+    "device": "a GPU: tests, sanitizer, copies, stalls, a race soak, rounding (--part NAME)",
     "handover": "first tokens at a decoder that another engine prefilled for, idle and loaded",
     "launches": "a thread of tiny calls, as a GPU step makes, beside threads that verify records",
     "layout": "reads that convert TP, block size and layout, beside reads that need not",
@@ -46,6 +47,7 @@ class Options:
         seed: seed of all random content.
         rounds: rounds of the vllm, away, handover and proxied benchmarks; None for their defaults.
         stores: URLs of the stores benchmark; if empty, those that need no server.
+        parts: parts of the device benchmark; if empty, all.
     """
 
     directory: Path
@@ -54,6 +56,7 @@ class Options:
     seed: int = 0
     rounds: int | None = None
     stores: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.threads < 1:

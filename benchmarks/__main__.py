@@ -14,11 +14,12 @@ from benchmarks.report import Row, machine, table
 from kvferry.cli.output import JsonRow, emit
 from kvferry.errors import KVError
 
+EXIT_FAILED = 1
 EXIT_MISUSE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark, or list them; returns the exit code."""
+    """Run one benchmark, or list them; returns the exit code: 1 if what a row checks has failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
     parser.add_argument("name", nargs="?", choices=BENCHMARKS, help="none: list them")
     parser.add_argument("--dir", type=Path, help="for files, which are removed again")
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of all random content")
     parser.add_argument("--rounds", type=int, help="of vllm, away, handover, proxied")
     parser.add_argument("--store", action="append", default=[], help="of stores; repeatable")
+    parser.add_argument("--part", action="append", default=[], help="of device; repeatable")
     parser.add_argument("--json", metavar="FILE", help='"-" writes JSON alone to stdout')
     given = parser.parse_args(arguments)
     if given.name is None:
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seed=given.seed,
                 rounds=given.rounds,
                 stores=tuple(given.store),
+                parts=tuple(given.part),
             )
             facts = machine(options.directory)
             rows = run(options)
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KVError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISUSE
-    return 0
+    return EXIT_FAILED if any(row.get("failed") for row in rows) else 0
 
 
 if __name__ == "__main__":

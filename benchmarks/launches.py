@@ -1,8 +1,9 @@
 """What verifying fetched records costs the thread that launches an engine's kernels.
 
 A step on a GPU is hundreds of small calls on the host, each of which gives the interpreter's lock
-away. The steps here are such calls on a small tensor. They run alone, beside threads that verify
-records of an 8B model, and beside as many threads that hash without ever holding the lock.
+away. The steps here are such calls on a small tensor, of a GPU if there is one. They run alone,
+beside threads that verify records of an 8B model, and beside as many threads that hash without ever
+holding the lock.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.types import KVGroup
 
 LAUNCHES = 300
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUP = KVGroup(num_layers=32, num_kv_heads=8, content_size=256, dtype="bfloat16", block_size=16)
 
 
@@ -66,13 +68,15 @@ def run(options: Options) -> Sequence[Row]:
 
 def _steps(work: Callable[[], int], threads: int, seconds: float) -> tuple[float, float]:
     """Return the mean seconds of a step beside `threads` that do `work`, and their bytes/s."""
-    x = torch.zeros(8)
+    x = torch.zeros(8, device=DEVICE)
     done, took = 0, 0.0
     with _working(work, threads) as num_bytes:
         started = time.perf_counter()
         while took < seconds:
             for _ in range(LAUNCHES):
                 x.add_(1)
+            if DEVICE == "cuda":  # as an engine waits for the tokens of a step
+                torch.cuda.synchronize()
             done += 1
             took = time.perf_counter() - started
         return took / done, sum(num_bytes) / took

@@ -60,6 +60,9 @@ class SimulatedStream:
 class SimulatedDevice:
     """The streams of a device over CPU tensors."""
 
+    kind = "cpu"
+    """Of the tensors."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.askers: set[str] = set()
@@ -102,8 +105,19 @@ class SimulatedDevice:
         left = {name: len(queue) for name, queue in self.queues.items() if queue}
         assert not left, f"streams wait for each other: {left}"
 
-    def advance(self, stream: str) -> bool:
-        """Run the next piece of work of a stream; False if it has none, or waits for a mark."""
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        """Run the other streams as late as possible."""
+        while not is_reached():
+            assert any(self.advance(name) for name in reversed(STREAMS))
+
+    def is_idle(self, stream: str) -> bool:
+        return not self.queues[stream]
+
+    def advance(self, stream: str, count: int = 1) -> bool:
+        """Run the next pieces of work of a stream; False if it has none, or waits for a mark."""
+        return all(self._run_next(stream) for _ in range(count))
+
+    def _run_next(self, stream: str) -> bool:
         queue = self.queues[stream]
         if not queue:
             return False
@@ -114,6 +128,8 @@ class SimulatedDevice:
             return item.reached
         queue.popleft()
         item()
+        if torch.cuda.is_available():  # kernels on tensors of a real one: what has run is done
+            torch.cuda.synchronize()
         return True
 
 

@@ -45,6 +45,8 @@ GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+KERNELS_ON = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where Triton's kernels run; on a CPU, in its interpreter (`tests/conftest.py`)."""
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 ORDERS = pytest.mark.parametrize("first", STREAMS)
 
@@ -733,7 +735,7 @@ def test_the_kernels_that_requests_need_are_compiled_at_the_start(make, monkeypa
     for name in ("_copy_kernel", "_hash_kernel"):
         monkeypatch.setattr(kernels, name, noting(getattr(kernels, name)))
     device = SimulatedDevice()
-    host = make(setup=device.setup(copies=kernels.TritonCopies))
+    host = make(device=KERNELS_ON, setup=device.setup(copies=kernels.TritonCopies))
     at_start = set(seen)
     seen.clear()
     host.begin(saves=saves())
@@ -774,7 +776,7 @@ def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch
     out_of_memory_after(monkeypatch, 3)
     store, expected = stored(make)
     device = SimulatedDevice()
-    host = make("HND", store, setup=device.setup(copies=TritonCopies))
+    host = make("HND", store, device=KERNELS_ON, setup=device.setup(copies=TritonCopies))
     host.fetch()
     taken = []
     empty = torch.empty
