@@ -301,8 +301,11 @@ def fork_ranks() -> None:
 
     vLLM spawns them, and each imports it again, which takes longer than all else that a test does.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.executor import multiproc_executor
 
+    if not current_platform.is_cpu():
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
     multiproc_executor.get_mp_context = lambda: context

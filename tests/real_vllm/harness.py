@@ -22,7 +22,44 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "cpu"
 START_SECONDS = 240.0
 GENERATE_SECONDS = 120.0
 STOP_SECONDS = 60.0
-TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What of an engine depends on where it runs.
+
+    Attributes:
+        env: variables of its process.
+        engine: arguments of vLLM's `LLM`.
+        tolerance: by how much logprobs may differ from those of another run.
+    """
+
+    env: dict[str, str]
+    engine: dict[str, Any]
+    tolerance: float
+
+
+def device_of(name: str, dtype: str = "float32", *, graphs: bool = False) -> Device:
+    """Return the settings of `cpu`, or of `cuda`, which `scripts/gpu-vllm` asks for."""
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"KVFERRY_TEST_DEVICE is {name!r}; it must be cpu or cuda")
+    engine: dict[str, Any] = {"dtype": dtype, "enforce_eager": not graphs}
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    # One helper of the sampler takes 10 s to compile.
+    env = {} if graphs else {"TORCHDYNAMO_DISABLE": "1"}
+    if name == "cpu":
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    else:
+        engine["gpu_memory_utilization"] = 0.3  # three processes have an engine at a time
+    return Device(env=env, engine=engine, tolerance=tolerance)
+
+
+DEVICE = device_of(
+    os.environ.get("KVFERRY_TEST_DEVICE", "cpu"),
+    os.environ.get("KVFERRY_TEST_DTYPE", "float32"),
+    graphs=os.environ.get("KVFERRY_TEST_GRAPHS") == "1",
+)
+TOLERANCE = DEVICE.tolerance
 
 CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
@@ -124,12 +161,9 @@ class Process:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *paths]),  # its spec of tiers
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),  # else it inspects each model
             "TOKENIZERS_PARALLELISM": "false",
-            "TORCHDYNAMO_DISABLE": "1",  # one helper of the sampler, which takes 10 s to compile
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -138,7 +172,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 pass_fds=(write_fd,),
-                env=environment | self.env,
+                env=environment | DEVICE.env | self.env,
                 start_new_session=True,
             )
         os.close(write_fd)
@@ -243,8 +277,6 @@ class Process:
         """Start an engine that runs until a `stop` or the end of the process."""
         arguments = {
             "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
             "skip_tokenizer_init": True,
             "block_size": 128,
             "kv_cache_memory_bytes": 128 << 20,  # small, since each engine writes every byte of it
@@ -254,7 +286,9 @@ class Process:
             "disable_log_stats": False,
             "seed": 0,
         }
-        self.call("start", START_SECONDS, engine=arguments | engine, connector=connector)
+        self.call(
+            "start", START_SECONDS, engine=arguments | DEVICE.engine | engine, connector=connector
+        )
 
 
 @dataclass
