@@ -238,6 +238,8 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
         assert store.read(make_key(), ()) == 5
     num_failed = counts["tier_reads/near/failed"]
     assert 1 <= num_failed <= MAX_FAILURES  # copies fail, too
+    assert num_failed + counts["tier_reads/near/away"] == 10
+    assert counts["tier_reads/memory/hit"] == 10
     near, other = store.tiers()
     assert (near.name, near.state, near.because) == ("near", "away", "the server is down")
     assert (other.name, other.state, other.because) == ("memory", "up", "")
@@ -255,20 +257,6 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     assert len(caplog.records) == 2
     assert store.read(make_key(), ()) == 5
     assert counts["tier_reads/near/failed"] == num_failed
-
-
-def test_a_tier_left_alone_has_nothing_and_gets_nothing(make_tiers):
-    near = MemoryStore()
-    near.put(make_key(), [b"value"])
-    failing = FailingStore(near, operations={"read"})
-    store = make_tiers(failing, clock=FakeClock())
-    for _ in range(MAX_FAILURES):
-        with pytest.raises(StoreError):
-            store.read(make_key(), ())
-    assert store.contains(make_key()) is False
-    assert store.read(make_key(), ()) is None
-    assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
-    assert not near.contains(make_key(1))
 
 
 def test_a_value_that_the_nearest_tier_cannot_take_goes_to_the_next(make_tiers):
@@ -502,6 +490,7 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers):
     assert state(store) == "away"
     assert not store.takes_values
     assert store.put(make_key(8), [b"value"]) is PutResult.FAILED
+    assert store.read(make_key(8), ()) is None
     inner.is_away = False
     clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: store.takes_values, "it is used again")
@@ -675,10 +664,12 @@ def test_while_a_tier_is_away_nothing_waits_for_it(make_tiers):
 
 
 def test_a_tier_has_a_thread_only_while_there_is_work(make_tiers):
-    def num_at_work():
-        return sum(thread.name == "kvferry-tier" for thread in threading.enumerate())
+    before = threading.enumerate()  # those of another test may hang for a while
 
-    wait_until(lambda: num_at_work() == 0, "the threads of other tests have ended")
+    def num_at_work():
+        new = [thread for thread in threading.enumerate() if thread not in before]
+        return sum(thread.name == "kvferry-tier" for thread in new)
+
     far, clock = Probed(), FakeClock()
     store = make_tiers(MemoryStore(), far, clock=clock)
     store.put(make_key(), [b"value"])
@@ -758,18 +749,6 @@ def test_two_who_find_a_near_copy_wrong_leave_the_far_one(make_tiers):
     for _ in range(2):
         store.discard(make_key(), "bad_leaf")
     assert read_value(store, make_key()) == b"value"
-
-
-def test_reads_that_pass_a_tier_by_are_counted(make_tiers):
-    far, counts = MemoryStore(), Counters()
-    far.put(make_key(), [b"value"])
-    failing = FailingStore(MemoryStore(), operations={"read"})
-    store = make_tiers(failing, far, observer=counts, clock=FakeClock())
-    for _ in range(10):
-        assert store.read(make_key(), ()) == 5
-    assert counts["tier_reads/memory/failed"] <= MAX_FAILURES
-    assert counts["tier_reads/memory/failed"] + counts["tier_reads/memory/away"] == 10
-    assert counts["tier_reads/memory1/hit"] == 10
 
 
 def test_a_right_value_that_replaces_one_under_way_reaches_every_tier(make_tiers):
