@@ -10,9 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from kvferry.testing.connector import RULES
+from kvferry.testing.connector.content import EMPTIED
+from kvferry.testing.connector.lab import Lab, write_models
+from kvferry.testing.connector.own_host import OwnHost
 from kvferry.testing.connector.runner import Limits, Runner, Target
 from kvferry.testing.connector.suite import ConnectorTests
-from tests.testing.seeded import OPTIONS, SEEDED
+from tests.testing.seeded import OPTIONS, SEEDED, Ours
 
 RULE = {rule.name: rule for rule in RULES}
 SECONDS = 240
@@ -58,6 +61,42 @@ def test_what_is_found_is_the_same_twice_and_names_token_layer_and_head(name):
     assert "token" in once.detail
     assert "layer" in once.detail
     assert "head" in once.detail
+
+
+@pytest.fixture
+def lab(tmp_path):
+    (tmp_path / "models").mkdir()
+    write_models(tmp_path / "models")
+    lab = Lab(Ours, OPTIONS, OwnHost, tmp_path, tmp_path / "models", 0, 0, 60.0)
+    yield lab
+    lab.close()
+
+
+def values(host, blocks):
+    [memory] = host.memories
+    return {float(x) for kv in memory.tensors.values() for x in kv[sorted(blocks)].unique()}
+
+
+def test_blocks_that_are_promised_hold_nothing_until_they_are_loaded(lab):
+    host = lab.start()
+    stored = lab.store_prompt(lab.ask(69))
+    seen = []
+    host.watch.after_promise = lambda: seen.append(values(host, *host.watch.promised.values()))
+    lab.expect(lab.again(stored), 64)
+    assert seen == [{EMPTIED}]
+
+
+def test_blocks_that_a_request_lost_are_overwritten_in_the_next_step(lab):
+    host = lab.start()
+    ask = lab.ask(69, max_tokens=9)
+    host.add(ask)
+    host.step(3)
+    host.preempt()
+    lost = host.lost
+    assert len(lost) == 5
+    host.abort(ask.name)  # else it gets the same blocks again
+    host.step()
+    assert values(host, lost) == {EMPTIED}
 
 
 def test_names_of_rules_are_unique_and_each_says_what_it_expects_and_where_from():

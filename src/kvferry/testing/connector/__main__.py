@@ -139,7 +139,10 @@ def main(words: list[str]) -> int:
             if started.verdict == "refused":
                 raise ConfigError(f"{target.name} does not start here: {started.detail}")
             report = Report(target, seed)
-            runner.run(rules, report.add)
+            if RULES[0] in rules or started.verdict != "right":
+                report.add(RULES[0], started)
+            if started.verdict == "right":
+                runner.run([rule for rule in rules if rule is not RULES[0]], report.add)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
