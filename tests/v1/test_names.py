@@ -142,7 +142,9 @@ HOSTS_NAMES = NAMES.keys() | {"KVFerryConnector", "KVFerryStorage", "KVFerryTier
 KNOWS_HOSTS = (
     "v1/",
     "adapters/",
+    "doctor/findings.py",  # reads what vLLM is started with
     "engine/model_config.py",  # says which models `StoredKV` serves
+    "testing/connector/",  # runs connectors as vLLM does
 )
 """Parts of the package that may know these names."""
 

@@ -19,7 +19,6 @@ from tests.adapters.vllm import fakes
 
 LAYERS, HEADS, DIM, PAGE, NUM_PAGES = 2, 3, 4, 8, 6
 RELEASE = "0.5.23"
-BATCH = 128
 """Most pages of one call."""
 
 
