@@ -99,6 +99,7 @@ class Lab:
         self._number = 0
         self._seen: object = None
         self._seen_at = 0.0
+        self._num_looks = 0
 
     @property
     def store(self) -> Path:
@@ -241,8 +242,10 @@ class Lab:
         return found
 
     def _is_hopeful(self) -> bool:
-        """Whether the store has changed lately, or the first look at it is not long ago."""
+        """Whether the store has changed lately, or the first look at it is not long ago: in time,
+        and in looks, since a machine that stalls writes nothing meanwhile."""
         state, now = self.state(), time.monotonic()
         if self._seen is None or state != self._seen:
-            self._seen, self._seen_at = state, now
-        return now - self._seen_at < self.patience
+            self._seen, self._seen_at, self._num_looks = state, now, 0
+        self._num_looks += 1
+        return now - self._seen_at < self.patience or self._num_looks < 100 * self.patience
