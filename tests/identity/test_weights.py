@@ -206,6 +206,26 @@ def test_a_file_that_cannot_be_read_ends_the_work_on_the_others(tmp_path, digest
     assert went_on == []
 
 
+def test_a_start_that_the_host_ends_goes_on_where_it_was(tmp_path, digest, hashed, monkeypatch):
+    """Of weights that take longer to hash than the host gives an engine to start."""
+    model = make_model(tmp_path / "a", shards=4)
+    monkeypatch.setattr(weights, "_NUM_THREADS", 1)
+    noted, deadline = weights._hash, [3]
+
+    def hash_until_deadline(file, before, path, stopped):
+        if len(hashed) == deadline[0]:
+            raise SystemExit
+        return noted(file, before, path, stopped)
+
+    monkeypatch.setattr(weights, "_hash", hash_until_deadline)
+    with pytest.raises(SystemExit):
+        digest(model)
+    deadline[0] = 1000
+    assert digest(model) == digest(model, home=tmp_path / "other")
+    names = sorted(file.name for file in model.glob("*.safetensors"))
+    assert hashed == [*names[:3], names[3], *names]
+
+
 def test_the_digest_is_the_documented_one(tmp_path, digest):
     model = make_model(tmp_path / "a", shards=2)
     (model / "pytorch_model.bin").write_bytes(b"tensors")

@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,60 @@ def test_a_driver_that_pins_no_memory_is_told_by_name(cuda, monkeypatch):
 def test_a_device_of_another_kind_is_refused_by_name(kind):
     with pytest.raises(TransferError, match=kind):
         Streams.of(torch.device(kind))
+
+
+class Runtime:
+    """CUDA's, as far as memory is pinned. `answer` is its code, or what it raises."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+        self.unpinned: list[int] = []
+
+    def cudaHostRegister(self, address: int, _num_bytes: int, _flags: int) -> object:
+        self.address = address
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.unpinned.append(address)
+
+
+@pytest.fixture
+def pin_with(monkeypatch):
+    """Pins a buffer with a runtime; returns the runtime's notes of what was unpinned."""
+
+    def pin(runtime):
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+        monkeypatch.setattr(torch, "ones", lambda *_args, **_options: None)
+        with pinned(memoryview(mmap.mmap(-1, 4096)), "cuda:0"):
+            assert runtime.unpinned == []
+
+    return pin
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        (object(), "this driver pins no memory of others: .*cudaHostRegister"),
+        (Runtime(RuntimeError("not supported")), "pins no memory of others: not supported"),
+        (Runtime(801), "4096 bytes cannot be pinned: CUDA error 801; lower memory_bytes"),
+        (Runtime(SimpleNamespace(value=2)), "CUDA error 2"),
+    ],
+)
+def test_memory_that_a_driver_does_not_pin_is_refused_in_one_line(runtime, message, pin_with):
+    with pytest.raises(TransferError, match=message) as refused:
+        pin_with(runtime)
+    assert "\n" not in str(refused.value)
+    assert getattr(runtime, "unpinned", []) == []
+
+
+@pytest.mark.parametrize("code", [0, SimpleNamespace(value=0)])
+def test_pinned_memory_is_unpinned_at_the_end(code, pin_with):
+    runtime = Runtime(code)
+    pin_with(runtime)
+    assert runtime.unpinned == [runtime.address]
 
 
 def test_a_failure_of_the_work_is_the_callers():
