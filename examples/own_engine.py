@@ -21,7 +21,7 @@ from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.model import cache_argument
-from kvferry.identity import identify, weights_digest, written_config
+from kvferry.identity import identify
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.types import DEFAULT_OPTIONS, NO_EXTRA_KEYS, KVGroup
@@ -51,10 +51,7 @@ class Engine:
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         shape = {"num_layers": layers, "num_kv_heads": heads, "content_size": 2 * dim}
         group = KVGroup(**shape, dtype="float32", block_size=BLOCK)
-        identity = identify(
-            weights_digest(model_dir), written_config(model_dir), dtype="float32",
-            deviations={}, weights_version=None, name=str(model_dir),
-        )  # fmt: skip
+        identity = identify(model_dir, dtype="float32", deviations={}, name=str(model_dir))
         shard = tensor_parallel_shard((group,), rank=0, world_size=1)
         spec = EngineSpec(identity=identity, groups=(group,), shard=shard, host_recomputes=True)
         self.cache = PrefixCache(spec, {"store": store}, Counters())

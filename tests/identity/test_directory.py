@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -65,12 +66,12 @@ def test_rotary_embeddings_that_depend_on_a_length_are_found(config, found):
 
 def make_identity(written, *, dtype="float32", deviations=None, name=None):
     return identify(
-        bytes(32),
-        written,
+        Path("nowhere"),
         dtype=dtype,
         deviations=deviations or {},
-        weights_version=None,
         name=name,
+        weights=bytes(32),
+        config=written,
     )
 
 

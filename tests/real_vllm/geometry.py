@@ -20,7 +20,6 @@ from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
 from kvferry.adapters.vllm.spec import (
     WorkerSpec,
     engine_spec,
-    host_kv,
     layer_views,
     spec_of_workers,
 )
@@ -138,9 +137,8 @@ def described(
     """What one half of the connector makes of its configuration."""
     refuse_parallel(config.parallel_config)
     layers = layers_of(config, groups, platform)
-    kv = host_kv(config, layers, None, mix.chunk)
     identity = ModelIdentity(weights=b"w" * 32, config={})
-    return engine_spec(config, kv, identity, publishes=False), layers
+    return engine_spec(config, layers, None, mix.chunk, lambda: identity), layers
 
 
 class RankOfVllm:

@@ -87,18 +87,8 @@ def _parse_tokens(path: Path, text: str) -> list[int]:
 
 def model_identity(model: Path) -> ModelIdentity:
     """Return the identity of a model for an engine that runs its directory unchanged."""
-    from kvferry.identity import identify, weights_digest, written_config
+    from kvferry.identity import identify
 
-    written = written_config(model)
     with progress() as bar:
         bar.add_task("hashing the weights", total=None)
-        weights = weights_digest(model)
-    dtype = written.get("dtype", written.get("torch_dtype"))
-    return identify(
-        weights,
-        written,
-        dtype=str(dtype or "float32"),
-        deviations={},
-        weights_version=None,
-        name=str(model),
-    )
+        return identify(model, dtype=None, deviations={}, name=str(model))

@@ -18,7 +18,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, ModelGeometry, is_library_class
 from kvferry.errors import ConfigError
-from kvferry.identity import identify, weights_digest, written_config
+from kvferry.identity import identify
 from kvferry.keys import JsonValue
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
@@ -96,8 +96,7 @@ def engine_spec(
     groups = kv_groups(geometry, engine.block_size)
     return EngineSpec(
         identity=identify(
-            weights_digest(model.model_dir, weights_version=weights_version),
-            written_config(model.model_dir),
+            model.model_dir,
             dtype=geometry.dtype,
             deviations=deviations,
             weights_version=weights_version,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import ConfigError
+from kvferry.identity.weights import weights_digest
 from kvferry.keys import JsonValue, ModelIdentity, relevant_config
 
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
@@ -65,30 +66,37 @@ def length_dependent_rope(config: object) -> str | None:
 
 
 def identify(
-    weights: bytes,
-    written: Mapping[str, JsonValue],
+    source: Path,
     *,
-    dtype: str,
+    dtype: str | None,
     deviations: Mapping[str, JsonValue],
-    weights_version: str | None,
-    name: str | None,
+    weights_version: str | None = None,
+    name: str | None = None,
+    weights: bytes | None = None,
+    config: Mapping[str, JsonValue] | None = None,
 ) -> ModelIdentity:
     """Make the identity of a running model. Engines that run the same directory without deviations
     get the same identity, whichever library read it.
 
     Args:
-        weights: digest from `weights_digest`.
-        written: configuration from `written_config`.
+        source: directory of weights and config.json; not read for what is given below.
         dtype: dtype of the computation, such as "bfloat16"; replaces the config's `torch_dtype` and
-            `dtype`.
-        deviations: everything else that affects KV bytes but is not in the config: overrides,
+            `dtype`. None: it is theirs.
+        deviations: everything else that affects KV bytes but is not in the directory: overrides,
             quantisation at load time, foreign code. Each host has its own function for this.
         weights_version, name: see `ModelIdentity`.
+        weights: what stands for `weights_digest` of `source`.
+        config: what stands for `written_config` of `source`.
+
+    Raises:
+        ConfigError: as `written_config` and `weights_digest`.
     """
-    config = {field: value for field, value in written.items() if field != "torch_dtype"}
+    written = dict(written_config(source) if config is None else config)
+    dtype_of_files = written.pop("torch_dtype", None)
+    dtype_of_files = written.get("dtype", dtype_of_files) or "float32"
     return ModelIdentity(
-        weights=weights,
-        config={**config, "dtype": dtype, **deviations},
+        weights=weights or weights_digest(source, weights_version=weights_version),
+        config={**written, "dtype": dtype or str(dtype_of_files), **deviations},
         weights_version=weights_version,
         name=name,
     )

@@ -29,7 +29,6 @@ from kvferry.identity import (
     identify,
     length_dependent_rope,
     newest_change,
-    weights_digest,
     written_config,
 )
 from kvferry.keys import ModelIdentity, relevant_config
@@ -90,6 +89,7 @@ def model_identity(
     load_format = _load_format(vllm_config)
     source = local_model(vllm_config)
     is_known = load_format in _FROM_FILES + _FROM_OTHER_FILES
+    weights = None
     if load_format == "dummy" or (not is_known and weights_version is None):
         logger.warning(
             "load_format=%s: weights are not those of the files, so nothing is shared with other "
@@ -97,17 +97,13 @@ def model_identity(
             load_format,
         )
         weights = secrets.token_bytes(32)
-    elif source is not None and is_known:
-        weights = weights_digest(source, weights_version=weights_version)
-        if weights_version is None and source == Path(str(model.model)):
-            _refuse_recent(source, "weights", newest_change(source))
-    elif weights_version is not None:
+    elif source is None or not is_known:
+        if weights_version is None:
+            raise ConfigError(
+                f"the weights of {model.model!r} are not on this machine's disk and so have no "
+                'digest; set "weights_version" to a name that changes whenever they do'
+            )
         weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
-    else:
-        raise ConfigError(
-            f"the weights of {model.model!r} are not on this machine's disk and so have no digest; "
-            'set "weights_version" to a name that changes whenever they do'
-        )
     if source is not None and (source / "config.json").is_file():
         config, is_written = written_config(source), True
     else:  # another format: as vLLM reads it
@@ -115,15 +111,20 @@ def model_identity(
     code = _custom_code(vllm_config, source, config.get("auto_map"), weights_version)
     if code is not None:
         config["code"] = code
-    return identify(
-        weights,
-        config,
+    path = Path(str(model.model))
+    identity = identify(
+        source or path,
         dtype=_dtype(model),
         deviations=_deviations(vllm_config, is_written, load_config or _config_reader())
         | _quantization_of_files(source),
         weights_version=weights_version,
         name=str(model.model),
+        weights=weights,
+        config=config,
     )
+    if weights is None and weights_version is None and source == path:
+        _refuse_recent(path, "weights", newest_change(path))
+    return identity
 
 
 def _refuse_recent(source: Path, files: str, changed: float) -> None:

@@ -177,16 +177,14 @@ def _refuse_windows(
         )
 
 
-def _describe(vllm_config: V1Config, layout: str, weights_version: object) -> EngineSpec:
+def _describe(vllm_config: V1Config, layout: str, weights_version: str | None) -> EngineSpec:
     """Describe the engine of a host's configuration, with one full-attention group."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size != 1:
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served; set it to 1"
         )
-    identity = model_identity(
-        vllm_config, None if weights_version is None else str(weights_version)
-    )
+    identity = model_identity(vllm_config, weights_version)
     config = _as_it_runs(identity)
     dtype = vllm_config.cache_config.cache_dtype
     world, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size

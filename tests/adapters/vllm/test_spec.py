@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
-from kvferry.adapters.vllm.spec import engine_spec, host_kv, layer_views
+from kvferry.adapters.vllm.spec import engine_spec, layer_views
 from kvferry.cache.build import PrefixCache
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
@@ -44,8 +44,7 @@ def spec_of(config, *groups):
     cache = KVCacheConfig(list(groups)) if groups else None
     refuse_parallel(config.parallel_config)
     layers = [] if cache is None else layers_of(config, cache, "cuda")
-    kv = host_kv(config, layers, None, 128)
-    return engine_spec(config, kv, IDENTITY, publishes=False)
+    return engine_spec(config, layers, None, 128, lambda: IDENTITY)
 
 
 def test_one_group_is_one_table(model):
@@ -352,8 +351,7 @@ def described_with(model, *, backend="RocmAttentionBackend", block_size=4, platf
     )
     cache = KVCacheConfig([Group(names(0), FullAttentionSpec(block_size=block_size))])
     layers = layers_of(config, cache, platform)
-    kv = host_kv(config, layers, None, 128)
-    spec = engine_spec(config, kv, IDENTITY, publishes=False)
+    spec = engine_spec(config, layers, None, 128, lambda: IDENTITY)
     return Namespace.of(spec.identity, spec.groups, 128).digest
 
 

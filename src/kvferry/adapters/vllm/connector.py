@@ -27,7 +27,6 @@ from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentitie
 from kvferry.adapters.vllm.spec import (
     WorkerSpec,
     engine_spec,
-    host_kv,
     layer_views,
     spec_of_workers,
 )
@@ -129,15 +128,15 @@ class FerryConnector(OneRole):
         weights is."""
         config = self._host_config
         sizes = {layer.block_size for layer in self._layers} or {config.cache_config.block_size}
-        chunk_tokens = self._options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
-        kv = host_kv(config, self._layers, cpu_kernels(config, sizes), chunk_tokens)
-        version = self._options.get("weights_version")
-        identity = model_identity(
-            config, None if version is None else str(version), self.host.load_config
+        spec = engine_spec(
+            config,
+            self._layers,
+            cpu_kernels(config, sizes),
+            self._options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS),
+            lambda: model_identity(
+                config, self._options.get("weights_version"), self.host.load_config
+            ),
         )
-        events = getattr(config, "kv_events_config", None)
-        publishes = events is not None and bool(events.enable_kv_cache_events)
-        spec = engine_spec(config, kv, identity, publishes=publishes)
         if not computes_like_others(config):
             spec = replace(spec, loads=False, saves=False, disabled=True)
         return spec

@@ -7,7 +7,7 @@ starts, `FerryConnector` calls this module, which refuses layers whose KV we can
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +24,6 @@ if TYPE_CHECKING:
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostKV:
-    """How this vLLM keeps a model's KV, as far as it decides records.
-
-    Attributes:
-        groups: KV groups of the whole model.
-        tables: the layers' places in the host's block tables; None if it does not say.
-        kv_layout: names the axes of its tensors, see `kvferry.layout.spec`.
-        whole_blocks: what identity says of blocks that can only be stored whole.
-    """
-
-    groups: tuple[KVGroup, ...]
-    tables: tuple[TablePart, ...] | None
-    kv_layout: str
-    whole_blocks: Mapping[str, JsonValue]
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """What a worker says of its engine in vLLM's handshake, to the scheduler's half."""
@@ -48,19 +31,21 @@ class WorkerSpec:
     spec: EngineSpec
 
 
-def host_kv(
+def engine_spec(
     vllm_config: Any,  # noqa: ANN401 - the host's
     layers: Sequence[Layer],
     cpu_kernels: str | None,
     chunk_tokens: object,
-) -> HostKV:
-    """Describe how this vLLM keeps KV. Nothing here reads the model's files.
+    model_identity: Callable[[], ModelIdentity],
+) -> EngineSpec:
+    """Return the spec of this engine and this rank.
 
     Args:
         layers: from `layers_of`; empty for hosts that do not pass a `kv_cache_config`. All layers
             then form one full-attention group.
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them.
+        model_identity: reads the model's files; not called before all else is checked.
 
     Raises:
         ConfigError: a model that cannot be described, or records that would end within blocks that
@@ -70,6 +55,41 @@ def host_kv(
         groups, tables = _sorted_layers(layers)
     else:
         groups, tables = (_only_group(vllm_config),), None
+    layout, whole_blocks = _order_in_blocks(layers, groups, tables, cpu_kernels, chunk_tokens)
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
+    transfer = vllm_config.kv_transfer_config
+    events = getattr(vllm_config, "kv_events_config", None)
+    step = getattr(vllm_config, "scheduler_config", None)
+    # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
+    rank = getattr(parallel, "data_parallel_rank", 0)
+    identity = model_identity()
+    return EngineSpec(
+        identity=replace(identity, config={**identity.config, **whole_blocks}),
+        groups=groups,
+        shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
+        kv_layout=layout,
+        multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
+        data_parallel_index=getattr(parallel, "data_parallel_index", rank),
+        loads=transfer.kv_role != "kv_producer",
+        saves=transfer.kv_role != "kv_consumer",
+        host_publishes_events=events is not None and bool(events.enable_kv_cache_events),
+        step_tokens=getattr(step, "max_num_batched_tokens", None),
+        engine_id=getattr(transfer, "engine_id", None),
+        tables=tables,
+    )
+
+
+def _order_in_blocks(
+    layers: Sequence[Layer],
+    groups: Sequence[KVGroup],
+    tables: Sequence[TablePart] | None,
+    cpu_kernels: str | None,
+    chunk_tokens: object,
+) -> tuple[str, dict[str, JsonValue]]:
+    """Return the layout of the host's tensors, and what identity says of blocks that can only be
+    stored whole."""
     sizes = sorted({part.block_size for part in tables or groups})
     whole: dict[str, JsonValue] = {}
     layout = _BY_TOKEN
@@ -84,7 +104,7 @@ def host_kv(
         sizes = sorted({layer.block_size for layer in kept_whole})
         _refuse_part_blocks(chunk_tokens, sizes, f"layer {kept_whole[0].name} needs")
         whole["whole_blocks"] = sorted({str(layer.whole_blocks) for layer in kept_whole})
-    return HostKV(groups=groups, tables=tables, kv_layout=layout, whole_blocks=whole)
+    return layout, whole
 
 
 def _refuse_part_blocks(chunk_tokens: object, sizes: Sequence[int], who: str) -> None:
@@ -93,37 +113,6 @@ def _refuse_part_blocks(chunk_tokens: object, sizes: Sequence[int], who: str) ->
             f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which "
             f"{who}; use a multiple"
         )
-
-
-def engine_spec(
-    vllm_config: Any,  # noqa: ANN401 - the host's
-    kv: HostKV,
-    identity: ModelIdentity,
-    *,
-    publishes: bool,
-) -> EngineSpec:
-    """Return the spec of this engine and this rank."""
-    parallel = vllm_config.parallel_config
-    tp = parallel.tensor_parallel_size
-    executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
-    transfer = vllm_config.kv_transfer_config
-    step = getattr(vllm_config, "scheduler_config", None)
-    # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
-    rank = getattr(parallel, "data_parallel_rank", 0)
-    return EngineSpec(
-        identity=replace(identity, config={**identity.config, **kv.whole_blocks}),
-        groups=kv.groups,
-        shard=tensor_parallel_shard(kv.groups, parallel.rank % tp, tp),
-        kv_layout=kv.kv_layout,
-        multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
-        data_parallel_index=getattr(parallel, "data_parallel_index", rank),
-        loads=transfer.kv_role != "kv_producer",
-        saves=transfer.kv_role != "kv_consumer",
-        host_publishes_events=publishes,
-        step_tokens=getattr(step, "max_num_batched_tokens", None),
-        engine_id=getattr(transfer, "engine_id", None),
-        tables=kv.tables,
-    )
 
 
 def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec | None:
@@ -233,7 +222,7 @@ def layer_views(
         tensors: KV tensors by layer name.
         modules: the host's layers by name; their backends name the order of five axes.
         layers: what kvferry stores of them.
-        layout: `HostKV.kv_layout`.
+        layout: `EngineSpec.kv_layout`.
 
     Raises:
         LayoutError: a backend whose shape has other axes than those known, or splits blocks in a
