@@ -6,11 +6,12 @@ hash. vLLM's tier and SGLang's storage back end call this while the host sets th
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from kvferry.config import StoreOptions
 from kvferry.errors import ConfigError
@@ -27,6 +28,29 @@ INDEX_SECONDS = 5.0
 
 CLOSE_SECONDS = 5.0
 """How long shutdown waits for I/O threads."""
+
+R = TypeVar("R")
+
+
+def guarded(
+    otherwise: Callable[..., Any] = lambda *_, **__: None,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Keep faults of a method from the host: note them in the `HookFaults` that `self.faults` is,
+    and return what `otherwise` makes of the method's arguments."""
+
+    def wrap(hook: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(hook)
+        def call(self: Any, *args: Any, **options: Any) -> R:  # noqa: ANN401 - as of the method
+            try:
+                return hook(self, *args, **options)
+            except Exception:  # the host boundary
+                self.faults.fault(hook.__name__, "the host goes on as if nothing was stored")
+                found: R = otherwise(*args, **options)
+                return found
+
+        return call
+
+    return wrap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
+from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, guarded, open_rows
 from kvferry.adapters.sglang.identity import ServedModel, watch_weights
 from kvferry.adapters.sglang.metrics import StorageCounts, taken
 from kvferry.adapters.sglang.pages import (
@@ -64,6 +64,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     Attributes:
         counters: counts of what happened; `get_stats` empties them if SGLang's metrics are on.
+        faults: counts and logs what methods raise.
     """
 
     def __init__(self, storage_config: Any, _options: dict[str, Any] | None = None) -> None:
@@ -76,7 +77,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         )
         self.counters = Counters()
         self._storage_config = storage_config
-        self._faults = HookFaults("KVFerryStorage", self.counters)
+        self.faults = HookFaults("KVFerryStorage", self.counters)
         self._model = ServedModel(self._options)
         self._pools: dict[str, tuple[Pages, PageRecords]] = {}
         self._counts: StorageCounts | None = None
@@ -135,13 +136,9 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+    @guarded(lambda *_, **__: 0)
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return how many leading pages are stored."""
-        return self._faults.call(
-            self._num_leading, keys, otherwise=0, then="its pages are computed"
-        )
-
-    def _num_leading(self, keys: Sequence[str]) -> int:
         return len(list(takewhile(bool, self._exist(KV, keys))))
 
     def _exist(self, name: str, keys: Sequence[str]) -> list[bool]:
@@ -149,23 +146,15 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             return [False] * len(keys)
         return self._pools[name][1].exists(keys)
 
+    @guarded(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """Return how many leading pages can be restored with what other pools store for them."""
-        return self._faults.call(
-            self._restorable,
-            keys,
-            pool_transfers or (),
-            otherwise=PoolTransferResult.empty(),
-            then="its pages are computed",
-        )
-
-    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> PoolTransferResult:
-        num_pages = self._num_leading(keys)
+        num_pages = len(list(takewhile(bool, self._exist(KV, keys))))
         hits: dict[Any, int] = {KV: num_pages} if num_pages else {}
         restorable = set(range(1, num_pages + 1))
-        for transfer in transfers:
+        for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never decides; a pool that is not reported has no verdict
             found = self._exist(_text(transfer.name), keys[:num_pages])
@@ -184,43 +173,23 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Fill pages of the KV pool with verified bytes. Return for each whether it was filled."""
-        return self._move(self._load, KV, keys, host_indices, "its pages are computed")
+        return self._load(KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the KV pool. Return for each whether it is stored now."""
-        return self._move(self._save, KV, keys, host_indices, "its pages are not stored")
+        return self._save(KV, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """As `batch_get_v1`, for several pools."""
-        return self._each_pool(self._load, transfers, "its pages are computed")
+        return {each.name: self._load(*_moved(each)) for each in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """As `batch_set_v1`, for several pools."""
-        return self._each_pool(self._save, transfers, "its pages are not stored")
+        return {each.name: self._save(*_moved(each)) for each in transfers}
 
-    def _each_pool(
-        self, move: Callable[[str, Sequence[str], Any], list[bool]], transfers: Any, then: str
-    ) -> dict[str, list[bool]]:
-        return {
-            each.name: self._move(move, _text(each.name), each.keys or [], each.host_indices, then)
-            for each in transfers
-        }
-
-    def _move(
-        self,
-        move: Callable[[str, Sequence[str], Any], list[bool]],
-        name: str,
-        keys: Sequence[str],
-        host_indices: Any,
-        then: str,
-    ) -> list[bool]:
-        """Return which pages `move` moved; none if it raises."""
-        return self._faults.call(
-            move, name, keys, host_indices, otherwise=[False] * len(keys), then=then
-        )
-
+    @guarded(lambda _name, keys, _indices: [False] * len(keys))
     def _load(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pages, records = self._pools[name]
         starts = _starts(keys, host_indices, pages)
@@ -230,6 +199,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
         return self._timed("loads", records.load, keys, land)
 
+    @guarded(lambda _name, keys, _indices: [False] * len(keys))
     def _save(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pages, records = self._pools[name]
         starts = _starts(keys, host_indices, pages)
@@ -268,21 +238,16 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     ) -> torch.Tensor | None:
         return self.batch_get([key], [target_location])[0]
 
+    @guarded(lambda keys, *_, **__: [None] * len(keys))
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill the given tensors, one per page, or new ones of bytes. Return each, or None for a
         page that is not right."""
-        return self._faults.call(
-            self._load_values, keys, target_locations or [None] * len(keys),
-            otherwise=[None] * len(keys), then="its pages are computed",
-        )  # fmt: skip
-
-    def _load_values(self, keys: Sequence[str], given: Sequence[Any]) -> list[torch.Tensor | None]:
         pages, records = self._pools[KV]
         values = [
             torch.empty(pages.num_bytes, dtype=torch.uint8) if each is None else each
-            for each in given
+            for each in target_locations or [None] * len(keys)
         ]
         if not self._are_pages(values):
             return [None] * len(keys)
@@ -298,6 +263,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     ) -> bool:
         return self.batch_set([key], [target_location if value is None else value])
 
+    @guarded(lambda *_, **__: False)
     def batch_set(
         self,
         keys: list[str],
@@ -306,17 +272,12 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         target_sizes: Any = None,
     ) -> bool:
         """Store tensors, one per page; True if all are stored."""
-        return self._faults.call(
-            self._save_values, keys, target_locations if values is None else values,
-            otherwise=False, then="its pages are not stored",
-        )  # fmt: skip
-
-    def _save_values(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
-        if not self._are_pages(values) or self._is_dropped(keys):
+        given = target_locations if values is None else values
+        if not self._are_pages(given) or self._is_dropped(keys):
             return False
 
         def fill(place: int, payload: memoryview) -> None:
-            copy_to(payload, values[place])
+            copy_to(payload, given[place])
 
         return all(self._timed("stores", self._pools[KV][1].store, keys, fill))
 
@@ -331,16 +292,12 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def clear(self) -> None:
         """Delete all records in the namespaces of this rank's pools; others stay."""
         for _, records in list(self._pools.values()):
-            self._faults.call(records.clear, otherwise=None, then="its pages are not deleted")
+            self.faults.call(records.clear, otherwise=None, then="its pages are not deleted")
 
+    @guarded()
     def get_stats(self) -> StorageMetrics | None:
         """Publish counts, and return the sizes and rates of the calls since the last time, for
         SGLang's histograms; None where its metrics are off, or without a KV pool."""
-        return self._faults.call(
-            self._published, otherwise=None, then="its counts are not shown this time"
-        )
-
-    def _published(self) -> StorageMetrics | None:
         if self._counts is None or KV not in self._pools:
             return None
         self._counts.publish()
@@ -354,7 +311,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         """Wait a few seconds for threads, and close the stores."""
         pools, self._pools = self._pools, {}
         for _, records in pools.values():
-            self._faults.call(
+            self.faults.call(
                 records.close, CLOSE_SECONDS, otherwise=None, then="its store may stay open"
             )
 
@@ -362,6 +319,11 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 def _text(name: Any) -> str:
     """Return a pool's name as text; it may be given as an enumeration."""
     return str(getattr(name, "value", name))
+
+
+def _moved(transfer: Any) -> tuple[str, Sequence[str], Any]:
+    """Return the arguments of `_load` and `_save` for a transfer of SGLang."""
+    return _text(transfer.name), transfer.keys or [], transfer.host_indices
 
 
 def _starts(keys: Sequence[str], host_indices: Any, pages: Pages) -> list[int]:

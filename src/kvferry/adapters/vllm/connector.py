@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -36,8 +35,6 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
-from kvferry.store.base import Store
-from kvferry.store.speed import measure
 from kvferry.v1.facade import OneRole
 from kvferry.v1.running_model import local_model, model_identity
 from kvferry.v1.types import CarriedMeta, PlanMetadata
@@ -355,9 +352,7 @@ def log_as(host: logging.Logger, ours: logging.Logger) -> None:
 
 
 def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
-    """Log the store, the namespace, the layout, and how many tokens are held and computed at once.
-    A daemon thread measures and logs the store's speed separately, so that a hanging store does not
-    delay the start."""
+    """Log store, namespace and layout, and how many tokens are held and computed at once."""
     if spec.disabled:
         logger.warning(
             "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
@@ -379,11 +374,6 @@ def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
         spec.kv_layout,
         _capacities(cache),
     )
-    speed = threading.Thread(target=_log_speed, args=(store,), name="kvferry-speed", daemon=True)
-    try:
-        speed.start()
-    except RuntimeError as error:  # the process reached its thread limit
-        logger.warning("kvferry: store %s: speed unknown: %s", stat.url, error)
 
 
 def _capacities(cache: PrefixCache) -> str:
@@ -394,13 +384,3 @@ def _capacities(cache: PrefixCache) -> str:
     if cache.spec.step_tokens is not None:
         found.append(f"a step computes {cache.spec.step_tokens}")
     return ", ".join(found)
-
-
-def _log_speed(store: Store) -> None:
-    try:
-        speed = measure(store)
-    except Exception as error:  # outermost of a thread
-        logger.warning("kvferry: store %s cannot be measured: %r", store.url, error)
-        return
-    write, read = ("not measured" if rate is None else f"{rate / 1e9:.2f} GB/s" for rate in speed)
-    logger.info("kvferry: store %s writes %s, reads %s", store.url, write, read)

@@ -15,11 +15,10 @@ imports vLLM.
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -36,12 +35,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.version import __version__
 
-from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, open_rows
+from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, guarded, open_rows
 from kvferry.adapters.vllm.host import adds_request_of_adapter, constructing, load_host
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
 from kvferry.config import build_config, format_size
+from kvferry.contract.rules import HookFaults
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
@@ -57,27 +57,6 @@ _TAKES_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 _IS_KEPT = "kvferry_is_kept"
 """An attribute that the tier sets on vLLM's context of a request, which outlives the request."""
 
-R = TypeVar("R")
-
-
-def guarded(fallback: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep faults of a hook from the engine's core: count and log them, and return `fallback()`."""
-
-    def wrap(hook: Callable[..., R]) -> Callable[..., R]:
-        @functools.wraps(hook)
-        def call(self: KVFerryTier, *args: Any) -> R:
-            try:
-                return hook(self, *args)
-            except Exception:  # the host boundary
-                self.counters.count("hook_failed")
-                logger.exception("kvferry: %s failed", hook.__name__)
-                found: R = fallback()
-                return found
-
-        return call
-
-    return wrap
-
 
 class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed for mypy
     """A `SecondaryTierManager` on a store of kvferry. Constructed by vLLM in its scheduler's
@@ -86,6 +65,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     Attributes:
         counters: counts since the last `get_stats`.
+        faults: counts and logs what methods raise.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -106,6 +86,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self.locality = None if locality is None else Locality(locality)
         config = build_config(RowsOptions, options, where=f"secondary tier {tier_type}")
         self.counters = Counters()
+        self.faults = HookFaults(type(self).__name__, self.counters)
         rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
         namespace = self._namespace(config, rows.shape[1])
         store, schema = open_rows(config, namespace, self.counters, sized_by="block_size")
@@ -147,7 +128,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     # ---- look-ups
 
-    @guarded(lambda: LookupResult.MISS)
+    @guarded(lambda *_: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         if not self._is_kept(req_context):
             return LookupResult.MISS
@@ -156,7 +137,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
-    @guarded(RequestOffloadingContext)
+    @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         if not self._keeps_all and not adds_request_of_adapter():
             setattr(req_context, _IS_KEPT, True)
@@ -168,15 +149,15 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         another may be loaded in place under the same name and path."""
         return self._keeps_all or getattr(req_context, _IS_KEPT, False)
 
-    @guarded(lambda: None)
+    @guarded()
     def on_request_finished(self, req_context: Any) -> None:
         self._rows.forget(req_context.req_id)
 
-    @guarded(lambda: None)
+    @guarded()
     def on_schedule_end(self, context: Any) -> None:
         self._rows.flush()
 
-    @guarded(lambda: None)
+    @guarded()
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         self._rows.touch(keys)
 
@@ -204,17 +185,16 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 return
             submit(list(job.keys), [int(place) for place in getattr(job, _PLACES)])
         except Exception:  # the host boundary
-            self.counters.count("hook_failed")
-            logger.exception("kvferry: a job of the tier failed")
+            self.faults.fault("submit", "a job of the tier fails")
             self._refused.append(job.job_id)
 
-    @guarded(list)
+    @guarded(lambda: [])
     def get_finished_jobs(self) -> Iterable[JobResult]:
         ended = [_result(each) for each in self._rows.finished()]
         refused, self._refused = self._refused, []
         return ended + [JobResult(job_id=job_id, success=False) for job_id in refused]
 
-    @guarded(lambda: None)
+    @guarded()
     def drain_jobs(self) -> None:
         """Wait for jobs under way, then begin an epoch: vLLM drains only to reset its cache (sleep,
         new weights, resume), without saying which. Nothing stored before is read from then on. New
@@ -224,17 +204,17 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         finally:
             self._rows.begin_epoch(secrets.token_bytes(32))
 
-    @guarded(lambda: False)
+    @guarded(lambda *_: False)
     def has_pending_work(self) -> bool:
         return bool(self._refused) or self._rows.num_jobs > 0
 
-    @guarded(lambda: None)
+    @guarded()
     def shutdown(self) -> None:
         self._rows.close(CLOSE_SECONDS)
 
     # ---- events and metrics
 
-    @guarded(list)
+    @guarded(lambda: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         stored = self._rows.take_stored()
         if not self._reports_events:
@@ -252,7 +232,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         text = "Events in a kvferry tier, by name."
         return {EVENTS: OffloadingCounterMetadata(documentation=text, labelnames=("event",))}
 
-    @guarded(lambda: None)
+    @guarded()
     def get_stats(self) -> OffloadingConnectorStats | None:
         counted = self.counters.pop_all()
         if not counted:
