@@ -19,6 +19,7 @@ from kvferry.engine.request import EngineStep, Request
 from kvferry.engine.scheduler import Scheduler
 from kvferry.observe import Counters
 from kvferry.testing.clock import FakeClock
+from tests.engine.integrity import check_scheduler
 
 PRIME = 2**31 - 1
 NUM_LAYERS = 2
@@ -111,7 +112,7 @@ class ModelHost:
     def step(self) -> EngineStep:
         step = self.engine.schedule()
         self.engine.update(step, self.work(step), self.sample)
-        self.engine.check_integrity()
+        check_scheduler(self.engine)
         return step
 
     def work(self, step: EngineStep) -> WorkerOutput:

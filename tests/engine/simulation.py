@@ -24,6 +24,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.request import Request
 from tests.contract.tiny_host import NUM_LAYERS, ModelHost, true_kv, true_output
+from tests.engine.integrity import check_scheduler
 
 
 def digests(tokens: Sequence[int]) -> list[int]:
@@ -230,7 +231,7 @@ class Simulation(ModelHost):
         return step
 
     def check(self) -> None:
-        self.engine.check_integrity()
+        check_scheduler(self.engine)
         for request in self.requests.values():
             if request.block_ids and not any(load.is_into(request) for load in self.loading):
                 count, tokens = request.num_computed_tokens, request.all_token_ids

@@ -20,6 +20,7 @@ from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from tests.contract.dict_roles import DictWorker, dict_roles
+from tests.engine.integrity import check_scheduler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ARCHITECTURES = [
@@ -51,7 +52,7 @@ def engine(path, **kwargs):
 
         def checked():
             step()
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
 
         llm.step = checked
         yield llm
@@ -378,7 +379,7 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
             patch.setattr(PagedModel, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([prompt(70), prompt(30)], GREEDY)
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
         (after,) = llm.generate([prompt(70)], GREEDY)
     assert after.token_ids == before.token_ids
 

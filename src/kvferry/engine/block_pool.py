@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvferry.engine.request import Request
 from kvferry.keys import ChunkKeys
-from kvferry.types import NULL_BLOCK, ChunkKey
+from kvferry.types import ChunkKey
 
 _NAMESPACE = bytes(32)
 """Keys of blocks never leave the engine, so they name token ids alone, and no model."""
@@ -110,24 +110,6 @@ class BlockPool:
         """Forget all cached content; held blocks stay held."""
         self._keys_of.clear()
         self._block_of.clear()
-
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError if the pool contradicts itself or `tables`, which are the block ids
-        of every holder; for tests."""
-        held = {i for i in range(1, self.num_blocks) if self._ref_counts[i] > 0}
-        assert min(self._ref_counts) >= 0, "a block was freed more often than held"
-        assert self._ref_counts[NULL_BLOCK] == 0, "the null block is held"
-        assert NULL_BLOCK not in self._free, "the null block is free"
-        assert held.isdisjoint(self._free), "a block is both held and free"
-        assert len(held) + self.num_free == self.num_usable, "a block is neither held nor free"
-        assert len(self._block_of) == len(self._keys_of), "cache maps differ in size"
-        for block_id, (key, _) in self._keys_of.items():
-            assert self._block_of[key] == block_id, "cache maps disagree"
-        counts = [0] * self.num_blocks
-        for table in tables:
-            for block_id in table:
-                counts[block_id] += 1
-        assert counts == self._ref_counts, "reference counts differ from the holders' tables"
 
     def _forget(self, block_id: int) -> None:
         keys = self._keys_of.pop(block_id, None)

@@ -410,18 +410,3 @@ class Scheduler:
             self._lent[request_id, "save"] = _LentBlocks(self._kv.detach(request), self._deadline())
         else:
             self._kv.release(request)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if blocks and queues contradict each other; for tests."""
-        tables = [request.block_ids for request in self._requests.values()]
-        self.pool.check_integrity([*tables, *self._lent_tables()])
-        ids = [*(request.request_id for request in self._waiting), *self._running, *self._loading]
-        assert sorted(ids) == sorted(self._requests), "a request is in no queue, or in two"
-        assert all(self._requests[request_id].block_ids for request_id in self._running)
-        loaded = self._loaded()
-        assert loaded == list(self._waiting)[: len(loaded)], "a loaded request is not at the head"
-        for request in self._waiting:
-            if request not in loaded:
-                assert request.num_computed_tokens == 0, f"{request!r} has KV without blocks"
-        for request in [*loaded, *self._running.values()]:
-            assert request.num_computed_tokens < request.num_tokens, f"{request!r} is complete"
