@@ -25,7 +25,7 @@ HOST = {
 
 
 def space(identity=IDENTITY, host=HOST, **changes):
-    options = {"row_bytes": 65_536, "chunk_tokens": 128, "tenant": "", "by_name": False}
+    options = {"row_bytes": 65_536, "chunk_tokens": 128, "tenant": ""}
     return opaque_namespace(identity, host, **{**options, **changes})
 
 
@@ -49,7 +49,6 @@ OTHERS = {
         ModelIdentity(weights=IDENTITY.weights, config=IDENTITY.config, weights_version="2")
     ),
     "config": lambda: space(ModelIdentity(weights=IDENTITY.weights, config={"rope_theta": 2e4})),
-    "by_name": lambda: space(by_name=True),
     "row_bytes": lambda: space(row_bytes=65_540),
     "chunk_tokens": lambda: space(chunk_tokens=64),
     "tenant": lambda: space(tenant="a"),
@@ -63,12 +62,10 @@ def test_everything_in_a_description_decides_the_namespace():
 
 
 def test_a_namespace_says_that_it_is_opaque_and_of_which_host():
-    weak = space(by_name=True)
-    assert weak.title == "m (rows of vllm, weights by name only)"
-    read = Namespace.from_text(weak.digest, weak.as_text())
-    assert read == weak
-    assert read.is_opaque
     assert space().title == "m (rows of vllm)"
+    read = Namespace.from_text(space().digest, space().as_text())
+    assert read == space()
+    assert read.is_opaque
 
 
 def test_no_key_of_a_row_is_a_key_of_tokens():

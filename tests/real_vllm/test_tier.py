@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -367,24 +366,21 @@ def test_without_a_configuration_of_the_engine_a_tier_does_not_start(tmp_path: P
         spec.get_manager()
 
 
-def test_weights_that_are_not_found_are_refused_or_a_name_by_option(
+def test_weights_that_are_not_found_are_refused_without_a_name_for_them(
     tmp_path: Path, vllm_config: Any
 ) -> None:
     away = copy.deepcopy(vllm_config)
     away.model_config.model = "nobody/nothing"
     with (
-        pytest.raises(ConfigError, match='set "identity": "name" to trust the name'),
+        pytest.raises(ConfigError, match='set "weights_version" to a name'),
         scripted(away, tmp_path.as_uri()),
     ):
         pass
-    named = {"identity": "name"}
+    named = {"weights_version": "v1"}
     with scripted(away, tmp_path.as_uri(), named) as one:
         one.store(1)
-    (text,) = [path.read_text() for path in (tmp_path / "namespaces").glob("*.json")]
-    assert json.loads(text)["description"]["weights_by_name"] is True
     with scripted(away, tmp_path.as_uri(), named) as one:
         assert one.lookup(1)[0] is LookupResult.HIT
-    # A model whose weights are there is never known by its name alone.
     with scripted(vllm_config, tmp_path.as_uri(), named) as one:
         assert one.lookup(1)[0] is LookupResult.MISS
 

@@ -1,4 +1,4 @@
-"""Options, model identity and store for a host that keeps rows of its own cache with kvferry.
+"""Options and store for a host that keeps rows of its own cache with kvferry.
 
 A row (for SGLang, a page) is a piece of the host's memory, stored as it is under the host's own
 hash. vLLM's tier and SGLang's storage back end call this while the host sets them up.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kvferry.config import StoreOptions
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, Namespace, opaque_namespace
+from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
-from kvferry.v1.running_model import ConfigReader, local_model, model_identity
 
 INDEX_SECONDS = 5.0
 """How long start-up waits for the store to list its records; look-ups before that may miss."""
@@ -60,12 +59,10 @@ class RowsOptions(StoreOptions):
     Attributes:
         store: URL of the store, or URLs of several tiers, nearest first.
         start_timeout_seconds: how long an engine's start waits for the store to open.
-        identity: "name" lets the model's name stand for weights that are not on disk.
     """
 
     store: str | tuple[str, ...] = field(repr=False)  # a URL may hold a password
     start_timeout_seconds: float = 10.0
-    identity: Literal["content", "name"] = "content"
 
     def __post_init__(self) -> None:
         StoreOptions.__post_init__(self)
@@ -75,58 +72,6 @@ class RowsOptions(StoreOptions):
                 "store: peer:// reads from engines with kvferry's own connector, and those hold no "
                 "rows of this host, so nothing would ever be found; name a directory or a server"
             )
-
-
-class RowsModel:
-    """The model whose rows are kept, identified once.
-
-    Args:
-        host_config: the host's configuration, under vLLM's attribute names.
-        load_config: the host's function that reads a model's configuration as it is written.
-        logger: a logger of the host.
-
-    Raises:
-        ConfigError: KV that cannot be identified.
-    """
-
-    def __init__(
-        self,
-        host_config: Any,  # noqa: ANN401 - the host's
-        load_config: ConfigReader | None,
-        options: RowsOptions,
-        logger: logging.Logger,
-    ) -> None:
-        version = options.weights_version
-        found_no_weights = version is None and local_model(host_config) is None
-        self._options = options
-        self._by_name = options.identity == "name" and found_no_weights
-        name = str(host_config.model_config.model)
-        if self._by_name:
-            version = f"by name: {name}"
-            logger.warning(
-                "kvferry: the weights of %s are not on this machine's disk: its name stands for "
-                "them, so every model of this name shares these records",
-                name,
-            )
-        try:
-            self._identity = model_identity(host_config, version, load_config)
-        except ConfigError as error:
-            if not found_no_weights or self._by_name:
-                raise
-            raise ConfigError(f'{error}; or set "identity": "name" to trust the name') from error
-
-    def namespace(
-        self, host: Mapping[str, JsonValue], *, row_bytes: int, chunk_tokens: int
-    ) -> Namespace:
-        """Return the namespace of the model's rows; see `opaque_namespace`."""
-        return opaque_namespace(
-            self._identity,
-            host,
-            row_bytes=row_bytes,
-            chunk_tokens=chunk_tokens,
-            tenant=self._options.tenant,
-            by_name=self._by_name,
-        )
 
 
 def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:

@@ -164,8 +164,7 @@ class Namespace:
             return ""
         host = self.description.get("host")
         name = host.get("name") if isinstance(host, Mapping) else None
-        weak = ", weights by name only" if self.description.get("weights_by_name") else ""
-        return f" (rows of {str(name)[:20]}{weak})"
+        return f" (rows of {str(name)[:20]})"
 
 
 def _digest(description: Mapping[str, JsonValue]) -> bytes:

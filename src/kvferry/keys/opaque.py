@@ -28,7 +28,6 @@ def opaque_namespace(
     row_bytes: int,
     chunk_tokens: int,
     tenant: str = "",
-    by_name: bool = False,
 ) -> Namespace:
     """Make the namespace of a host's rows.
 
@@ -39,7 +38,6 @@ def opaque_namespace(
         row_bytes: size of every row in bytes.
         chunk_tokens: number of tokens that a row of the host's first group stands for.
         tenant: tenant whose records are kept apart.
-        by_name: whether the weights were not found, and a name stands for them.
 
     Raises:
         ConfigError: sizes below 1, or a value without a canonical encoding.
@@ -52,7 +50,7 @@ def opaque_namespace(
             "format_version": FORMAT_VERSION,
             "key_version": KEY_VERSION,
             "weights": identity.weights.hex(),
-            "weights_by_name": by_name,
+            "weights_by_name": False,
             "weights_version": identity.weights_version,
             "config": identity.config,
             "host": host,

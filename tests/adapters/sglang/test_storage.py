@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -207,7 +206,7 @@ def test_a_quota_is_kept(attach: Attach, tmp_path: Path) -> None:
         ({"io_thread": 4}, "did you mean 'io_threads'"),
         ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is .* or lower --page-size"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
-        ({"model": "nobody/nothing"}, 'or set "identity": "name" to trust the name'),
+        ({"model": "nobody/nothing"}, 'set "weights_version" to a name'),
     ],
 )
 def test_bad_input_is_one_line_at_start(attach: Attach, options: dict, says: str) -> None:
@@ -237,17 +236,10 @@ def test_without_arguments_of_sglang_there_is_no_identity(attach: Attach) -> Non
         backend(host.storage_config({"store": "memory://x"}))
 
 
-def test_a_name_stands_for_weights_by_option_alone(
-    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    away = {"model": "nobody/nothing", "identity": "name"}
-    written = fill(attach(**away))
-    assert "its name stands for them" in caplog.text
-    (text,) = [path.read_text() for path in (tmp_path / "store/namespaces").glob("*.json")]
-    assert json.loads(text)["description"]["weights_by_name"] is True
-    assert_comes_back(attach(**away), written)
-    # A model whose weights are there is never known by its name alone.
-    assert attach(identity="name").backend.batch_exists(KEYS, None) == 0
+def test_a_version_stands_for_weights_that_are_not_found(attach: Attach) -> None:
+    away = {"model": "nobody/nothing", "weights_version": "v1"}
+    assert_comes_back(attach(**away), fill(attach(**away)))
+    assert attach(weights_version="v1").backend.batch_exists(KEYS, None) == 0
 
 
 WRITES = [name for name in vars(host.WeightUpdater) if "weight" in name]

@@ -21,11 +21,12 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang.version import __version__
 
-from kvferry.adapters.rows import RowsModel, RowsOptions, adapters_name
+from kvferry.adapters.rows import RowsOptions, adapters_name
 from kvferry.adapters.sglang.pages import Pages
 from kvferry.adapters.sglang.pool_facts import pool_facts
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue, Namespace
+from kvferry.keys import JsonValue, Namespace, opaque_namespace
+from kvferry.v1.running_model import model_identity
 
 logger = logging.getLogger("sglang.kvferry")
 
@@ -90,7 +91,10 @@ class ServedModel:
                 f"so the model cannot be identified: {str(error).partition(chr(10))[0]}"
             ) from error
         self._arguments: Mapping[str, Any] = arguments
-        self._model = RowsModel(_as_vllm(arguments, model), _read_config, options, logger)
+        self._identity = model_identity(
+            _as_vllm(arguments, model), options.weights_version, _read_config
+        )
+        self._tenant = options.tenant
         has_adapters = bool(arguments.get("enable_lora") or arguments.get("lora_paths"))
         self._adapters = adapters_name(options, logger) if has_adapters else None
 
@@ -107,7 +111,8 @@ class ServedModel:
             if variable.startswith(_PREFIXES) and any(part in variable for part in _VARIABLES)
         }
         numeric = {each: self._arguments.get(each) for each in _NUMERIC}
-        return self._model.namespace(
+        return opaque_namespace(
+            self._identity,
             {
                 "name": "sglang",
                 "release": str(__version__),
@@ -122,6 +127,7 @@ class ServedModel:
             },
             row_bytes=max(1, pages.num_bytes),
             chunk_tokens=pages.tokens,
+            tenant=self._tenant,
         )
 
 

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from kvferry.adapters.rows import RowsModel, RowsOptions
+from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm.host import Host, conv_state_layout, cpu_kernels, device_name
 from kvferry.adapters.vllm.kv_specs import describe_groups
 from kvferry.identity.resolved import describe_value
-from kvferry.keys import JsonValue, Namespace
+from kvferry.keys import JsonValue, Namespace, opaque_namespace
+from kvferry.v1.running_model import model_identity
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -60,9 +61,10 @@ def rows_namespace(
     Raises:
         ConfigError: KV that cannot be identified.
     """
-    model = RowsModel(vllm_config, host.load_config, options, logger)
+    identity = model_identity(vllm_config, options.weights_version, host.load_config)
     first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
-    return model.namespace(
+    return opaque_namespace(
+        identity,
         {
             "name": "vllm",
             "release": ".".join(release.split(".")[:2]),
@@ -74,6 +76,7 @@ def rows_namespace(
         },
         row_bytes=row_bytes,
         chunk_tokens=first * config.cache.blocks_per_chunk,
+        tenant=options.tenant,
     )
 
 
