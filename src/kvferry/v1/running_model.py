@@ -153,10 +153,7 @@ def process_start() -> float:
 
 
 def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
-    config = getattr(vllm_config, "load_config", None)
-    # Some releases have an enumeration here.
-    found = getattr(config, "load_format", "auto")
-    return str(getattr(found, "value", found)).lower()
+    return str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")).lower()
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -47,26 +47,6 @@ Copy = Callable[[int, memoryview], None]
 which is all but its head. Must not block."""
 
 
-class Pages(Protocol):
-    """The pages of one host pool.
-
-    Attributes:
-        order: name of the order of a page's bytes in a record.
-        num_bytes: bytes of a page; 0 for a pool that only counts places.
-        tokens: tokens of a page.
-    """
-
-    order: ClassVar[str]
-    num_bytes: int
-    tokens: int
-
-    def read(self, index: int, payload: memoryview) -> None:
-        """Copy the page that begins at `index` of the pool to `payload`."""
-
-    def write(self, index: int, payload: memoryview) -> None:
-        """Copy `payload` to the page that begins at `index`."""
-
-
 def pages_of(pool: Any) -> Pages:
     """Return a pool's pages. Raise ConfigError for a layout without pages for storage back ends."""
     try:
@@ -89,7 +69,13 @@ def tokens_of(pool: Any) -> int:
 
 
 class FlatPages:
-    """Pages that the pool shows as one tensor each."""
+    """Pages that the pool shows as one tensor each.
+
+    Attributes:
+        order: name of the order of a page's bytes in a record.
+        num_bytes: bytes of a page; 0 for a pool that only counts places.
+        tokens: tokens of a page.
+    """
 
     order: ClassVar[str] = "flat"
 
@@ -105,16 +91,18 @@ class FlatPages:
             raise ValueError(f"a page of {found} bytes is read as one of {self.num_bytes}")
 
     def read(self, index: int, payload: memoryview) -> None:
+        """Copy the page that begins at `index` of the pool to `payload`."""
         if self.num_bytes:
             copy_to(payload, self._pool.get_data_page(index, flat=False))
 
     def write(self, index: int, payload: memoryview) -> None:
+        """Copy `payload` to the page that begins at `index` of the pool."""
         if self.num_bytes:
             self._pool.set_from_flat_data_page(index, torch.frombuffer(payload, dtype=self._dtype))
 
 
 class PiecePages:
-    """Pages in pieces, of which the pool shows only addresses and sizes."""
+    """Pages in pieces, of which the pool shows only addresses and sizes. As `FlatPages`."""
 
     order: ClassVar[str] = "pieces"
 
@@ -142,6 +130,9 @@ class PiecePages:
             np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
             for pointer, size in zip(pointers, sizes, strict=True)
         ]
+
+
+Pages = FlatPages | PiecePages
 
 
 def copy_to(payload: memoryview, value: torch.Tensor) -> None:

@@ -16,8 +16,6 @@ from kvferry.errors import ConfigError
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
-_CONV_LAYOUT = "get_conv_state_layout"
-
 _NEEDED_HOOKS = (
     "register_kv_caches",
     "bind_connector_metadata",
@@ -170,7 +168,8 @@ def shares_handshake(connector: object) -> bool:
 
 def conv_state_layout() -> str | None:
     """The order of axes of Mamba's convolution states in this vLLM; None if it has but one."""
-    found = getattr(_module("vllm.model_executor.layers.mamba.mamba_utils"), _CONV_LAYOUT, None)
+    states = _module("vllm.model_executor.layers.mamba.mamba_utils")
+    found = getattr(states, "get_conv_state_layout", None)
     return None if found is None else str(found())
 
 

@@ -217,7 +217,7 @@ def _whole_blocks(spec: Any, module: Any, platform: str) -> str | None:
 
     The indexer of sparse attention keeps all keys of a block before all scales, in another order on
     each platform; latents of bytes without a mode may do the same. So may backends that are not
-    known. (On a CPU, the kernels decide: see `spec.layout_of`.)
+    known. (On a CPU, the kernels decide: see `spec.engine_spec`.)
     """
     if platform == "cpu":
         return None
