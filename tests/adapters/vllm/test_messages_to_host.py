@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvferry.adapters.vllm.connector import connector_options
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import own_report
-from kvferry.adapters.vllm.metrics import NOW, make_prom_class, make_stats_class
+from kvferry.adapters.vllm.metrics import NOW, PromMetrics, Stats
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.observe import FAMILIES, TIME_BOUNDS, Counters
@@ -48,8 +48,8 @@ class HostStats:
         return self.data
 
 
-FerryStats = make_stats_class(HostStats)
-FerryStats.__module__, FerryStats.__qualname__ = __name__, "FerryStats"
+class FerryStats(Stats, HostStats):
+    pass
 
 
 class Note(WorkerMeta, frozen=True):
@@ -114,6 +114,10 @@ class HostPromMetrics:
         pass
 
 
+class FerryPromMetrics(PromMetrics, HostPromMetrics):
+    pass
+
+
 @pytest.fixture
 def registry():
     return CollectorRegistry()
@@ -123,7 +127,7 @@ def registry():
 def prom(registry):
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     labels = {0: ["m", "0"], 1: ["m", "1"]}
-    return make_prom_class(HostPromMetrics)(None, types, ["model_name", "engine"], labels)
+    return FerryPromMetrics(None, types, ["model_name", "engine"], labels)
 
 
 def value_in(registry, name, **labels):

@@ -460,7 +460,7 @@ class VersionedHost:
             stats = own if stats is None else stats.aggregate(own)
         if self._in_multi and output.kv_connector_stats is not None:
             name = type(self.scheduler).__name__
-            wrapper = type(output.kv_connector_stats).__mro__[1]
+            wrapper = type(output.kv_connector_stats).__mro__[-2]  # the host's
             output.kv_connector_stats = wrapper(data={name: output.kv_connector_stats})
         self.scheduler.update_connector_output(output)
         assert list(self.scheduler.take_events() or ()) == []

@@ -8,7 +8,7 @@ The name is known to vLLM through the entry point `register`; without entry poin
 
 host.py       the types and functions of the installed vLLM; most differences between versions
 plugin.py     the class that vLLM constructs, on vLLM's own base class
-connector.py  how such a class is made for any host; its options, its log at start
+connector.py  what that class does, with the base class of any host; options, log at start
 kv_specs.py   the specs by which vLLM describes KV, and what each of their fields decides
 layers.py     what each layer keeps, and the models that are refused
 spec.py       the layers as an `EngineSpec`, vLLM's tensors in a layout of ours

@@ -1,4 +1,4 @@
-"""Makes the class `KVFerryConnector` for any vLLM: `OneRole` plus options and start-up log."""
+"""The connector for vLLM, without vLLM's base class: `OneRole` plus options and start-up log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
 from kvferry.v1.running_model import local_model, model_identity
-from kvferry.v1.types import CarriedMeta, PlanMetadata
+from kvferry.v1.types import CarriedMeta
 
 if TYPE_CHECKING:
     import torch
@@ -58,14 +58,15 @@ GAUGE_SECONDS = 1.0
 
 
 class FerryConnector(OneRole):
-    """Prefix reuse through a store, for vLLM. `make_connector_class` adds the host's base class.
+    """Prefix reuse through a store, for vLLM. A subclass adds the host's base class, and sets the
+    class's attributes.
 
     Holds the scheduler role or one rank's worker role, and delegates all decisions and transfers.
 
     Attributes:
         host: types of the vLLM that constructs it.
-        stats_class: `make_stats_class(host.stats)`, importable: its objects cross processes.
-        prom_class: `make_prom_class(host.prom_metrics)`.
+        stats_class: a `metrics.Stats`, importable: its objects cross processes.
+        prom_class: a `metrics.PromMetrics`.
     """
 
     host: ClassVar[Host]
@@ -287,17 +288,6 @@ class FerryConnector(OneRole):
 
 _ANSWERING: WeakValueDictionary[str, FerryConnector] = WeakValueDictionary()
 """By engine of this process, the connector that answers the fields of requests."""
-
-
-def make_connector_class(host: Host, stats_class: type[Any], prom_class: type[Any]) -> type[Any]:
-    """Make `KVFerryConnector` for `host`. The arguments become the attributes of the class."""
-    # Hosts check that messages are of their own types.
-    host.metadata.register(PlanMetadata)
-    if host.worker_meta is not None:
-        host.worker_meta.register(CarriedMeta)
-
-    attributes = {"host": host, "stats_class": stats_class, "prom_class": prom_class}
-    return type("KVFerryConnector", (FerryConnector, host.base, host.hma), attributes)
 
 
 def _addresses(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -31,55 +31,53 @@ MAX_REASONS = 32
 that it has seen. Further ones are shown as "other"."""
 
 
-def make_stats_class(base: type[Any]) -> type[Any]:
-    """Make a subclass of a host's `KVConnectorStats` that holds our counters.
+class Stats:
+    """Our counters, as a host's `KVConnectorStats`, which a subclass adds to its bases.
 
     `carried_meta` is for hosts without messages from workers to the scheduler: it is merged like
     such messages, and is no part of `data`, which goes on to log and metrics.
     """
 
-    class FerryStats(base):  # type: ignore[misc]
-        carried_meta: CarriedMeta | None = None
+    data: dict[str, Any]
+    carried_meta: CarriedMeta | None = None
 
-        def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - the host's
-            """Serve `MultiConnector`: it reads `stats["data"]` as if stats had crossed processes,
-            also where engine and API server share one."""
-            if name != "data":
-                raise KeyError(name)
-            return self.data
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - the host's
+        """Serve `MultiConnector`: it reads `stats["data"]` as if stats had crossed processes,
+        also where engine and API server share one."""
+        if name != "data":
+            raise KeyError(name)
+        return self.data
 
-        def reset(self) -> None:
-            self.data: dict[str, Any] = {}
-            self.carried_meta = None
+    def reset(self) -> None:
+        self.data = {}
+        self.carried_meta = None
 
-        def aggregate(self, other: Any) -> Any:  # noqa: ANN401 - the host's
-            mine, theirs = dict(self.data), dict(other.data)
-            gauges = {**mine.pop(NOW, {}), **theirs.pop(NOW, {})}
-            sums = Sums(mine)
-            sums.update(theirs)
-            self.data = {**sums, NOW: gauges} if gauges else dict(sums)
-            said = getattr(other, "carried_meta", None)
-            if said is not None:
-                own = self.carried_meta
-                self.carried_meta = said if own is None else own.aggregate(said)
-            return self
+    def aggregate(self, other: Any) -> Any:  # noqa: ANN401 - the host's
+        mine, theirs = dict(self.data), dict(other.data)
+        gauges = {**mine.pop(NOW, {}), **theirs.pop(NOW, {})}
+        sums = Sums(mine)
+        sums.update(theirs)
+        self.data = {**sums, NOW: gauges} if gauges else dict(sums)
+        said = getattr(other, "carried_meta", None)
+        if said is not None:
+            own = self.carried_meta
+            self.carried_meta = said if own is None else own.aggregate(said)
+        return self
 
-        def reduce(self) -> dict[str, float]:
-            return {
-                name: round(amount, 6)
-                for name, amount in sorted(self.data.items())
-                if name != NOW and _BUCKET not in name
-            }
+    def reduce(self) -> dict[str, float]:
+        return {
+            name: round(amount, 6)
+            for name, amount in sorted(self.data.items())
+            if name != NOW and _BUCKET not in name
+        }
 
-        def is_empty(self) -> bool:
-            return not self.data and self.carried_meta is None
+    def is_empty(self) -> bool:
+        return not self.data and self.carried_meta is None
 
-        def clone(self) -> Any:  # noqa: ANN401 - hosts before 0.32 ask for it
-            copy = type(self)(data=dict(self.data))
-            copy.carried_meta = self.carried_meta
-            return copy
-
-    return FerryStats
+    def clone(self) -> Any:  # noqa: ANN401 - hosts before 0.32 ask for it
+        copy = type(self)(data=dict(self.data))  # type: ignore[call-arg]  # of the host
+        copy.carried_meta = self.carried_meta
+        return copy
 
 
 class PromFamilies:
@@ -150,27 +148,24 @@ class PromFamilies:
         metric.labels(*labels, *values).set(value)
 
 
-def make_prom_class(base: type[Any]) -> type[Any]:
-    """Make a subclass of a host's `KVConnectorPromMetrics` for our counters."""
+class PromMetrics:
+    """Our counters, as a host's `KVConnectorPromMetrics`, which a subclass adds to its bases."""
 
-    class FerryPromMetrics(base):  # type: ignore[misc]
-        def __init__(
-            self,
-            vllm_config: Any,  # noqa: ANN401 - the host's, as all here
-            metric_types: dict[Any, Any],
-            labelnames: list[str],
-            per_engine_labelvalues: dict[int, list[object]],
-        ) -> None:
-            super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            self._labelvalues = per_engine_labelvalues
-            self._families = PromFamilies(metric_types, labelnames)
-            for labels in per_engine_labelvalues.values():
-                self._families.start(labels)
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - the host's, as all here
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
+        self._labelvalues = per_engine_labelvalues
+        self._families = PromFamilies(metric_types, labelnames)
+        for labels in per_engine_labelvalues.values():
+            self._families.start(labels)
 
-        def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-            self._families.observe(transfer_stats_data, self._labelvalues[engine_idx])
-
-    return FerryPromMetrics
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._families.observe(transfer_stats_data, self._labelvalues[engine_idx])
 
 
 def _durations(name: str, data: dict[str, Any]) -> list[float]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from kvferry.adapters.vllm.connector import make_connector_class
+from kvferry.adapters.vllm.connector import FerryConnector
 from kvferry.adapters.vllm.host import load_host
-from kvferry.adapters.vllm.metrics import make_prom_class, make_stats_class
+from kvferry.adapters.vllm.metrics import PromMetrics, Stats
+from kvferry.v1.types import CarriedMeta, PlanMetadata
 
 HOST = load_host()
 
-# At module level under their own names: objects of these classes cross processes.
-FerryStats = make_stats_class(HOST.stats)
-FerryPromMetrics = make_prom_class(HOST.prom_metrics)
-KVFerryConnector = make_connector_class(HOST, FerryStats, FerryPromMetrics)
+# Hosts check that messages are of their own types.
+HOST.metadata.register(PlanMetadata)
+if HOST.worker_meta is not None:
+    HOST.worker_meta.register(CarriedMeta)
 
-for _made in (FerryStats, FerryPromMetrics, KVFerryConnector):
-    _made.__module__ = __name__
-    _made.__qualname__ = _made.__name__
+
+class FerryStats(Stats, HOST.stats):  # type: ignore[misc, name-defined]
+    """Counters on their way to vLLM's log."""
+
+
+class FerryPromMetrics(PromMetrics, HOST.prom_metrics):  # type: ignore[misc, name-defined]
+    """Counters on their way to Prometheus."""
+
+
+class KVFerryConnector(FerryConnector, HOST.base, HOST.hma):  # type: ignore[misc, name-defined]
+    """See `FerryConnector`."""
+
+    host, stats_class, prom_class = HOST, FerryStats, FerryPromMetrics
