@@ -21,7 +21,7 @@ MARKED = ("tests/layout", "tests/cache/moving", "tests/engine/test_gpu.py")
 KERNELS = "tests/layout/test_kernels.py"
 """Runs the kernels on a device if there is one."""
 
-TESTS_SECONDS = 110
+TESTS_SECONDS = 150
 TOOL_SECONDS = 90
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
