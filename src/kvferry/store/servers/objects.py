@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Buffer, PutResult
@@ -148,7 +149,7 @@ class ObjectClient(RemoteClient):
         self._lock = (
             threading.Lock()
         )  # held while a request goes to the loop: none does once closed
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         thread = threading.Thread(
             target=_serve, args=[self._loop], name="kvferry-objects", daemon=True
         )
@@ -363,12 +364,26 @@ async def _next_page(stream: ListStream[Sequence[ObjectMeta]]) -> Sequence[Objec
         return ()
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that knows its futures. Threads of obstore have them for a moment longer than a
+    request that was cancelled, and panic if Python ends meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.futures: WeakSet[asyncio.Future[Any]] = WeakSet()
+
+    def create_future(self) -> asyncio.Future[Any]:
+        future = super().create_future()
+        self.futures.add(future)
+        return future
+
+
+def _serve(loop: _Loop) -> None:
     loop.run_forever()
     loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+def _end(loop: _Loop, thread: threading.Thread, process: int) -> None:
     """Cancel all requests of a loop, and end its thread. A fork has neither."""
     if os.getpid() != process:
         return
@@ -378,6 +393,10 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        latest = loop.time() + _CLOSE_SECONDS
+        while loop.futures and loop.time() < latest:
+            time.sleep(0.001)  # no other request is left; `asyncio.sleep` would make a future
+            await asyncio.sleep(0)
         loop.stop()
 
     asyncio.run_coroutine_threadsafe(end(), loop)
