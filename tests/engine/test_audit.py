@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-import kvferry.engine.connector as engine_connector
+from kvferry.identity import directory
 import kvferry.engine.llm as engine_llm
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import Roles
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=2, ignore_eos=True, return_logits=True)
 @pytest.fixture
 def one_identity(monkeypatch):
     """All weights have one identity."""
-    monkeypatch.setattr(engine_connector, "weights_digest", lambda *_, **__: b"w" * 32)
+    monkeypatch.setattr(directory, "weights_digest", lambda *_, **__: b"w" * 32)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def stored_once(model_dir, tmp_path_factory):
     """The URL of a store with a prompt of the model as it is, in two dtypes."""
     url = (tmp_path_factory.mktemp("audit") / "store").as_uri()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_connector, "weights_digest", lambda *_, **__: b"w" * 32)
+        patch.setattr(directory, "weights_digest", lambda *_, **__: b"w" * 32)
         for dtype in ("float32", "bfloat16"):
             path = model_dir(max_position_embeddings=4096)
             complete(path, [prompt(LENGTH)], store=url, dtype=dtype)

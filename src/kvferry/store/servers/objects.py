@@ -397,6 +397,9 @@ def _end(loop: _Loop, thread: threading.Thread, process: int) -> None:
         while loop.futures and loop.time() < latest:
             time.sleep(0.001)  # no other request is left; `asyncio.sleep` would make a future
             await asyncio.sleep(0)
+            # A thread that drops a future without the interpreter's lock leaves that to the next
+            # call into obstore.
+            obstore.parse_scheme("memory:")
         loop.stop()
 
     asyncio.run_coroutine_threadsafe(end(), loop)
