@@ -9,7 +9,6 @@ import shutil
 import numpy as np
 import pytest
 
-from kvferry.identity import directory
 import kvferry.engine.llm as engine_llm
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import Roles
@@ -18,6 +17,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import cache_arguments, open_roles
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
+from kvferry.identity import directory
 from kvferry.observe import Counters
 from tests.engine.test_llm import prompt
 from tests.model_changes import CHANGES
