@@ -160,6 +160,18 @@ def test_the_first_rank_knows_what_the_others_have_loaded():
     assert not first.are_past(5)
 
 
+def two_ranks(make_host, tmp_path):
+    """Return an engine of two ranks that share five slots, over a store that has the prompt."""
+    url, model = f"file://{tmp_path}/store", groups(1)
+    store_prompt(make_host, url, world_size=1, model=model)
+    host = make_host(
+        store=url, groups=model, world_size=2, engine_id=ENGINE, num_slots=5, io_threads=8
+    )
+    for part in host.parts:
+        assert part.store.wait_indexed(60)
+    return host
+
+
 class Slow:
     """A mark that is reached when the test says so."""
 
@@ -175,13 +187,7 @@ def test_no_slot_is_filled_again_while_another_rank_loads_from_it(
     make_host, opened, tmp_path, monkeypatch, waits
 ):
     """The second rank's device is slow. Without the wait, this test sees it."""
-    url, model = f"file://{tmp_path}/store", groups(1)
-    store_prompt(make_host, url, world_size=1, model=model)
-    host = make_host(
-        store=url, groups=model, world_size=2, engine_id=ENGINE, num_slots=5, io_threads=8
-    )
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
+    host = two_ranks(make_host, tmp_path)
     first, second = (rank.worker for rank in host.ranks)
     if not waits:
         monkeypatch.setattr(Replicas, "are_past", lambda _self, _number: True)
@@ -211,13 +217,7 @@ def test_no_slot_is_filled_again_while_another_rank_loads_from_it(
 
 
 def test_what_another_rank_loads_from_is_not_saved_over(make_host, tmp_path, monkeypatch):
-    url, model = f"file://{tmp_path}/store", groups(1)
-    store_prompt(make_host, url, world_size=1, model=model)
-    host = make_host(
-        store=url, groups=model, world_size=2, engine_id=ENGINE, num_slots=5, io_threads=8
-    )
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
+    host = two_ranks(make_host, tmp_path)
     slow = Slow()
     monkeypatch.setattr(host.ranks[1].worker._copies, "slots_read", lambda: slow)
     request = host.add("r", PROMPT)

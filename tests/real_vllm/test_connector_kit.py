@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.testing.connector import RULES
 from kvferry.testing.connector.rules import Rule
-from kvferry.testing.connector.runner import Limits, Outcome, Runner, Target
+from kvferry.testing.connector.runner import CaseOutcome, Limits, Runner, Target
 from kvferry.testing.connector.suite import ConnectorTests
 from tests.real_vllm.host import RELEASE
 
@@ -74,8 +74,8 @@ def test_vllms_example_connector_has_known_defects_and_shows_them_the_same_twice
     assert once == twice
 
 
-def found_in(rules: list[Rule]) -> dict[Rule, Outcome]:
-    found: dict[Rule, Outcome] = {}
+def found_in(rules: list[Rule]) -> dict[Rule, CaseOutcome]:
+    found: dict[Rule, CaseOutcome] = {}
     with Runner(EXAMPLE, limits=Limits(part=300.0, patience=1.0)) as runner:
         runner.run(rules, found.__setitem__)
     return found

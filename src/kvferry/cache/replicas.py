@@ -125,8 +125,8 @@ def _tell(place: Path, memory: SlotMemory) -> memoryview:
 def _find(
     place: Path, num_slots: int, slot_bytes: int, deadline: float
 ) -> tuple[SlotMemory, memoryview] | None:
-    """Open the memory that the first rank tells of. None if it tells of none until the deadline. An
-    engine that was killed may have left a file behind: its memory cannot be opened."""
+    """Open the memory that the first rank's file names. None if there is none until the deadline.
+    An engine that was killed may have left a file behind: its memory cannot be opened."""
     while True:
         try:
             words = _words_in(place)

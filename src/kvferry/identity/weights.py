@@ -247,7 +247,7 @@ def _file_digest(
 
 
 def _hash(file: io.FileIO, before: os.stat_result, path: Path, stopped: threading.Event) -> bytes:
-    """Hash the whole file. Raises ConfigError if it changes meanwhile, or nobody waits any more."""
+    """Hash the whole file. Raises ConfigError if it changes meanwhile, or the caller gave up."""
     if before.st_size >= _LONG_BYTES:
         logger.info("hashing %s of weights: %s", format_size(before.st_size), path)
     hasher = hashlib.sha256()

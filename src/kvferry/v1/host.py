@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LoraIdentity = Callable[[Any], str | None]
 """Maps a host's LoRA request to an identity of the adapter's content; None: do not cache. Raises
 `UnknownAdapterError`, which says why there is none. Once known, an adapter keeps its identity until
-it has none for good."""
+it has none from then on."""
 
 ItemIdentity = Callable[[str], str | None]
 """Maps a host's name of a multimodal item to an identity of its content; None: do not cache."""

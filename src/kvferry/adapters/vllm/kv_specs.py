@@ -98,7 +98,7 @@ KV_SPECS: SpecTable = {
 
 
 def describe_groups(kv_cache_config: Any) -> list[JsonValue]:  # noqa: ANN401 - the host's
-    """Describe all KV groups of a `KVCacheConfig`, for whoever stores whole blocks.
+    """Describe all KV groups of a `KVCacheConfig`, for stores of whole blocks.
 
     Raises:
         ConfigError: a spec that is not known.

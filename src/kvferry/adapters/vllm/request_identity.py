@@ -77,7 +77,7 @@ class _Adapter:
 
     Attributes:
         digest: digest of its files; empty before they were hashed.
-        refused: why it has no identity, for good; or empty.
+        refused: why it has no identity and gets none any more; or empty.
         job: hashes its files; None: nothing does.
         next_check: when they are hashed again, in seconds of the clock.
     """
@@ -100,7 +100,7 @@ class _Adapter:
         self.digest = digest
 
     def refuse(self, why: str) -> None:
-        """Let it have no identity, for good."""
+        """Let it have no identity from now on."""
         if not self.refused:
             logger.warning("requests of LoRA %s are not cached: it %s", self.path, why)
             self.refused = why

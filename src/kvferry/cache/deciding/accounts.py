@@ -155,7 +155,7 @@ class Accounts:
             self._count_handover(request, request.handover, answer, Search())
 
     def wants_end(self, request: RequestView) -> bool:
-        """Whether anyone is told what of a request was not stored."""
+        """Whether the journal or the client wants to know what of a request was not stored."""
         return self._journal is not None or request.options.explain
 
     def ended(self, request: RequestView, state: RequestState | None) -> None:

@@ -73,11 +73,14 @@ class RankSlots:
             loads from slots that are not those of the first rank that holds the same. Empty if all
             is well.
         """
+        if self._regions.get(region.shard.rank) == region:
+            return ""
         if region.namespace != self._schema.namespace:
             return (
-                "stores KV under another namespace than the scheduler looks it up: the host "
-                "describes the model differently to both. Nothing is loaded or saved; make kvferry "
-                "the host's only connector, or a tier of the host's own offloading"
+                f"rank {region.shard.rank} stores KV under another namespace than the scheduler "
+                "looks it up: the host describes the model differently to both. Nothing is loaded "
+                "or saved; make kvferry the host's only connector, or a tier of the host's own "
+                "offloading"
             )
         self._open(region)
         self._regions[region.shard.rank] = region
@@ -85,8 +88,8 @@ class RankSlots:
             first = self._regions.get(rank - rank % each.shard.num_replicas)
             if each.loads_only and first is not None and first.name != each.name:
                 return (
-                    "shares host memory with another engine. Nothing is loaded or saved; give "
-                    "each engine an engine_id of its own"
+                    f"rank {rank} shares host memory with another engine. Nothing is loaded or "
+                    "saved; give each engine an engine_id of its own"
                 )
         return ""
 

@@ -381,7 +381,7 @@ class SharedStorageScheduler(SchedulerRole):
     def _learn(self, report: RankReport) -> None:
         why = "" if report.region is None else self.pool.loans.learn(report.region)
         if why:
-            self._stop(f"rank {report.rank} {why}")
+            self._stop(why)
         if report.off:
             self._stop(f"rank {report.rank}: {report.off}. Nothing is loaded or saved")
         if report.timed:

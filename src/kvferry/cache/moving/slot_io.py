@@ -31,8 +31,8 @@ from kvferry.types import ChunkKey, is_tail
 
 logger = logging.getLogger(__name__)
 
-
 READERS_POLL_SECONDS = 1e-3
+"""How often a read looks whether other ranks have ended their loads from its slot."""
 
 
 class SlotIO:

@@ -484,7 +484,7 @@ class Index:
         for key in gone:
             self.known.discard(key)
         now, by = self.settings.wall(), f"{os.getpid()}@{socket.gethostname()}"
-        # Whoever took the row out before a comparison that saw it knows the reason.
+        # The process that took the row out during a comparison has noted the reason.
         join = "JOIN" if reason == "vanished" else "LEFT JOIN"
         execute(
             db,

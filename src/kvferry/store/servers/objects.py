@@ -146,9 +146,7 @@ class ObjectClient(RemoteClient):
         self._is_checked = False
         self._removing: set[str] = set()
         self._heads = asyncio.Semaphore(_HEADS_IN_FLIGHT)
-        self._lock = (
-            threading.Lock()
-        )  # held while a request goes to the loop: none does once closed
+        self._lock = threading.Lock()  # held while a request goes to the loop, and by `close`
         self._loop = _Loop()
         thread = threading.Thread(
             target=_serve, args=[self._loop], name="kvferry-objects", daemon=True

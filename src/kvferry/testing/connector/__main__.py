@@ -16,17 +16,17 @@ from xml.etree import ElementTree
 from kvferry.errors import ConfigError
 from kvferry.testing.connector import RULES
 from kvferry.testing.connector.rules import Rule
-from kvferry.testing.connector.runner import Outcome, Runner, Target
+from kvferry.testing.connector.runner import CaseOutcome, Runner, Target
 
 COMMAND = "python -m kvferry.testing.connector"
 
 
-class Report:
+class CaseReport:
     """Prints outcomes as they come, and writes them as files."""
 
     def __init__(self, target: Target, seed: int) -> None:
         self._target, self._seed = target, seed
-        self._found: list[tuple[Rule, Outcome]] = []
+        self._found: list[tuple[Rule, CaseOutcome]] = []
         self.versions = versions(target.module)
         said = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print(f"{target.module}:{target.name}, seed {seed}, {said}")
@@ -38,7 +38,7 @@ class Report:
             words += ["--config", json.dumps(self._target.options)]
         return f"{COMMAND} {shlex.join([*words, '--seed', str(self._seed), '--case', rule.name])}"
 
-    def add(self, rule: Rule, outcome: Outcome) -> None:
+    def add(self, rule: Rule, outcome: CaseOutcome) -> None:
         self._found.append((rule, outcome))
         print(f"{outcome.verdict:11} {rule.name:22} {outcome.detail}".rstrip())
         for note in outcome.notes:
@@ -138,7 +138,7 @@ def main(words: list[str]) -> int:
             started = runner.run_case(RULES[0])
             if started.verdict == "refused":
                 raise ConfigError(f"{target.name} does not start here: {started.detail}")
-            report = Report(target, seed)
+            report = CaseReport(target, seed)
             if RULES[0] in rules or started.verdict != "right":
                 report.add(RULES[0], started)
             if started.verdict == "right":

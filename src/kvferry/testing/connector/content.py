@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 @dataclass
-class Row:
+class RequestRow:
     """A request as a model runner knows it.
 
     Attributes:
@@ -93,10 +93,10 @@ class Row:
         return self.tokens[position]
 
 
-class Part(NamedTuple):
+class ComputedPart(NamedTuple):
     """The tokens `[start, stop)` of a request, which a step computes."""
 
-    row: Row
+    row: RequestRow
     start: int
     stop: int
 
@@ -128,20 +128,20 @@ class Memory:
         numbers = torch.tensor(seeds, dtype=torch.int64)[:, None, None] * self._factors[layer]
         return (numbers % _PRIME % _MODULI[self.shape.dtype]).to(self._dtype)
 
-    def _table(self, layer: int, row: Row) -> tuple[list[int], int | None]:
+    def _table(self, layer: int, row: RequestRow) -> tuple[list[int], int | None]:
         for group, table in zip(self.shape.groups, row.tables, strict=True):
             if layer in group.layers:
                 return table, group.window
         raise IndexError(layer)
 
-    def compute(self, layer: int, part: Part, *, spoiled: bool) -> None:
+    def compute(self, layer: int, part: ComputedPart, *, spoiled: bool) -> None:
         """Write the KV of the part's tokens; if `spoiled`, numbers that no check accepts."""
         where = self._slots(self._table(layer, part.row)[0], part.start, part.stop)
         values = self.content(layer, part.row.seeds(part.stop)[part.start :])
         for tensor in (self.tensors[layer_name(layer)], self._true[layer_name(layer)]):
             tensor.flatten(2)[where] = torch.full_like(values, SPOILED) if spoiled else values
 
-    def attend(self, layer: int, part: Part, rows: Iterable[Row]) -> list[str]:
+    def attend(self, layer: int, part: ComputedPart, rows: Iterable[RequestRow]) -> list[str]:
         """Read what the part's first token attends to in a layer. Return what is wrong; `rows`
         explain it."""
         table, window = self._table(layer, part.row)
@@ -157,7 +157,9 @@ class Memory:
             bad.append(f"{text}: holds {what}")
         return bad
 
-    def _explain(self, layer: int, head: int, found: torch.Tensor, rows: Iterable[Row]) -> str:
+    def _explain(
+        self, layer: int, head: int, found: torch.Tensor, rows: Iterable[RequestRow]
+    ) -> str:
         for value, what in _MARKS.items():
             if bool((found == value).all()):
                 return what

@@ -15,7 +15,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from kvferry.testing.connector.content import Group, Memory, Part, Row, Shape, layer_name
+from kvferry.testing.connector.content import (
+    ComputedPart,
+    Group,
+    Memory,
+    RequestRow,
+    Shape,
+    layer_name,
+)
 
 HEADS, HEAD_DIM, LAYERS = 2, 8, 2
 IDLE_SECONDS = 0.002
@@ -51,7 +58,7 @@ class Item(NamedTuple):
     length: int = 8
 
 
-class Adapter(NamedTuple):
+class LoraAdapter(NamedTuple):
     """A LoRA adapter. `content`: what its files hold."""
 
     name: str
@@ -69,12 +76,12 @@ class Ask:
     tokens: tuple[int, ...]
     max_tokens: int = 1
     salt: str | None = None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     items: tuple[Item, ...] = ()
     embeds: int | None = None
     grows: bool = False
 
-    def row(self, model: str) -> Row:
+    def row(self, model: str) -> RequestRow:
         """The request as a model runner sees it before it has blocks."""
         content = self.adapter and self.adapter.content
         shown = {
@@ -83,7 +90,7 @@ class Ask:
             for place in range(item.length)
         }
         identity = repr((model, self.salt, content, self.embeds))
-        return Row(self.name, identity, list(self.tokens), shown)
+        return RequestRow(self.name, identity, list(self.tokens), shown)
 
 
 @dataclass
@@ -142,7 +149,7 @@ class Setup:
         return Shape(tuple(groups), *size, heads, 2 * HEAD_DIM, self.dtype, keys_across)
 
 
-class Watch:
+class LookupWatch:
     """Stands between a host and its connector's scheduler half: checks what look-ups answer, notes
     what is promised, and lets a case withhold answers.
 
@@ -155,7 +162,7 @@ class Watch:
         after_promise: called once the connector knows where to load to.
     """
 
-    def __init__(self, connector: Any, host: Host) -> None:
+    def __init__(self, connector: Any, host: KitHost) -> None:
         self.hold: set[str] = set()
         self.wanted: dict[str, int] = {}
         self.refuse = False
@@ -218,7 +225,7 @@ class Watch:
         return any(self._answers.get(name, (0, False))[1] for name in self.promised)
 
 
-class Host(ABC):
+class KitHost(ABC):
     """An engine's scheduler with a connector and a made-up model.
 
     Attributes:
@@ -235,7 +242,7 @@ class Host(ABC):
     def __init__(self, setup: Setup, *, has_hooks: bool) -> None:
         self.setup = setup
         self.answers: dict[str, Answer] = {}
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, RequestRow] = {}
         shape = setup.shape(keys_across=self.keys_across)
         self.memories = [Memory(shape, rank) for rank in range(setup.ranks)]
         self.last_stats: Any = None
@@ -245,7 +252,7 @@ class Host(ABC):
         self.marked: list[int] = []
         self.lost: set[int] = set()
         self.has_hooks = has_hooks
-        self.watch: Watch
+        self.watch: LookupWatch
         self.scheduler_half: Any = None
         self.worker_halves: list[Any] = []
 
@@ -318,7 +325,7 @@ class Host(ABC):
     def forward(
         self,
         memory: Memory,
-        parts: Sequence[Part],
+        parts: Sequence[ComputedPart],
         wait: Callable[[str], Any],
         save: Callable[[str, Any], Any],
     ) -> list[str]:

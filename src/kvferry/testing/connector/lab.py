@@ -15,11 +15,11 @@ from kvferry.testing.connector.host import (
     HEAD_DIM,
     HEADS,
     LAYERS,
-    Adapter,
     Answer,
     Ask,
     EngineDeadError,
-    Host,
+    KitHost,
+    LoraAdapter,
     MissedError,
     RuleBrokenError,
     Setup,
@@ -84,7 +84,7 @@ class Lab:
 
     connector: type[Any]
     options: dict[str, Any]
-    make_host: Callable[[type[Any], dict[str, Any], Setup], Host]
+    make_host: Callable[[type[Any], dict[str, Any], Setup], KitHost]
     directory: Path
     models: Path
     seed: int
@@ -94,8 +94,8 @@ class Lab:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.host: Host
-        self._hosts: list[Host] = []
+        self.host: KitHost
+        self._hosts: list[KitHost] = []
         self._number = 0
         self._seen: object = None
         self._seen_at = 0.0
@@ -113,7 +113,7 @@ class Lab:
 
     # --- engines
 
-    def start(self, model: str = "plain", **changes: Any) -> Host:  # noqa: ANN401
+    def start(self, model: str = "plain", **changes: Any) -> KitHost:  # noqa: ANN401
         """Start an engine of one of `MODELS`. `changes` are fields of `Setup`.
 
         Raises:
@@ -166,12 +166,12 @@ class Lab:
         self._number += 1
         return replace(ask, name=f"r{self.part}.{self._number}", **changes)
 
-    def adapter(self, name: str, content: str, number: int = 1) -> Adapter:
+    def adapter(self, name: str, content: str, number: int = 1) -> LoraAdapter:
         """An adapter whose files hold `content`."""
         path = self.directory / name
         seed = int.from_bytes(content.encode())
         write_tensor(path, "adapter_model", seed, {"r": 8, "peft_type": "LORA"})
-        return Adapter(name, number, str(path), content)
+        return LoraAdapter(name, number, str(path), content)
 
     def serve(self, *asks: Ask) -> list[Answer]:
         """Run requests together until all have ended and nothing is under way."""

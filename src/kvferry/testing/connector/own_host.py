@@ -14,14 +14,14 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import EngineStep, Request
 from kvferry.engine.scheduler import Scheduler
-from kvferry.testing.connector.content import Part
+from kvferry.testing.connector.content import ComputedPart
 from kvferry.testing.connector.host import (
     Ask,
-    Host,
+    KitHost,
+    LookupWatch,
     NotHereError,
     RefusedError,
     Setup,
-    Watch,
     describe,
 )
 from kvferry.types import ExtraKeys
@@ -29,7 +29,7 @@ from kvferry.v1.driven import Release, V1SchedulerRole, V1WorkerRole, v1_config
 from kvferry.v1.types import KVConnectorRole
 
 
-class _Scheduler(Scheduler):
+class _PreemptingScheduler(Scheduler):
     """The engine's scheduler, which can be made to preempt."""
 
     preempts = False
@@ -43,7 +43,7 @@ class _Scheduler(Scheduler):
         super()._schedule_running(step)
 
 
-class OwnHost(Host):
+class OwnHost(KitHost):
     """See the module. Serves text and salts, on one group of layers.
 
     A class attribute `written_for` of the connector names its release, see `kvferry.v1.Release`.
@@ -70,10 +70,12 @@ class OwnHost(Host):
                 worker.register_kv_caches(dict(memory.tensors))
         except Exception as error:
             raise RefusedError(describe(error)) from error
-        self.watch = Watch(self.scheduler_half, self)
+        self.watch = LookupWatch(self.scheduler_half, self)
         self._pool = BlockPool(setup.num_blocks)
         config = EngineConfig(block_size=setup.block_size, max_batched_tokens=setup.budget)
-        self._scheduler = _Scheduler(config, self._pool, V1SchedulerRole(self.scheduler_half))
+        self._scheduler = _PreemptingScheduler(
+            config, self._pool, V1SchedulerRole(self.scheduler_half)
+        )
         self._lifecycles = [StepLifecycle(worker, strict=True) for worker in self._workers]
         self._fold = WorkerOutputFold(setup.ranks)
         self._requests: dict[str, Request] = {}
@@ -124,7 +126,7 @@ class OwnHost(Host):
             row, start = self.rows[entry.request.request_id], entry.num_computed_tokens
             row.update(entry.request.all_token_ids)
             row.tables = (list(entry.request.block_ids),)
-            parts.append(Part(row, start, start + entry.num_scheduled_tokens))
+            parts.append(ComputedPart(row, start, start + entry.num_scheduled_tokens))
         found: list[str] = []
         for worker, lifecycle, memory in zip(
             self._workers, self._lifecycles, self.memories, strict=True

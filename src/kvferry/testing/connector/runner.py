@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,9 @@ from kvferry.testing.connector.host import (
 )
 from kvferry.testing.connector.lab import Lab, write_models
 from kvferry.testing.connector.rules import Rule, Verdict
+
+_CLOCK_SECONDS = 0.1
+"""Until processes that start are younger than the models, by clocks that count in hundredths."""
 
 MEMORY_BYTES = 3 << 30
 """What a part may use beyond what it starts with."""
@@ -77,7 +81,7 @@ class Target:
         return found  # type: ignore[no-any-return]
 
 
-class Outcome(NamedTuple):
+class CaseOutcome(NamedTuple):
     """What a case, or a part of one, showed."""
 
     verdict: Verdict
@@ -121,12 +125,12 @@ def _child(
     notes: list[str] = []
     try:
         _run(target, case, places, limits.patience, notes)
-        outcome = Outcome("right", "", tuple(notes))
+        outcome = CaseOutcome("right", "", tuple(notes))
     except tuple(_VERDICTS) as error:
         with suppress(OSError):  # in a case of a full disk, the log's is full, too
             traceback.print_exc()
         verdict = next(v for kind, v in _VERDICTS.items() if isinstance(error, kind))
-        outcome = Outcome(verdict, str(error) or describe(error), tuple(notes))
+        outcome = CaseOutcome(verdict, str(error) or describe(error), tuple(notes))
     pipe.send(outcome)
     pipe.close()
     os._exit(0)  # whatever threads there are
@@ -160,6 +164,7 @@ class Runner:
         self._models = tempfile.TemporaryDirectory(prefix="kv-models-")
         # Before any process starts: a connector may refuse weights that change under it.
         write_models(Path(self._models.name))
+        time.sleep(_CLOCK_SECONDS)
         self._context = multiprocessing.get_context("forkserver")
         modules = ["kvferry.testing.connector.own_host", __name__]
         if importlib.util.find_spec("vllm") is not None:
@@ -172,15 +177,15 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._models.cleanup()
 
-    def run(self, rules: Sequence[Rule], report: Callable[[Rule, Outcome], None]) -> None:
+    def run(self, rules: Sequence[Rule], report: Callable[[Rule, CaseOutcome], None]) -> None:
         """Run cases, two at a time; report them in order."""
         with ThreadPoolExecutor(2) as pool:
             for rule, outcome in zip(rules, pool.map(self.run_case, rules), strict=True):
                 report(rule, outcome)
 
-    def run_case(self, rule: Rule) -> Outcome:
+    def run_case(self, rule: Rule) -> CaseOutcome:
         """Run the parts of a case over one directory, until one shows something."""
-        outcome, notes = Outcome("right"), list[str]()
+        outcome, notes = CaseOutcome("right"), list[str]()
         with tempfile.TemporaryDirectory(prefix="kv-", ignore_cleanup_errors=True) as path:
             for part in range(rule.parts):
                 outcome = self._run_part(rule, part, Path(path))
@@ -188,9 +193,11 @@ class Runner:
                 if outcome.verdict != "right":
                     break
         detail = outcome.detail.replace(path, "{case}").replace(self._models.name, "{models}")
-        return Outcome(outcome.verdict, re.sub(r"0x[0-9a-f]{6,}", "0x...", detail), tuple(notes))
+        return CaseOutcome(
+            outcome.verdict, re.sub(r"0x[0-9a-f]{6,}", "0x...", detail), tuple(notes)
+        )
 
-    def _run_part(self, rule: Rule, part: int, directory: Path) -> Outcome:
+    def _run_part(self, rule: Rule, part: int, directory: Path) -> CaseOutcome:
         places = Places(directory, Path(self._models.name))
         mine, theirs = self._context.Pipe(duplex=False)
         case = rule.name, part, self._seed
@@ -199,16 +206,16 @@ class Runner:
         )
         process.start()
         theirs.close()
-        outcome = Outcome("hangs", f"no end after {self._limits.part:.0f} s")
+        outcome = CaseOutcome("hangs", f"no end after {self._limits.part:.0f} s")
         try:
             if mine.poll(self._limits.part):
                 outcome = mine.recv()
         except (EOFError, OSError):
             process.join(10)
             status = process.exitcode
-            outcome = Outcome("engine dead", _how_it_ended(status))
+            outcome = CaseOutcome("engine dead", _how_it_ended(status))
             if status == KILLED and part == rule.killed:
-                outcome = Outcome("right")
+                outcome = CaseOutcome("right")
         finally:
             assert process.pid is not None, "it was started"
             with suppress(ProcessLookupError, PermissionError):

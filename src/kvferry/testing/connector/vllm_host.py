@@ -34,16 +34,16 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.testing.connector.content import Memory, Part, layer_name
+from kvferry.testing.connector.content import ComputedPart, Memory, layer_name
 from kvferry.testing.connector.host import (
     HEAD_DIM,
     HEADS,
     Ask,
-    Host,
+    KitHost,
+    LookupWatch,
     NotHereError,
     RefusedError,
     Setup,
-    Watch,
     describe,
 )
 
@@ -105,7 +105,7 @@ def _kv_cache_config(setup: Setup) -> kv.KVCacheConfig:
     return kv.KVCacheConfig(setup.num_blocks, tensors, groups, kv_cache_layout="LBHNC")
 
 
-class VllmHost(Host):
+class VllmHost(KitHost):
     """See the module."""
 
     keys_across = current_platform.is_cpu()
@@ -136,7 +136,7 @@ class VllmHost(Host):
         self._scheduler.use_v2_model_runner = setup.runner == 2
         self._scheduler.max_num_encoder_input_tokens = _MANY
         self._scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=_MANY)
-        self.watch = Watch(self.scheduler_half, self)
+        self.watch = LookupWatch(self.scheduler_half, self)
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler_half, setup.ranks)
         self._hasher = get_request_block_hasher(setup.block_size, sha256)
         self._in_flight: deque[tuple[Any, Any]] = deque()
@@ -150,10 +150,13 @@ class VllmHost(Host):
             half = KVConnectorFactory.create_connector(of_rank, KVConnectorRole.WORKER, groups)
             half.register_kv_caches(dict(memory.tensors))
             self.worker_halves.append(half)
-        told = {(0, i): half.get_handshake_metadata() for i, half in enumerate(self.worker_halves)}
-        told = {rank: metadata for rank, metadata in told.items() if metadata is not None}
-        if told:
-            self.scheduler_half.set_xfer_handshake_metadata_pp_aware(told)
+        handshake = {
+            (0, rank): metadata
+            for rank, half in enumerate(self.worker_halves)
+            if (metadata := half.get_handshake_metadata()) is not None
+        }
+        if handshake:
+            self.scheduler_half.set_xfer_handshake_metadata_pp_aware(handshake)
 
     def _be_rank(self, rank: int) -> None:
         """Connectors ask vLLM's process groups which rank they are."""
@@ -238,7 +241,7 @@ class VllmHost(Host):
                 if each.finish_reason is not None:
                     answer.reason = answer.reason or str(each.finish_reason)
 
-    def _parts(self, output: Any) -> list[Part]:
+    def _parts(self, output: Any) -> list[ComputedPart]:
         """Bring the rows up to date, as a model runner does; return what the step computes."""
         starts = {}
         for new in output.scheduled_new_reqs:
@@ -255,15 +258,15 @@ class VllmHost(Host):
         for name, count in output.num_scheduled_tokens.items():
             if self.setup.in_flight == 1:
                 self.rows[name].update(self._scheduler.requests[name].all_token_ids)
-            parts.append(Part(self.rows[name], starts[name], starts[name] + count))
+            parts.append(ComputedPart(self.rows[name], starts[name], starts[name] + count))
         return parts
 
-    def _sample(self, part: Part) -> list[int]:
+    def _sample(self, part: ComputedPart) -> list[int]:
         is_chunk = self._scheduler.requests[part.row.name].is_prefill_chunk
         return [] if is_chunk else [part.row.next_token(part.stop)]
 
     def _run_rank(
-        self, half: Any, memory: Memory, output: Any, parts: list[Part], found: list[str]
+        self, half: Any, memory: Memory, output: Any, parts: list[ComputedPart], found: list[str]
     ) -> KVConnectorOutput:
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         attention = {name: SimpleNamespace() for name in memory.tensors}
