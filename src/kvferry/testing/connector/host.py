@@ -157,6 +157,7 @@ class LookupWatch:
         hold: requests whose look-ups are answered "ask again".
         wanted: by request, the hit without which "ask again" is answered while there is hope.
         refuse: the host takes no hit.
+        waits: the last look-up was answered "ask again" in this hope, which ends in time.
         around: entered around each look-up.
         promised: blocks that the connector may write, by request.
         after_promise: called once the connector knows where to load to.
@@ -166,6 +167,7 @@ class LookupWatch:
         self.hold: set[str] = set()
         self.wanted: dict[str, int] = {}
         self.refuse = False
+        self.waits = False
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.promised: dict[str, set[int]] = {}
         self.after_promise: Callable[[], None] = lambda: None
@@ -188,7 +190,8 @@ class LookupWatch:
             raise RuleBrokenError(f"{said}: not a pair of a count and whether it is async")
         count, is_async = answer
         hopes = count is not None and num_local + count < self.wanted.get(name, 0)
-        if count is None or name in self.hold or (hopes and self._host.is_hopeful()):
+        self.waits = hopes and self._host.is_hopeful()
+        if count is None or name in self.hold or self.waits:
             return None, False
         if count < 0:
             raise RuleBrokenError(f"{said}: a negative count, which vLLM takes as it is")
@@ -287,8 +290,9 @@ class KitHost(ABC):
     def run(self, max_steps: int = 6_000) -> None:
         """Step until every request has ended and nothing is under way."""
         while self.is_busy():
+            self.watch.waits = False
             self.step()
-            max_steps -= 1
+            max_steps -= not self.watch.waits
             if not max_steps:
                 names = [name for name, answer in self.answers.items() if answer.reason is None]
                 waits = f"requests {names}" if names else "an end that the connector must report"
