@@ -5,8 +5,6 @@ peers. Each round has new prompts of each length. The decoder computes one promp
 handed over and then asked again, which hits the decoder's own prefix cache. A plain socket carries
 as many bytes for comparison. Then the same three requests come while the decoder generates for
 another request.
-
-A length is a number of whole chunks and a tail: the tokens after the last whole chunk.
 """
 
 from __future__ import annotations
@@ -177,27 +175,27 @@ class Handovers:
 
 
 def run(options: Options) -> Sequence[Row]:
-    """Return a row for each number of whole chunks, then for each tail, with medians of all rounds
-    but the first. `first_transfer_ms` is from the first round, whose memory nothing has touched."""
+    """Return a row for each length of a prompt, with medians of all rounds but the first. The last
+    prompt ends in the middle of a chunk, so the decoder computes half a chunk, as in the mean.
+    `first_transfer_ms` is from the first round, whose memory nothing has touched."""
     few, some, many = (1, 2, 3) if options.quick else (1, 8, 16)
-    lengths = [(few, 1), (some, 1), (many, 1), (some, 0), (some, 64), (some, 127)]
+    lengths = [chunks * CHUNK_TOKENS + 1 for chunks in (few, some, many)]
+    lengths.append(some * CHUNK_TOKENS + CHUNK_TOKENS // 2)
     num_rounds = 1 if options.quick else (options.rounds or 7)
-    rounds: dict[tuple[int, int], list[dict[str, float]]] = {length: [] for length in lengths}
+    rounds: dict[int, list[dict[str, float]]] = {length: [] for length in lengths}
     with ExitStack() as undo:
         handovers = _open(options, undo)
         handovers.round(many * CHUNK_TOKENS)  # uses up the memory that the start has touched
         for _ in range(num_rounds + 1):
-            for chunks, tail in lengths:
-                found = handovers.round(chunks * CHUNK_TOKENS + tail)
-                rounds[chunks, tail].append(found)
-    return [_row(*length, found) for length, found in rounds.items()]
+            for length in lengths:
+                rounds[length].append(handovers.round(length))
+    return [_row(length, found) for length, found in rounds.items()]
 
 
-def _row(chunks: int, tail: int, rounds: Sequence[Mapping[str, float]]) -> Row:
+def _row(prompt_tokens: int, rounds: Sequence[Mapping[str, float]]) -> Row:
     first, *others = rounds
     return {
-        "chunk_tokens": chunks * CHUNK_TOKENS,
-        "tail_tokens": tail,
+        "prompt_tokens": prompt_tokens,
         **{name: statistics.median(each[name] for each in others) for name in first},
         "moved_tokens": min(each["moved_tokens"] for each in others),
         "first_transfer_ms": first["transfer_ms"],

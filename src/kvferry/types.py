@@ -14,16 +14,6 @@ FORMAT_VERSION = 1
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes that identify a chunk's content, chained over its whole prefix and its namespace."""
 
-TAIL_MARK = b"tail"
-"""The first bytes of the key of a tail: the end of a prompt that is less than a chunk. Its record
-goes from one engine's memory to another's, and is never stored."""
-
-
-def is_tail(key: bytes) -> bool:
-    """Whether a record stays in memory. By chance, so does one whole chunk in four billion."""
-    return key.startswith(TAIL_MARK)
-
-
 BlockTable = tuple[Sequence[int], ...]
 """Block ids of one request: a sequence for each block table of the host, in token order. Id 0, the
 null block, stands where a table keeps nothing. It is never read or written."""
@@ -77,16 +67,12 @@ class ProducerStamp:
         namespace: first hexadecimal digits of the namespace that roots the producer's keys.
         num_chunks: leading chunks of the prompt that the producer stored.
         last_key: key of the last of these chunks; empty if there is none.
-        tail_tokens: tokens after these chunks that peers can read from the producer's memory.
-        tail_key: key of the tail, these tokens; empty if there is none.
     """
 
     version: int
     namespace: str = ""
     num_chunks: int = 0
     last_key: bytes = b""
-    tail_tokens: int = 0
-    tail_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,9 +46,9 @@ ROWS = {
         },
     ),
     "handover": (
-        [128, 256, 384, 256, 256, 256],
+        [129, 257, 385, 320],
         {
-            "chunk_tokens", "tail_tokens", "moved_tokens", "moved_mb", "computed_ms",
+            "prompt_tokens", "moved_tokens", "moved_mb", "computed_ms",
             "handed_over_ms", "own_hit_ms", "transfer_ms", "first_transfer_ms", "socket_ms",
             "step_ms", "worst_step_ms", "loaded_computed_ms", "loaded_handed_over_ms",
             "loaded_own_hit_ms", "computed_step_ms", "handed_over_step_ms", "own_hit_step_ms",

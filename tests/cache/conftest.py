@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.cache.config import CacheBounds
 from kvferry.observe import Counters
 from tests.cache.hosts import make_groups, make_shared_storage_host
 from tests.simulated_host import SimulatedHost
@@ -59,7 +58,6 @@ def make_host() -> Iterator[Any]:
         saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = lambda: 0.5,
-        bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
         observer: Counters | None = None,
         rank_stores: Sequence[Any] = (),
         engine_id: str | None = None,
@@ -93,7 +91,6 @@ def make_host() -> Iterator[Any]:
             stores=stores,
             clock=clock,
             draw=draw,
-            bounds=bounds,
             engine_id=engine_id,
         )
         host.__class__ = Host

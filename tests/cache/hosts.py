@@ -10,7 +10,6 @@ from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.config import CacheBounds
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -57,7 +56,6 @@ def make_shared_storage_host(
     saves: bool = True,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
-    bounds: CacheBounds = CacheBounds(),  # noqa: B008  # frozen
     setup: DeviceSetup | None = None,
     engine_id: str | None = None,
 ) -> tuple[SimulatedHost, Any]:
@@ -86,7 +84,7 @@ def make_shared_storage_host(
         for spec, store in zip_longest(specs, stores)
     ]
     for part in parts:
-        part.context = replace(part.context, clock=clock, bounds=bounds)
+        part.context = replace(part.context, clock=clock)
     scheduler = parts[0].scheduler(prefetch_recent=fills, draw=draw)
     if not carries_worker_meta:
         scheduler.expect_no_reports()

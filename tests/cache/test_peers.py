@@ -5,7 +5,6 @@ A simulated host checks each byte of a request's KV.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import time
@@ -13,7 +12,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.cache.config import CacheBounds
 from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
@@ -21,9 +19,8 @@ from kvferry.store.url import open_one, open_store
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, flip_bit
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer import client
-from kvferry.types import DEFAULT_OPTIONS, ChunkKey, RequestOptions, is_tail
+from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 from tests.cache.hosts import make_groups
-from tests.cache.pools import held_keys
 from tests.servers.places import num_said
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
@@ -47,7 +44,6 @@ def peers(make_host, tmp_path):
     made = []
 
     def make(port=0, reads=(), tiers=False, tls="", at=LOCALHOST, **options):
-        options.setdefault("bounds", PATIENT)
         if port is not None:
             options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}{tls}"
         if reads:
@@ -111,12 +107,12 @@ def test_what_a_peer_holds_is_read_from_it(peers):
 def test_what_a_peer_stamped_is_fetched_with_the_first_step(peers):
     """A question before the fetch would cost a loaded engine a step."""
     prefiller = peers()
-    answer = prefill(prefiller, LONGER)
+    answer = prefill(prefiller)
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
-    request = decoder.add("decode", LONGER, handover=read_handover(answer))
+    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
     assert decoder.scheduler.lookup(request, 0).num_tokens is None
-    assert decoder.pool.num_taken == NUM_CHUNKS + 1
-    assert_ends(decoder, request, 44)
+    assert decoder.pool.num_taken == NUM_CHUNKS
+    assert_ends(decoder, request, HIT)
 
 
 def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
@@ -234,26 +230,26 @@ def looked_up(monkeypatch):
         ("prefill-0.svc", "Prefill-0.SVC."),
     ],
 )
-def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, listed, stamped):
-    """Only the peer has the tail."""
-    answer = prefill(peers(), LONGER) | {"remote_host": stamped}
+def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, listed, stamped, caplog):
+    answer = prefill(peers()) | {"remote_host": stamped}
     reads = [answer["remote_port"]]
     decoder = peers(None, reads, at=listed, tiers=True, load_timeout_seconds=30.0)
     decoder.run("before", [*range(900, 909)])
     wait_until(lambda: looked_up, "it connects, and so knows the addresses of the listed name")
-    assert decode(decoder, answer, LONGER) == 44
+    assert decode(decoder, answer) == HIT
     assert set(looked_up) == {listed}
+    assert "is not listed" not in caplog.text
 
 
 @pytest.mark.parametrize("stamped", ["prefill-0.svc", "169.254.169.254", "10.0.0.1"])
 def test_a_peer_that_is_not_listed_is_told_once_and_never_looked_up(
     peers, looked_up, stamped, caplog
 ):
-    answer = prefill(peers(), LONGER) | {"remote_host": stamped}
+    answer = prefill(peers()) | {"remote_host": stamped}
     options = {"tiers": True, "load_timeout_seconds": 30.0}
     decoder = peers(None, [answer["remote_port"]], **options)
     for name in ("first", "second"):
-        assert decode(decoder, answer, LONGER, name) == 40
+        assert decode(decoder, answer, name=name) == HIT
     lines = [line for line in caplog.messages if "is not listed in peer://" in line]
     assert len(lines) == 1
     assert lines[0].isprintable()
@@ -262,111 +258,19 @@ def test_a_peer_that_is_not_listed_is_told_once_and_never_looked_up(
 
 def test_of_a_decode_without_peers_no_address_is_listed_and_none_missed(peers, tmp_path, caplog):
     shared = (tmp_path / "store").as_uri()
-    answer = prefill(peers(store=shared), LONGER)
-    assert decode(peers(None, store=shared), answer, LONGER) == 40
+    answer = prefill(peers(store=shared))
+    assert decode(peers(None, store=shared), answer) == HIT
     assert "is not listed" not in caplog.text
 
-
-# -- the tail behind the whole chunks -------------------------------------------------------------
-
-
-PATIENT = CacheBounds(tail_seconds=30.0)
-"""A machine that stalls shall not cost the tail."""
 
 LONGER = [*PROMPT, *range(500, 506)]
 """47 tokens: five chunks of 8, a block of 4, and three tokens."""
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "hit"),
-    [(47, 44), (45, 44), (44, 40), (42, 40), (7, 4), (4, 0), (3, 0)],
-    ids=str,
-)
-@pytest.mark.parametrize("groups", [None, WINDOWED], ids=["full", "window"])
-def test_the_whole_blocks_behind_the_last_chunk_are_read_too(peers, groups, num_tokens, hit):
-    """A simulated host checks each byte that it loads."""
-    prefiller = peers(groups=groups)
-    answer = prefill(prefiller, LONGER[-num_tokens:])
-    decoder = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
-    assert decode(decoder, answer, LONGER[-num_tokens:]) == hit
-    assert_settles(decoder)
-    assert decoder.observer["hit_tokens/peer"] == hit
-    if hit:
-        assert decoder.observer["remote_prefills"] == 1
-        assert decoder.observer["remote_prefills_computed"] == 0
-
-
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
-def test_ranks_share_a_tail(peers, tmp_path, ranks):
-    prefiller = peers(world_size=ranks[0], store=(tmp_path / "store").as_uri())
-    answer = prefill(prefiller, LONGER)
-    assert prefiller.observer["put_stored"] == NUM_CHUNKS
-    options = {"world_size": ranks[1], "tiers": True, "load_timeout_seconds": 30.0}
-    decoder = peers(None, [answer["remote_port"]], **options)
-    assert decode(decoder, answer, LONGER) == 44
-
-
-def test_no_store_gets_a_tail(peers, tmp_path):
-    """Neither that of the prefill, nor the near one of the decode, which gets the whole chunks."""
-    stores = [open_directory(tmp_path / name) for name in ("of prefill", "of decode")]
-    prefiller = peers(store=stores[0])
-    answer = prefill(prefiller, LONGER)
-    assert stores[0].stat().num_records == NUM_CHUNKS
-    assert prefiller.observer["put_stored"] == NUM_CHUNKS
-    key_file = prefiller.parts[0].config.serve.partition("?")[2]
-    peer = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
-    urls = [(tmp_path / "of decode").as_uri(), peer]
-    with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
-        decoder = peers(None, store=store, load_timeout_seconds=30.0)
-        assert decode(decoder, answer, LONGER) == 44
-        assert_settles(decoder)
-    near = stores[1]
-    wait_until(lambda: near.stat().num_records == NUM_CHUNKS, "all chunks are brought nearer")
-    assert not any(is_tail(entry.key) for entry in near.scan())
-
-
-def test_a_tail_that_is_held_is_copied_once(peers):
-    prefiller = peers()
-    for number in range(2):
-        request = prefiller.add(f"prefill {number}", LONGER, handover=read_handover(ASKED))
-        prefiller.admit(request)
-        prefiller.prefill(request, budget=9)
-        answer = prefiller.finish(request)
-        assert_settles(prefiller)
-        assert answer["kvferry"]["tail_tokens"] == 4
-        assert prefiller.pool.num_assigned == NUM_CHUNKS + 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tail_key": "0" * 64},
-        {"tail_key": None},
-        {"tail_key": "x"},
-        {"tail_tokens": 3},
-        {"tail_tokens": 7},
-        {"tail_tokens": 8},
-        {"tail_tokens": -4},
-        {"tail_tokens": 1 << 40},
-        {"tail_tokens": "4"},
-        {"tail_tokens": True},
-    ],
-    ids=str,
-)
-def test_a_tail_that_a_client_changed_is_computed(peers, change):
+def test_what_follows_the_last_chunk_is_computed_without_a_wait(peers):
     answer = prefill(peers(), LONGER)
-    answer["kvferry"] |= change
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
-    assert decode(decoder, answer, LONGER) == 40
-    assert_settles(decoder)
-
-
-def test_a_stamp_with_a_chunk_less_brings_no_tail(peers):
-    """It is that of other tokens; what is there of this prompt may be read."""
-    answer = prefill(peers(), LONGER)
-    answer["kvferry"]["chunks"] = 4
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
-    assert decode(decoder, answer, LONGER) <= 40
+    assert decode(decoder, answer, LONGER) == HIT
     assert_settles(decoder)
 
 
@@ -374,44 +278,6 @@ def test_of_a_prompt_with_another_end_the_whole_chunks_are_read(peers):
     answer = prefill(peers(), LONGER)
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
     assert decode(decoder, answer, [*LONGER[:41], 1, *LONGER[42:]]) == 40
-
-
-def test_a_tail_that_the_prefill_lost_is_not_waited_for(peers):
-    prefiller = peers()
-    answer = prefill(prefiller, LONGER)
-    prefiller.pool.drop(ChunkKey(bytes.fromhex(answer["kvferry"]["tail_key"])))
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
-    assert decode(decoder, answer, LONGER) == 40
-    assert_settles(decoder)
-
-
-def test_a_tail_of_larger_blocks_has_fewer_tokens_and_larger_blocks_take_less(peers):
-    prompt, large = list(range(31)), make_groups(block_size=8)
-    answer = prefill(peers(groups=large, chunk_tokens=16), prompt)
-    assert answer["kvferry"]["tail_tokens"] == 8  # 24 tokens in all
-    answer = prefill(peers(chunk_tokens=16), prompt)
-    assert answer["kvferry"]["tail_tokens"] == 12  # 28
-    options = {"groups": large, "chunk_tokens": 16, "bounds": PATIENT}
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0, **options)
-    assert decode(decoder, answer, prompt) == 24
-
-
-def test_a_request_with_a_tail_that_loses_its_blocks_gets_it_again(peers):
-    prompt = LONGER[:45]
-    answer = prefill(peers(), prompt)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
-    request = decoder.add("decode", prompt, handover=read_handover(answer))
-    assert decoder.admit(request) == 44
-    decoder.prefill(request)
-    for token in range(100, 103):
-        request.all_token_ids.append(token)
-        decoder.prefill(request, budget=1)
-        decoder.preempt(request)
-        # At 48 tokens there is another whole chunk, which nobody has.
-        assert decoder.admit(request) == (44 if len(request.all_token_ids) < 48 else 40)
-        decoder.prefill(request)
-    decoder.finish(request)
-    assert_settles(decoder)
 
 
 def test_an_audit_compares_whole_chunks(peers):
@@ -422,97 +288,6 @@ def test_an_audit_compares_whole_chunks(peers):
     assert decoder.observer["audits"] == 1
 
 
-def test_a_decode_that_reads_only_the_shared_store_does_not_wait_for_the_tail(peers, tmp_path):
-    shared = (tmp_path / "store").as_uri()
-    answer = prefill(peers(store=shared), LONGER)
-    decoder = peers(None, store=shared, load_timeout_seconds=1e6)
-    assert decode(decoder, answer, LONGER) == 40
-
-
-def test_nor_does_one_to_which_the_prefill_has_another_name(peers, tmp_path):
-    shared = (tmp_path / "store").as_uri()
-    prefiller = peers(store=shared)
-    answer = prefill(prefiller, LONGER)
-    prefiller.pool.drop(ChunkKey(bytes.fromhex(answer["kvferry"]["tail_key"])))
-    answer["remote_host"] = "prefill-0.svc"
-    key_file = prefiller.parts[0].config.serve.partition("?")[2]
-    urls = [shared, f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"]
-    with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
-        decoder = peers(None, store=store, load_timeout_seconds=1e6)
-        assert decode(decoder, answer, LONGER) == 40
-
-
-@pytest.mark.parametrize(
-    ("local", "bounds"),
-    [(44, CacheBounds(tail_seconds=1e6)), (40, CacheBounds(tail_seconds=0.1))],
-    ids=["nothing to gain", "a block to gain"],
-)
-def test_a_silent_peer_costs_no_wait_for_a_tail_of_no_use_and_a_short_one_for_another(
-    peers, local, bounds
-):
-    answer = prefill(peers(), LONGER)
-    with Relay(answer["remote_port"]) as between:
-        between.fault = 1, "silent"
-        decoder = peers(None, [between.port], load_timeout_seconds=1e6, bounds=bounds)
-        request = decoder.add("decode", LONGER, handover=read_handover(answer))
-        assert decoder.admit(request, num_local_tokens=local) == 0
-
-
-def test_a_table_that_is_too_short_is_refused_as_of_a_whole_chunk(peers):
-    prefiller = peers(chunk_tokens=16)
-    build, prompt = prefiller.scheduler.build_plan, list(range(15))
-
-    def short(step):
-        items = tuple(
-            dataclasses.replace(item, block_ids=tuple(ids[:2] for ids in item.block_ids))
-            for item in step.scheduled
-        )
-        return build(dataclasses.replace(step, scheduled=items))
-
-    prefiller.scheduler.build_plan = short
-    answer = prefill(prefiller, prompt)
-    decoder = peers(None, [answer["remote_port"]], chunk_tokens=16, load_timeout_seconds=1e6)
-    assert decode(decoder, answer, prompt) == 0
-    assert not prefiller.pool.num_assigned
-
-
-def test_after_a_mismatch_no_tail_is_promised(peers):
-    answer = prefill(peers(), LONGER)
-    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=5.0)
-    decoder.scheduler.audits.has_failed = True
-    request = decoder.add("decode", LONGER, handover=read_handover(answer))
-    assert decoder.admit(request, num_local_tokens=40) == 0
-
-
-def test_no_tail_is_promised_before_a_hit_was_compared(peers):
-    """Also behind chunks that this engine saved itself, which need no comparison."""
-    prompts = LONGER, LONGER[:7], [*range(700, 747)]
-    prefiller = peers()
-    options = {"audit": "first", "load_timeout_seconds": 30.0}
-    decoder = peers(None, [prefiller.server.address[1]], **options)
-    decoder.run("own", LONGER)
-    assert_settles(decoder)
-    answers = [prefill(prefiller, prompt) for prompt in prompts]
-    assert decode(decoder, answers[0], LONGER, "behind its own") == 40
-    assert decode(decoder, answers[1], prompts[1], "below a chunk") == 0
-    assert decoder.observer["audits"] == 0
-    assert decode(decoder, answers[2], prompts[2], "compared") == 32
-    assert_settles(decoder)
-    assert decoder.observer["audits"] == 1
-    assert decode(decoder, answers[1], prompts[1], "below a chunk again") == 4
-    assert decoder.observer["remote_prefills_computed"] == 0
-
-
-def test_a_tail_does_not_cost_a_chunk_of_its_own_prompt(peers, tmp_path):
-    prefiller = peers(num_slots=5, store=(tmp_path / "store").as_uri())
-    request = prefiller.add("prefill", LONGER, handover=read_handover(ASKED))
-    prefiller.admit(request)
-    for tokens in (8, 8, 8, 8, 8, 7):
-        prefiller.step([request], tokens=tokens)
-        assert_settles(prefiller)
-    assert prefiller.finish(request)["kvferry"]["chunks"] == 5
-
-
 def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
     answer = prefill(peers(), LONGER)
     decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
@@ -520,26 +295,7 @@ def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
     while decoder.scheduler.lookup(request, 0).num_tokens is None:
         decoder.step([])
     request.all_token_ids.append(9)  # 48: a sixth whole chunk
-    assert_ends(decoder, request, 44)
-
-
-@pytest.mark.parametrize("case", ["turn", "decoder named"])
-def test_no_tail_is_copied_or_stamped_that_no_answer_names(peers, case):
-    answer = prefill(peers(), LONGER)
-    if case == "turn":
-        handover = {**answer, "kvferry": dict(answer["kvferry"])}
-        del handover["kvferry"]["tail_tokens"]
-    else:
-        handover = {"remote_decoder": {"remote_host": LOCALHOST, "remote_port": 1}}
-    options = {"tiers": True, "save_generated": True, "load_timeout_seconds": 20.0}
-    host = peers(0, [answer["remote_port"]], **options)
-    request = host.add("decode", LONGER, handover=read_handover(handover))
-    host.admit(request)
-    host.prefill(request)
-    answer = host.finish(request)
-    assert answer is None or "tail_tokens" not in answer["kvferry"]
-    assert_settles(host)
-    assert not any(map(is_tail, held_keys(host.pool)))
+    assert_ends(decoder, request, HIT)
 
 
 @pytest.mark.parametrize(("block_size", "hit"), [(4, HIT), (16, 32)])

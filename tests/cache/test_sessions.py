@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvferry.cache.deciding.requests import HandoverPlan, Tail
-from kvferry.types import ChunkKey, ExtraKeys, MultimodalItem
+from kvferry.types import ExtraKeys, MultimodalItem
 
 from .test_faults import PROMPT, lose_chunk, store_prompt
 
@@ -87,20 +86,6 @@ def test_an_item_that_comes_late_changes_the_keys_of_the_prompt(make_host):
     host.prefill(request)
     host.settle()
     assert host.run("same", PIECES[0], extra_keys=request.extra_keys).num_external_tokens == 16
-
-
-def test_the_tail_of_a_handover_ends_when_the_session_grows(make_host):
-    host = make_host(chunk_tokens=CHUNK)
-    request = host.add("A", PIECES[0])
-    host.admit(request)
-    state = host.scheduler.requests.by_id["A"]
-    keys = state.keys.keys
-    state.handover = HandoverPlan(tail=Tail((*keys, ChunkKey(bytes(32))), 20))
-    assert len(state.chain) == len(keys) + 1
-    request.extra_keys = ExtraKeys(items=(image("late"),))
-    host.scheduler.lookup(request, 0)
-    assert list(state.chain) == list(state.keys.keys)
-    assert not set(state.chain) & set(keys)
 
 
 def test_the_store_is_asked_for_what_a_session_became(make_host, monkeypatch):

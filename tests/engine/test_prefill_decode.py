@@ -119,30 +119,6 @@ def test_two_prefill_and_two_decode(model_dir, start, arch):
         assert sorted(told(line, shape) for line in lines) == sorted(places[:2] * 2)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v3"])
-def test_the_tail_of_a_prompt_is_handed_over_too(model_dir, start, arch):
-    """250 tokens: 7 chunks of 32 and a block of 16 more, of two ranks for one with blocks of 8. A
-    prompt shorter than a chunk has nothing else."""
-    path, prompts = model_dir(arch), [prompt(250, seed=1), prompt(250, seed=2), prompt(30, seed=3)]
-    one, other = local_addresses(2)
-    prefiller = start(path, one, [other], tensor_parallel_size=2, block_size=16)
-    decoder = start(path, other, [one], block_size=8, kv_layout="NHD")
-    cold, local = single(path, prompts)
-    prefilled = prefiller.ask(prompts, ASKED)
-    assert [each.params["kvferry"]["tail_tokens"] for each in prefilled] == [16, 16, 16]
-    answers = decode(decoder, prompts, prefilled)
-    # A machine that stalls may cost a tail, which is not waited for as long as a chunk.
-    hits = [each.num_external for each in answers]
-    assert set(hits[:2]) <= {224, 240}
-    assert hits[2] in {0, 16}
-    for answer, *own in zip(answers, cold, local, strict=True):
-        assert max(difference(answer, each) for each in own) <= MAX_DIFF
-    others = (prompt(250, seed=seed) for seed in range(4, 30))
-    while max(hits) < 240:
-        one = [next(others)]
-        hits += [each.num_external for each in decode(decoder, one, prefiller.ask(one, ASKED))]
-
-
 def told(line, shape):
     """The address in the line of a request, which says what came from whom at what rate. A decoder
     that was the first to read a chunk may be read, too."""

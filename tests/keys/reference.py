@@ -59,12 +59,3 @@ def chunk_keys(namespace, chunk_tokens, token_ids, extra):
         parent = blake3(data).digest()
         keys.append(parent)
     return keys
-
-
-def tail_key(namespace, chunk_tokens, token_ids):
-    """Return the key of the tail, the tokens after the whole chunks, without extra keys."""
-    number = len(token_ids) // chunk_tokens
-    parent = (chunk_keys(namespace, chunk_tokens, token_ids, {}) or [namespace])[-1]
-    tail = token_ids[number * chunk_tokens :]
-    data = b"kvferry.chunk.1\0" + parent + struct.pack(f"<I{len(tail)}I", len(tail), *tail)
-    return b"tail" + blake3(data).digest()[4:]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
-from kvferry.types import ExtraKeys, MultimodalItem, is_tail
+from kvferry.types import ExtraKeys, MultimodalItem
 from tests.keys import reference
 
 NAMESPACE = bytes(range(32))
@@ -200,32 +200,3 @@ def test_a_long_prompt_is_hashed_in_milliseconds():
     assert len(chain.keys) == 1024
     # The aim is 5 ms; the factor is for busy machines, and still far below hashing per token.
     assert min(seconds) < 0.020
-
-
-@given(ids=IDS, stop=st.integers(0, 40), chunk_tokens=st.integers(1, 7))
-def test_a_tail_has_the_key_of_its_prefix_and_length(ids, stop, chunk_tokens):
-    keys = ChunkKeys(NAMESPACE, chunk_tokens)
-    keys.extend(ids)
-    first = len(keys.keys) * chunk_tokens
-    if not first < stop <= len(ids):
-        with pytest.raises(ContractError, match="no tail of"):
-            keys.tail(ids, stop)
-        return
-    tail = keys.tail(ids, stop)
-    assert tail == reference.tail_key(NAMESPACE, chunk_tokens, ids[:stop])
-    assert is_tail(tail)
-    assert len(tail) == 32
-    assert not any(is_tail(key) for key in keys.keys)
-    changed = [*ids]
-    changed[stop - 1] ^= 1
-    assert keys.tail(changed, stop) != tail
-
-
-def test_salt_and_items_enter_the_key_of_a_tail():
-    ids = list(range(8))
-    tails = set()
-    for extra in ({}, {"cache_salt": "a"}, {"items": (item(offset=6),)}, {"items": (item(),)}):
-        keys = ChunkKeys(NAMESPACE, 6, ExtraKeys(**extra))
-        keys.extend(ids)
-        tails.add(keys.tail(ids, 8))
-    assert len(tails) == 4  # an item before it enters by the parent

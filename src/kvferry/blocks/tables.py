@@ -114,27 +114,6 @@ class Tables:
             slices[table.index] = part
         return tuple(slices)
 
-    def tail_slices(
-        self, block_ids: BlockTable, start: int, stop: int, chunk_tokens: int
-    ) -> tuple[BlockSlice, ...] | None:
-        """Return the blocks of a tail `[start, stop)`: the whole blocks of a prompt behind its last
-        whole chunk. The last block is repeated as often as a whole chunk from `start` on needs.
-        None if some table has dropped one.
-
-        Raises:
-            ContractError: as `load_slices`.
-        """
-        slices = self.chunk_slices(block_ids, start, stop)
-        if slices is None:
-            return None
-        padded = list(slices)
-        for table in self.tables:
-            skipped, ids = padded[table.index].skipped, padded[table.index].ids
-            # Counted from `stop`: a table that is too short stays so, and is refused.
-            more = -(-(start + chunk_tokens) // table.block_size) - stop // table.block_size
-            padded[table.index] = BlockSlice(skipped, ids + ids[-1:] * more)
-        return tuple(padded)
-
     def _unused(self, block_ids: BlockTable) -> list[BlockSlice]:
         num_tables = len(block_ids)
         if num_tables <= self.tables[-1].index or num_tables != (self._num_tables or num_tables):

@@ -86,13 +86,8 @@ class CacheBounds:
         writes_close_seconds: how long `close` waits for writes under way before it abandons them.
         reads_close_seconds: how long `close` waits for cancelled reads and for comparisons, which
             no request needs; one that hangs is abandoned.
-        saves_seconds: how long an idle host is kept stepping for the reports of saves under way. It
-            is counted from the last time that a save was planned or made progress, or a request
-            ended: a store that stalls must not keep an engine busy.
-        tail_seconds: how long a request waits, last of all, until another engine has the tail of
-            its prompt (the blocks behind the last whole chunk). This wait is short: a tail saves
-            less than a chunk, and the copy of a stamped tail has begun. The fetch of a tail has the
-            time of any other.
+        saves_seconds: after the last progress of a save or the last end of a request, an idle host
+            is stepped for so much longer. So a stalled store does not keep an engine busy.
     """
 
     device_seconds: float = 60.0
@@ -101,7 +96,6 @@ class CacheBounds:
     writes_close_seconds: float = 10.0
     reads_close_seconds: float = 0.5
     saves_seconds: float = 5.0
-    tail_seconds: float = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Copy one whole chunk from blocks into its slot and hash it. A rank that holds whole records
-    also writes them to the store, except for tails. `blocks` has one slice per block table.
+    also writes them to the store. `blocks` has one slice per block table.
 
     With `compare_with` it is an audit: nothing is stored.
     """

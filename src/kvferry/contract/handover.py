@@ -37,6 +37,7 @@ _MAX_TOKENS = 1 << 31
 _MAX_PORT = 65535
 
 _STAMPED = frozenset(("v", "namespace", "chunks", "key", "tail_tokens", "tail_key"))
+"""Fields of stamps. Earlier releases wrote the last two, which nothing reads any more."""
 _EXPLAINED = frozenset(
     (
         "prompt_tokens",
@@ -151,9 +152,6 @@ def write_handover(
         address: where this engine serves peers; None if it does not.
     """
     host, port = address or (None, None)
-    tail = {}
-    if stamp.tail_tokens:
-        tail = {"tail_tokens": stamp.tail_tokens, "tail_key": stamp.tail_key.hex()}
     return {
         "do_remote_prefill": is_prefill,
         "do_remote_decode": not is_prefill,
@@ -174,7 +172,6 @@ def write_handover(
             "namespace": stamp.namespace,
             "chunks": stamp.num_chunks,
             "key": stamp.last_key.hex() or None,
-            **tail,
         },
     }
 
@@ -241,17 +238,8 @@ def _stamp(value: object) -> ProducerStamp:
     last_key = _key(key) if num_chunks else b""
     if last_key is None:
         return ProducerStamp(version=0)
-    tail_tokens = _number(value.get("tail_tokens"), _MAX_TOKENS)
-    tail_key = _key(value.get("tail_key"))
-    if tail_tokens is None or tail_key is None:
-        tail_tokens, tail_key = 0, b""
     return ProducerStamp(
-        version=version,
-        namespace=namespace,
-        num_chunks=num_chunks,
-        last_key=last_key,
-        tail_tokens=tail_tokens,
-        tail_key=tail_key,
+        version=version, namespace=namespace, num_chunks=num_chunks, last_key=last_key
     )
 
 

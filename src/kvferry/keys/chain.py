@@ -2,11 +2,9 @@
 
     key_i = BLAKE3(tag | parent_i | num_tokens u32 | token ids u32... | extra keys)
     parent_0 = namespace digest        parent_i = key_(i-1)
-    key of a tail = "tail" | the last 28 bytes of such a digest, of fewer tokens
 
-A tail is the end of a prompt that fills no whole chunk. The same ids give the same keys in every
-process, Python and platform (golden vectors in `tests/keys/golden.json`, exact bytes in
-`docs/format.md`).
+The same ids give the same keys in every process, Python and platform (golden vectors in
+`tests/keys/golden.json`, exact bytes in `docs/format.md`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from blake3 import blake3
 
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys.encoding import JsonValue, canonical
-from kvferry.types import NO_EXTRA_KEYS, TAIL_MARK, ChunkKey, ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 KEY_VERSION = 1
 CHUNK_TAG = b"kvferry.chunk.1\0"
@@ -84,22 +82,6 @@ class ChunkKeys:
             return
         packed = _pack(token_ids[first * size : stop * size], first * size)
         self.keys.extend(self._hash(packed, first))
-
-    def tail(self, token_ids: Sequence[int], stop: int) -> ChunkKey:
-        """Return the key of the tail: the tokens after the last whole chunk, up to `stop`. The key
-        begins with `TAIL_MARK`. Call `extend` with the same ids before.
-
-        Raises:
-            ContractError: no such tokens, or an id that is no unsigned 32-bit integer.
-        """
-        number = len(self.keys)
-        first = number * self.chunk_tokens
-        if not first < stop < first + self.chunk_tokens or stop > len(token_ids):
-            raise ContractError(f"no tail of {len(token_ids)} tokens is from {first} to {stop}")
-        parent = self.keys[-1] if self.keys else self._namespace
-        count, packed = (stop - first).to_bytes(4, "little"), _pack(token_ids[first:stop], first)
-        parts = (CHUNK_TAG, parent, count, packed, self._extra.encode(number))
-        return ChunkKey(TAIL_MARK + blake3(b"".join(parts)).digest()[len(TAIL_MARK) :])
 
     def _hash(self, packed: bytes, first: int) -> list[ChunkKey]:
         size = self.chunk_tokens

@@ -177,9 +177,8 @@ class Accounts:
 
     def _by_tier(self, state: RequestState, search: Search, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()
-        chain = state.chain
         for index in range(start // self._chunk, -(-stop // self._chunk)):
-            tier = search.fetched.get(chain[index], MEMORY)
+            tier = search.fetched.get(state.keys.keys[index], MEMORY)
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers

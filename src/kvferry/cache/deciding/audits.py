@@ -107,11 +107,6 @@ class Audits:
                 return number
         return None
 
-    @property
-    def has_trust(self) -> bool:
-        """Whether KV that cannot be compared, such as the tail of a handover, may be promised."""
-        return self._rate is None or self._has_passed
-
     def reserve(self, state: RequestState, whole: range, number: int) -> bool:
         """Pin for the audit the record of a chunk (its request has a pin of its own) and a spare
         slot for the copy that the engine computes. False if the record is gone or no slot is free.

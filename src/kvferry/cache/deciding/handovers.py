@@ -6,8 +6,7 @@ last one. The client passes the stamp to the consumer, which computes the keys o
 own. If the stamp does not match them, the consumer does not wait. Else it expects the chunks from
 the store that both share or from the producer's memory for `load_timeout_seconds`. Unless the
 producer says that it has them in memory, each chunk that comes restarts this time, until
-`MOST_WAITS` times as much is over. The tail, the whole blocks behind the last whole chunk, comes
-from memory only.
+`MOST_WAITS` times as much is over.
 
 A producer whose chunks never come may store them elsewhere. So after a wait in vain, requests only
 look for `ASK_SECONDS`. Now and then one of them waits as long as the first, until chunks come.
@@ -17,15 +16,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from contextlib import suppress
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState, Tail
+from kvferry.cache.deciding.requests import HandoverPlan, Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.config import printable
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
-from kvferry.errors import ContractError
 from kvferry.network import join_host
 from kvferry.store.base import ASK_SECONDS, Address
 from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
@@ -82,18 +79,13 @@ class Handovers:
         plan.lends = plan.gives and self._context.config.serve is not None
         if source is None:
             return
-        self._expect(plan, source, request, state, limit)
-        keys = state.chain[: plan.num_chunks]
+        self._expect(plan, source, state, limit)
+        keys = state.keys.keys[: plan.num_chunks]
         if keys:
             self._context.store.expect(keys, plan.until, _holder(source))
 
     def _expect(
-        self,
-        plan: HandoverPlan,
-        source: KVSource,
-        request: RequestView,
-        state: RequestState,
-        limit: int,
+        self, plan: HandoverPlan, source: KVSource, state: RequestState, limit: int
     ) -> None:
         chunk, stamp = state.keys.chunk_tokens, source.stamp
         plan.miss, plan.why = self._refusal(source, state)
@@ -104,9 +96,6 @@ class Handovers:
             plan.num_chunks = min(plan.num_chunks, source.num_tokens // chunk)
         if stamp is not None:
             plan.num_chunks = min(plan.num_chunks, stamp.num_chunks)
-            plan.tail = self._tail(source, stamp, request, state)
-            if plan.tail is not None:
-                plan.num_chunks = stamp.num_chunks + 1
         now, seconds = self._context.clock(), self._context.config.load_timeout_seconds
         holder = _holder(source)
         is_held = holder is not None and self._context.store.reads_from(holder)
@@ -170,29 +159,10 @@ class Handovers:
             logger.warning(
                 "a prefill is served at %s, as a request says, which is not listed in %s. If it is "
                 "listed under another name, give `advertise` of its `serve` the same name: else "
-                "the end of prompts is computed here",
+                "what only its memory has is computed here",
                 printable(join_host(*holder)),
                 self._context.store.url,
             )
-
-    def _tail(
-        self, source: KVSource, stamp: ProducerStamp, request: RequestView, state: RequestState
-    ) -> Tail | None:
-        """Return the stamped tail; None if it is of no use. It must be a part of this prompt right
-        after its whole chunks, and give a hit at least one block more. The store must read from the
-        peer that made it, since only that peer has it."""
-        keys, block = state.keys, self._context.tables.block_size
-        number, holder = len(keys.keys), _holder(source)
-        first, num_tokens = number * keys.chunk_tokens, len(request.all_token_ids)
-        stop = first + stamp.tail_tokens
-        is_next = number == stamp.num_chunks and first < stop <= (source.num_tokens or num_tokens)
-        is_useful = min(stop, num_tokens - 1) // block * block > first
-        if not (is_next and is_useful and holder and self._context.store.reads_from(holder)):
-            return None
-        with suppress(ContractError):  # the prompt is shorter than the tail says, or has no ids
-            if keys.tail(request.all_token_ids, stop) == stamp.tail_key:
-                return Tail((*keys.keys, ChunkKey(stamp.tail_key)), stop)
-        return None
 
     def _refusal(self, source: KVSource, state: RequestState) -> tuple[LookupMiss, str]:
         """Return why the chunks of a source cannot be those of this prompt, as a reason and a text;
@@ -230,16 +200,11 @@ class Handovers:
             if not self._saves.has(key, state):
                 break
             num_chunks += 1
-        tail = plan.tail if plan.lends and handover.answers else None
-        if tail and not (tail.number == num_chunks and self._saves.has(tail.key, state)):
-            tail = None
         stamp = ProducerStamp(
             version=STAMP_VERSION,
             namespace=self._requests.namespace.hex()[:NAMESPACE_DIGITS],
             num_chunks=num_chunks,
             last_key=state.keys.keys[num_chunks - 1] if num_chunks else b"",
-            tail_tokens=tail.stop - num_chunks * state.keys.chunk_tokens if tail else 0,
-            tail_key=tail.key if tail else b"",
         )
         params = write_handover(
             stamp,

@@ -151,14 +151,6 @@ class HostPool:
         return len(self._slots) < self.num_slots
 
     @property
-    def next_evicted(self) -> ChunkKey | None:
-        """The chunk that the next assignment evicts; None if a slot is free, or none can be had."""
-        lent, num_used = self.loans.is_lent, len(self._slots) + len(self._free)
-        if num_used < self.num_slots or not all(map(lent, self._free)):
-            return None
-        return next((key for key in self._idle if not lent(self._by_key[key].index)), None)
-
-    @property
     def is_filling(self) -> bool:
         """Whether the end of some fetch or copy is still to be reported."""
         return self._num_filling > 0
@@ -197,8 +189,7 @@ class HostPool:
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
-        """Assign a slot for a chunk that every rank copies and hashes. A whole chunk is written
-        to the store; a tail (the end of a prompt, padded to a chunk) is only lent to peers.
+        """Assign a slot for a chunk that every rank copies, hashes and writes to the store.
 
         Returns:
             The slot; None if none can be assigned now, or half of them are being written: a store

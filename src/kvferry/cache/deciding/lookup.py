@@ -86,7 +86,6 @@ class Lookup:
         self._tables = context.tables
         self._clock = context.clock
         self._wait_seconds = context.config.load_timeout_seconds
-        self._tail_seconds = context.bounds.tail_seconds
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
@@ -96,8 +95,6 @@ class Lookup:
         """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
         search = state.search = state.search or Search(began_at=self._clock())
         search.num_local = num_local
-        if state.handover is not None and not self._audits.has_trust:
-            state.handover.drop_tail()
         is_promised = search.promised is not None and search.promised[0] == num_local
         if is_promised:
             return self._answer(state, search)
@@ -107,19 +104,16 @@ class Lookup:
         if search.awaited and self._clock() < search.deadline:
             return ASK_AGAIN
         self.probe(state)
-        known, miss, why = self._find(state.chain, num_local // self._chunk)
+        known, miss, why = self._find(state.keys.keys, num_local // self._chunk)
         search.missed(miss, why)
         known, num_tokens = self._limited(state, search, known, num_tokens)
-        if known < len(state.chain) and search.miss in (None, LookupMiss.ABSENT):
+        if known < len(state.keys.keys) and search.miss in (None, LookupMiss.ABSENT):
             if search.miss is None and self._waits_for_store(state, search):
                 return ASK_AGAIN
             if self._waits_for_producer(state, search, known, num_tokens):
                 self._fetch_known(state, search, known, num_tokens)
                 return ASK_AGAIN
             self._say_lacking(state, search)
-            if state.handover is not None and known == len(state.keys.keys):
-                state.handover.drop_tail()
-                search.missed(None)
         late = self._late(search)
         if not self._settle(state, search, self._choose(state, search, known), num_tokens):
             return ASK_AGAIN
@@ -166,14 +160,10 @@ class Lookup:
         if plan is None or known >= plan.num_chunks or search.phase == "settled":
             return False
         self._note_progress(state, plan, known)
-        until = plan.until
-        if known == len(state.keys.keys):
-            plan.tail_until = plan.tail_until or self._clock() + self._tail_seconds
-            until = min(until, plan.tail_until)
         waits = (
-            self._clock() < until
-            and self._usable(state, plan.num_chunks, num_tokens) > search.num_local
-            and self._store.awaits(state.chain[known])
+            self._clock() < plan.until
+            and self._usable(plan.num_chunks, num_tokens) > search.num_local
+            and self._store.awaits(state.keys.keys[known])
             and self._choose(state, search, known) == known
         )
         if plan.wait in ("none", "waits"):
@@ -191,7 +181,7 @@ class Lookup:
         plan.wait = "came"
         if until > plan.until:
             plan.until = until
-            self._store.expect(state.chain[known : plan.num_chunks], until)
+            self._store.expect(state.keys.keys[known : plan.num_chunks], until)
 
     def _fetch_known(
         self, state: RequestState, search: Search, known: int, num_tokens: int
@@ -199,7 +189,7 @@ class Lookup:
         """Fetch the known chunks of a hit whose other chunks are still to come. Half of the slots
         are left for requests that do not wait."""
         plan = state.handover
-        stop = self._usable(state, 0 if plan is None else plan.num_chunks, num_tokens)
+        stop = self._usable(0 if plan is None else plan.num_chunks, num_tokens)
         has_room = 2 * self._pool.num_taken < self._pool.num_slots
         if has_room and known * self._chunk > search.num_local < stop:
             hit = self._candidate(state, search.num_local, stop)
@@ -212,13 +202,13 @@ class Lookup:
         ask again: a longer one is being fetched, or waits for slots."""
         num_local, block = search.num_local, self._tables.block_size
         may_fetch = self._may_fetch(search)
-        stop = self._usable(state, known, num_tokens)
+        stop = self._usable(known, num_tokens)
         while stop > num_local:
             hit = self._candidate(state, num_local, stop)
             num_surplus = hit.num_slots - self._pool.num_slots
             if num_surplus > 0:
                 search.missed(LookupMiss.NO_MEMORY)
-                fits = self._usable(state, hit.numbers[-num_surplus], num_tokens)
+                fits = self._usable(hit.numbers[-num_surplus], num_tokens)
                 stop = min(fits, stop - block)
                 continue
             lacking = self._lacking(state, hit)
@@ -228,8 +218,8 @@ class Lookup:
                 return True
             if may_fetch and self._fetch(state, search, hit):
                 return False
-            search.missed(self._why_not_held(state.chain[lacking], search, may_fetch=may_fetch))
-            stop = min(self._usable(state, lacking, num_tokens), stop - block)
+            search.missed(self._why_not_held(state.keys.keys[lacking], search, may_fetch=may_fetch))
+            stop = min(self._usable(lacking, num_tokens), stop - block)
         return True
 
     def probe(self, state: RequestState) -> None:
@@ -241,7 +231,7 @@ class Lookup:
 
     def limit(self, state: RequestState, num_tokens: int) -> int:
         """Tokens of the longest hit that a prompt of `num_tokens` could ever have."""
-        return self._usable(state, len(state.chain), num_tokens)
+        return self._usable(len(state.keys.keys), num_tokens)
 
     def chunks(self, state: RequestState, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
@@ -298,7 +288,7 @@ class Lookup:
     def _choose(self, state: RequestState, search: Search, known: int) -> int:
         """Return the index of the first known chunk that is computed sooner than loaded; `known` if
         there is none. Decided before the first fetch and kept."""
-        holds, everything, keys = self._pool.holds, self._tables.all_groups, state.chain
+        holds, everything, keys = self._pool.holds, self._tables.all_groups, state.keys.keys
         if search.worth is not None:
             until = min(known, search.worth[0])
             while until < known and holds(keys[until], everything):
@@ -325,11 +315,11 @@ class Lookup:
             search.worth = first + worth.num_chunks, why
         return first + worth.num_chunks
 
-    def _usable(self, state: RequestState, num_chunks: int, num_tokens: int) -> int:
-        """Number of tokens in a hit of `num_chunks` leading chunks, the tail counted as one: whole
-        blocks, never the last token."""
+    def _usable(self, num_chunks: int, num_tokens: int) -> int:
+        """Number of tokens in a hit of `num_chunks` leading chunks: whole blocks, never the last
+        token."""
         block = self._tables.block_size
-        return max(0, min(state.end_of(num_chunks), num_tokens - 1)) // block * block
+        return max(0, min(num_chunks * self._chunk, num_tokens - 1)) // block * block
 
     def _numbers(self, start: int, stop: int) -> range:
         """Indices of the chunks that a hit of `[start, stop)` needs: from the one with the first
@@ -339,8 +329,7 @@ class Lookup:
 
     def _candidate(self, state: RequestState, start: int, stop: int) -> _Candidate:
         """Return the hit of stored tokens `[start, stop)`; it is shorter if it is to be audited."""
-        numbers = range(start // self._chunk, -(-stop // self._chunk))
-        whole = range(numbers.start, min(numbers.stop, len(state.keys.keys)))
+        whole = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audits.choose(state, whole)
         is_lent = state.lends_all
         if audited is None:
@@ -364,7 +353,7 @@ class Lookup:
         before the run. All candidates of a look-up together take linear time.
         """
         lacking = None
-        keys, holds = state.chain, self._pool.holds
+        keys, holds = state.keys.keys, self._pool.holds
         for number in reversed(hit.numbers):
             if not holds(keys[number], self._groups(number, hit)):
                 lacking = number
@@ -398,7 +387,7 @@ class Lookup:
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
         """
-        numbers, keys = hit.numbers, state.chain
+        numbers, keys = hit.numbers, state.keys.keys
         if known is not None:
             numbers = range(numbers.start, min(numbers.stop, known))
         # Count the audited chunk, too.
@@ -442,7 +431,7 @@ class Lookup:
     def _promise(self, state: RequestState, search: Search, hit: _Candidate) -> bool:
         """Pin exactly the chunks that a hit needs, all of them held, and promise the hit. False if
         there is no slot for the copy of its audit."""
-        keys = state.chain
+        keys = state.keys.keys
         self._pin_only(search, [keys[number] for number in hit.numbers])
         audited = hit.audited
         if audited is not None and not self._audits.reserve(state, hit.whole, audited):

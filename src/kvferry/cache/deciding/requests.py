@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvferry.cache.deciding.host_pool import Slot
 from kvferry.cache.messages import Filled, Load
@@ -54,25 +54,6 @@ class Audit:
     results: list[Filled] = field(default_factory=list)
 
 
-class Tail(NamedTuple):
-    """The whole blocks of a prompt behind its last whole chunk. Only a handover between engines
-    moves them, from memory to memory: as a record whose other tokens mean nothing."""
-
-    chain: tuple[ChunkKey, ...]
-    """Keys of all whole chunks of the prompt, and the key of the tail."""
-    stop: int
-    """Where the tail ends, in tokens of the prompt."""
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.chain[-1]
-
-    @property
-    def number(self) -> int:
-        """Number of whole chunks before it: its index in `chain`."""
-        return len(self.chain) - 1
-
-
 @dataclass(slots=True, kw_only=True)
 class HandoverPlan:
     """What to do with a request that another engine began, or will continue.
@@ -81,10 +62,7 @@ class HandoverPlan:
         gives: another engine will continue it, so each chunk that the store lacks is stored.
         lends: as `gives`, and each chunk is brought whole into memory, for peers to read.
         is_turn: it continues from the KV of another engine, and gives what it generates, too.
-        num_chunks: number of leading chunks that are waited for, the tail included.
-        tail: the end of the prompt behind its whole chunks. `SavePlan` sets it if this engine lends
-            the tail, `Handovers` if it may read the tail from a peer.
-        tail_until: when the wait for the tail ends; 0 until nothing else is waited for.
+        num_chunks: number of leading chunks that are waited for.
         num_known: number of leading chunks that had come at the last look-up; None before it.
         until: when the wait for chunks ends, if no more of them come before.
         latest: when it ends although chunks still come.
@@ -99,8 +77,6 @@ class HandoverPlan:
     lends: bool = False
     is_turn: bool = False
     num_chunks: int = 0
-    tail: Tail | None = None
-    tail_until: float = 0.0
     num_known: int | None = None
     until: float = 0.0
     latest: float = 0.0
@@ -112,12 +88,6 @@ class HandoverPlan:
     def end_wait(self) -> None:
         """Wait for nothing more: what has not come by the admission is computed here."""
         self.until = self.latest = 0.0
-
-    def drop_tail(self) -> None:
-        """Wait for no tail: the engine computes the end of the prompt."""
-        if self.tail is not None:
-            self.num_chunks = min(self.num_chunks, self.tail.number)
-            self.tail = None
 
 
 @dataclass(slots=True)
@@ -213,25 +183,6 @@ class RequestState:
         return self.inputs == (request.extra_keys, request.num_prompt_tokens)
 
     @property
-    def chain(self) -> Sequence[ChunkKey]:
-        """Keys of what a hit may consist of: the whole chunks, then the tail if there is one."""
-        tail = self._tail
-        return self.keys.keys if tail is None else tail.chain
-
-    def end_of(self, num_chunks: int) -> int:
-        """Number of tokens in the first `num_chunks` of `chain`."""
-        tail = self._tail
-        if tail is not None and num_chunks > tail.number:
-            return tail.stop
-        return num_chunks * self.keys.chunk_tokens
-
-    @property
-    def _tail(self) -> Tail | None:
-        """The tail of the handover; None if there is none, or it is now part of a whole chunk."""
-        tail = None if self.handover is None else self.handover.tail
-        return tail if tail is not None and tail.number == len(self.keys.keys) else None
-
-    @property
     def gives_all(self) -> bool:
         """Whether another engine will continue it, so each chunk that the store lacks is stored."""
         return self.handover is not None and self.handover.gives
@@ -309,8 +260,6 @@ class Requests:
             else:
                 state.keys, state.inputs = keys, inputs
                 state.probed_at = None
-                if state.handover is not None:
-                    state.handover.drop_tail()
         state.keys.extend(request.all_token_ids)
         return state
 

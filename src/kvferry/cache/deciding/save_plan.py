@@ -9,12 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.pins import RequestPins
-from kvferry.cache.deciding.requests import REFUSED_SECONDS, Requests, RequestState, Tail
+from kvferry.cache.deciding.requests import REFUSED_SECONDS, Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     PUT_OFF,
@@ -27,7 +26,7 @@ from kvferry.cache.messages import (
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError
 from kvferry.store.base import PutResult
-from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView, is_tail
+from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -131,25 +130,16 @@ class SavePlan:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
-        """Add to `saves` each chunk that is computed by the end of this step, wanted and missing.
-        At the end of a prompt, add its tail if peers may read that from here."""
-        request, plan = item.request, state.handover
+        """Add to `saves` each missing chunk that is wanted and computed by the end of this step."""
+        request, chunk_tokens = item.request, state.keys.chunk_tokens
         computed = item.num_computed_tokens + item.num_scheduled_tokens
-        lends_tail = (
-            plan is not None
-            and plan.lends
-            and request.handover is not None
-            and request.handover.answers
-            and item.num_computed_tokens < request.num_prompt_tokens
-        )
-        chunk_tokens = state.keys.chunk_tokens
         # Tokens past `all_token_ids` are drafts: the model has not confirmed them.
         limit = len(request.all_token_ids)
         if self._context.config.save_generated:
             state.keys.extend(request.all_token_ids)
         else:
             limit = min(limit, request.num_prompt_tokens)
-            if state.next_save >= limit // chunk_tokens and not lends_tail:
+            if state.next_save >= limit // chunk_tokens:
                 self.forget(request.request_id)
                 return
         whole = min(computed, limit) // chunk_tokens
@@ -162,8 +152,6 @@ class SavePlan:
                 return  # offered again in the next step of this request
             state.next_save += 1
         state.lacks_slot = False
-        if plan is not None and lends_tail and computed >= request.num_prompt_tokens:
-            plan.tail = self._plan_tail(item, state, saves)
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. If it is
@@ -178,33 +166,6 @@ class SavePlan:
         if blocks is None:
             self._context.observer.count("save_out_of_window")
             return True
-        return self._save(key, first, blocks, saves)
-
-    def _plan_tail(
-        self, item: ScheduledRequest, state: RequestState, saves: list[Save]
-    ) -> Tail | None:
-        """Return the tail of a prompt, and have it copied if a slot can be had. A tail is the whole
-        blocks behind the last whole chunk, without the last token, which the next engine computes;
-        None if there are none. No chunk of the same prompt is evicted for it."""
-        request, tables, number = item.request, self._context.tables, state.next_save
-        first = number * state.keys.chunk_tokens
-        stop = (request.num_prompt_tokens - 1) // tables.block_size * tables.block_size
-        if stop <= first or number != len(state.keys.keys):
-            return None
-        keys = state.keys.keys
-        key = state.keys.tail(request.all_token_ids, stop)
-        blocks = tables.tail_slices(item.block_ids, first, stop, state.keys.chunk_tokens)
-        if blocks is None:
-            self._context.observer.count("save_out_of_window")
-        elif not self.has(key, state):
-            self._pool.touch(keys)
-            if self._pool.next_evicted in keys or not self._save(key, first, blocks, saves):
-                self._context.observer.count("save_no_slot")
-        return Tail((*keys, key), stop)
-
-    def _save(
-        self, key: ChunkKey, first: int, blocks: tuple[BlockSlice, ...], saves: list[Save]
-    ) -> bool:
         slot = self._pool.save(key, first)
         if slot is None:
             return False
@@ -274,8 +235,6 @@ class SavePlan:
             self._announce_failed(slot.key)
         elif self._is_alone:
             self._pool.seal(slot)
-            if is_tail(slot.key):
-                self._pool.end_write(slot)
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 

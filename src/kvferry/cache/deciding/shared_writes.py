@@ -17,7 +17,6 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import write_sealed
-from kvferry.types import is_tail
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +108,4 @@ class SharedWrites:
         schema = self._schema.with_namespace(record.namespace)
         self._ranks.seal(slot.index, schema.encode_head(slot.key, slot.first_token, table))
         record.is_sealed = True
-        if is_tail(slot.key):
-            return PutResult.EXISTS  # nothing is to be stored, so nothing failed
         return write_sealed(self._store, slot.key, parts, self._observer)

@@ -27,7 +27,7 @@ from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
-from kvferry.types import ChunkKey, is_tail
+from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class SlotIO:
 
     def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
         """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
-        the chunk; if this rank holds whole records, write it, but not a tail. Never blocks."""
+        the chunk; if this rank holds whole records, write it. Never blocks."""
         schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         self._copying[chunk.slot] = chunk, gathered
@@ -186,8 +186,6 @@ class SlotIO:
             return Sealed(chunk.slot, digests), None
         key = ChunkKey(chunk.key)
         seal_record(schema, key, chunk.first_token, digests, image)
-        if is_tail(key):
-            return Sealed(chunk.slot), None
 
         def write(_job: Job[Saved]) -> Saved:
             store = self._context.store

@@ -34,7 +34,7 @@ from kvferry.store.base import (
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.thread import TierThread
 from kvferry.store.tiers.tier import Tier, Unopened
-from kvferry.types import ChunkKey, is_tail
+from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
 
@@ -155,7 +155,7 @@ class TieredStore(Store):
             self._served.move_to_end(key)
             if len(self._served) > _MAX_SERVED:
                 self._served.popitem(last=False)
-        if tier.number and self._tiers[0].accepts_writes and not is_tail(key):
+        if tier.number and self._tiers[0].accepts_writes:
             self._threads[0].add(key, tier)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
