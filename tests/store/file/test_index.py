@@ -23,7 +23,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.file import FileStore
-from kvferry.store.file.database import Database, IndexUnavailable
+from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.settings import FileBounds
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -460,32 +460,6 @@ def test_a_store_that_serves_goes_on(tmp_path, place, damage, caplog):
     assert_said_once(caplog)
 
 
-def test_a_fifo_that_came_behind_the_check_holds_nobody_up_for_ever(tmp_path):
-    path = tmp_path / "index.sqlite3"
-    database = Database(str(path), SCHEMA, read_only=False, lock_seconds=0.02)
-    woken = threading.Event()
-
-    def wait_as_sqlite_would() -> None:
-        with database.transaction(writes=False):
-            journal = Path(f"{path}-journal")
-            journal.unlink()
-            os.mkfifo(journal)
-            os.close(os.open(journal, os.O_RDONLY))
-            woken.set()
-
-    def is_free() -> bool:
-        with suppress(IndexUnavailable):
-            database.open()
-        return woken.is_set()
-
-    waits = threading.Thread(target=wait_as_sqlite_would, daemon=True)
-    database.open()
-    waits.start()
-    wait_until(is_free, "it is woken")
-    waits.join(LATE_SECONDS)
-    database.close()
-
-
 class DamageInTransaction(Counters):
     """Damages an index while a transaction evicts a record from it."""
 
@@ -791,7 +765,7 @@ def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
     def locked(*arguments):
         raise IndexUnavailable(11, "locked")
 
-    for method in ("keys_of_shard", "bound_quarantine", "complete"):
+    for method in ("keys", "bound_quarantine", "complete"):
         with monkeypatch.context() as patch:
             patch.setattr(store.index, method, locked)
             for _ in range(100):

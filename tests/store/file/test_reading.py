@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import threading
 
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.store.base import PutResult
-from kvferry.store.file.fileio import open_below
 from kvferry.testing.stores import make_key, make_value
 
 IS_LINUX = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
@@ -128,35 +125,6 @@ def test_a_look_at_a_failing_medium_raises_nothing(bench):
     bench.io.fail["preadv"] = errno.EIO
     with pytest.raises(StoreError, match="cannot be read"):
         store.read(make_key(), [(0, aligned_buffer(300_007))])
-
-
-def test_a_system_without_the_call_that_opens_below_goes_step_by_step(bench, monkeypatch):
-    monkeypatch.setattr("kvferry.store.file.directory.open_below", lambda *_: None)
-    value, buffer = make_value(10_000), aligned_buffer(10_000)
-    store = bench.open()
-    assert store.put(make_key(), [value]) is PutResult.STORED
-    assert store.read(make_key(), [(0, buffer)]) == 10_000
-    assert buffer == value
-    store.discard(make_key(), "a test")
-    assert store.read(make_key(), [(0, buffer)]) is None
-
-
-def test_what_lies_below_is_opened_through_no_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "file").write_bytes(b"x")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    (tmp_path / "real" / "again").symlink_to("file")
-    root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if sys.platform == "linux":  # of 5.6 or later
-            fd = open_below(("real", "file"), os.O_RDONLY, root)
-            assert fd is not None
-            assert os.get_inheritable(fd) is False
-            os.close(fd)
-        for names in (("link", "file"), ("real", "again"), ("real", "absent")):
-            assert open_below(names, os.O_RDONLY, root) is None
-    finally:
-        os.close(root)
 
 
 def test_reading_does_not_leak_descriptors(bench):

@@ -126,7 +126,6 @@ class Database:
         if not self.is_ours:
             raise IndexUnavailable(errno.EPERM, "a forked process has no index")
         if not self._lock.acquire(timeout=self._timeout):
-            self._wake_from_fifos()
             raise IndexUnavailable(errno.EAGAIN, "another thread holds the index")
         try:
             yield
@@ -155,15 +154,6 @@ class Database:
                 mode = os.lstat(f"{self._path}{suffix}").st_mode
                 if not stat.S_ISREG(mode) or not (self.read_only or mode & 0o600 == 0o600):
                     raise Damaged("not a file, or not writable")
-
-    def _wake_from_fifos(self) -> None:
-        """End the wait of a thread whose SQLite opens a fifo that took the place of a file after
-        `_check_place`. The open waits for a writer, and every later call for that thread."""
-        # Not the database itself: closing it would drop the locks of this process.
-        for path in (f"{self._path}{suffix}" for suffix in _FILES[1:]):
-            with suppress(OSError):  # none there, or nothing that waits at it
-                if stat.S_ISFIFO(os.lstat(path).st_mode):
-                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
     def _connect(self) -> sqlite3.Connection:
         path = self._path

@@ -10,9 +10,9 @@
 The files are the truth; the index is a cache of them. People may empty or remove the directory at
 any time: the next write makes it a store again, and so does the next start, unless it holds things
 that are not the store's. Names of records come from `key.hex()` alone.
-Every file is opened from the directory above it, through no link, so that no name leads out of the
-root. A value gets its name by a hard link, or a rename where links fail. So it appears whole or not
-at all, and with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
+A folder may be a link: people move folders to larger disks. A link in the place of a file is not
+followed. A value gets its name by a hard link, or a rename where links fail. So it appears whole or
+not at all, and with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.errors import StoreError, StorePlaceError
 from kvferry.filesystem import file_system
-from kvferry.store.file.fileio import as_views, open_at, open_below, write_all
+from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
 STORE_FORMAT_VERSION = 2
@@ -43,7 +43,6 @@ MARKER = "kvferry.json"
 NUM_SHARDS = 32
 """Number of shards: directories of records, 00 to 1f, named by the first five bits of the key."""
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 _MAX_TEXT_BYTES = 1 << 20
 HEAD_BYTES = 512
 """Size of the start of a record that is read to find its namespace."""
@@ -104,8 +103,9 @@ def record_name(key: ChunkKey) -> str:
 
 
 def record_path(root: str, key: ChunkKey) -> str:
-    """Path of the file of a key, for messages and tools; the store itself opens by handles."""
-    return "/".join((root, *shard_of(key), record_name(key)))
+    """Path of the file of a key."""
+    name = record_name(key)
+    return "/".join((root, *shard_of(key), name))
 
 
 class Directory:
@@ -121,60 +121,37 @@ class Directory:
         """Whether links are unreliable here, so that values get their names by renaming."""
         return file_system(self.root) in _LOSES_LINKS
 
-    @contextmanager
-    def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """`open` a directory, and close its handle after the block."""
-        fd = self.open(*names, make=make)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def path(self, *names: str) -> str:
+        return "/".join((self.root, *names))
 
-    def open(self, *names: str, make: bool = False) -> int:
-        """Return a handle of the directory `names` under the root; make the directory if `make`,
-        and what `keep_text` keeps: people may have emptied the root."""
-        try:
-            return self._open(names)
-        except FileNotFoundError:
-            if not (make and names):
-                raise
-        os.makedirs(self.root, mode=0o700, exist_ok=True)
-        for depth in range(len(names)):
-            with self.opened(*names[:depth]) as above, suppress(FileExistsError):
-                os.mkdir(names[depth], 0o700, dir_fd=above)
-        self._restore_texts()
-        return self._open(names)
-
-    def _open(self, names: Sequence[str]) -> int:
-        if len(names) == 1:
-            with suppress(FileNotFoundError):
-                return open_at(f"{self.root}/{names[0]}", _DIRECTORY)
-        handles = [os.open(self.root, _DIRECTORY | os.O_CLOEXEC)]  # the root may be a link
-        try:
-            below = open_below(names, _DIRECTORY, handles[0]) if len(names) > 1 else None
-            if below is not None:
-                return below
-            for name in names:
-                handles.append(open_at(name, _DIRECTORY, handles[-1]))
-            return handles.pop()
-        finally:
-            for fd in handles:
-                os.close(fd)
+    def made(self, *names: str) -> str:
+        """Return the path of a directory under the root. If it is absent, make it, and what
+        `keep_text` keeps: people may have emptied the root."""
+        path = self.path(*names)
+        if not os.path.isdir(path):
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            for depth in range(1, len(names) + 1):
+                with suppress(FileExistsError):
+                    os.mkdir(self.path(*names[:depth]), 0o700)
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
+            self._restore_texts()
+        return path
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
         """Open a record; return descriptor and size, None if absent. May raise `NotAFile`."""
-        return self._open_file(record_name(key), *shard_of(key))
+        return _open_file(record_path(self.root, key))
 
     def read_head(self, key: ChunkKey) -> bytes:
         """Return the first bytes of a record; empty if they cannot be read."""
         with suppress(OSError):
-            return self._read(record_name(key), HEAD_BYTES, *shard_of(key)) or b""
+            return _read(record_path(self.root, key), HEAD_BYTES) or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
         """Return size and time of a record; None if no regular file has its name."""
-        with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
-            status = lstat_at(record_name(key), shard)
+        with suppress(*_ABSENT):
+            status = os.lstat(record_path(self.root, key))
             return found_of(status) if stat.S_ISREG(status.st_mode) else None
         return None
 
@@ -193,30 +170,29 @@ class Directory:
 
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
         """Return a value that changes when a file enters or leaves this shard. Never raises."""
-        with suppress(OSError), self.opened("records") as records:
-            status = lstat_at(f"{shard:02x}", records)
+        with suppress(OSError):
+            status = os.stat(self.path("records", f"{shard:02x}"))
             return status.st_ino, status.st_mtime_ns
         return 0, 0  # absent; or it fails, as listing it will show
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove whatever has the name of a record. False if nothing has."""
-        with suppress(*_ABSENT), self.opened(*shard_of(key)) as shard:
-            remove_any(record_name(key), shard)
+        with suppress(*_ABSENT):
+            remove_any(record_path(self.root, key))
             return True
         return False
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
         """Return the key of a file of `writing`, and whether its writer's lock shows here."""
         key, machine, _ = name.split(".")
-        with self.opened("writing") as writing:
-            return ChunkKey(bytes.fromhex(key)), machine == machine_of(writing)
+        return ChunkKey(bytes.fromhex(key)), machine == machine_of(self.path("writing"))
 
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`. Whether it is gone now. Never raises."""
         if _FILE_NAMES[folder].fullmatch(name) is not None:
             with suppress(OSError):
-                with suppress(FileNotFoundError), self.opened(folder) as directory:
-                    remove_any(name, directory)
+                with suppress(FileNotFoundError):
+                    remove_any(self.path(folder, name))
                 return True
         return False
 
@@ -224,8 +200,8 @@ class Directory:
         """Return the files of `writing` or `quarantine` by name."""
         found = {}
         for name in filter(_FILE_NAMES[folder].fullmatch, self.listed(folder)):
-            with suppress(*_ABSENT), self.opened(folder) as directory:
-                found[name] = found_of(lstat_at(name, directory))
+            with suppress(*_ABSENT):
+                found[name] = found_of(os.lstat(self.path(folder, name)))
         return found
 
     def drop_abandoned(self, name: str, *, is_old: bool, first: Callable[[], object]) -> bool:
@@ -233,8 +209,7 @@ class Directory:
         a regular file. Whether it was removed. Where files cannot be locked, a file counts as
         abandoned if it `is_old`."""
         try:
-            with self.opened("writing") as writing:
-                fd = open_at(name, os.O_WRONLY | os.O_NONBLOCK, writing)
+            fd = open_at(self.path("writing", name), os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             return error.errno in _NOT_A_FILE and self.drop("writing", name)
         try:
@@ -253,13 +228,12 @@ class Directory:
         regular file, and return None. Raises FileNotFoundError if nothing is there."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
-        with self.opened(*shard_of(key)) as shard:
-            status = lstat_at(record_name(key), shard)
-            if not stat.S_ISREG(status.st_mode):
-                remove_any(record_name(key), shard)
-                return None
-            with self.opened("quarantine", make=True) as aside:
-                os.rename(record_name(key), name, src_dir_fd=shard, dst_dir_fd=aside)
+        record = record_path(self.root, key)
+        status = os.lstat(record)
+        if not stat.S_ISREG(status.st_mode):
+            remove_any(record)
+            return None
+        os.rename(record, f"{self.made('quarantine')}/{name}")
         return name, found_of(status).num_bytes
 
     def keep_text(self, name: str, text: str, *within: str, is_there: bool = False) -> None:
@@ -271,74 +245,70 @@ class Directory:
 
     def _restore_texts(self) -> None:
         for (*within, name), text in tuple(self._kept_texts.items()):
-            try:
-                with self.opened(*within) as directory:
-                    lstat_at(name, directory)
-            except FileNotFoundError:
+            if not os.path.lexists(self.path(*within, name)):
                 self._write_text(name, text, *within)
 
     def _write_text(self, name: str, text: str, *within: str) -> None:
-        temporary = f".{name}.{secrets.token_hex(8)}"
-        with self.opened(*within, make=True) as directory:
-            fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory)
-            try:
-                write_all(fd, as_views([text.encode()]), 0)
-                os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=directory)
-                raise
-            finally:
-                os.close(fd)
+        path = f"{self.made(*within)}/{name}"
+        temporary = f"{self.path(*within)}/.{name}.{secrets.token_hex(8)}"
+        fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(fd, as_views([text.encode()]), 0)
+            os.rename(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
 
     def read_text(self, name: str, *within: str) -> str | None:
         """Return up to 1 MiB of a file; None if absent. Bytes that are not UTF-8 are replaced."""
-        content = self._read(name, _MAX_TEXT_BYTES, *within)
+        content = _read(self.path(*within, name), _MAX_TEXT_BYTES)
         return None if content is None else content.decode(errors="replace")
 
     def start_of(self, name: str, num_bytes: int) -> bytes:
         """Return the first bytes of a file in the root; empty if it is absent or no file."""
         with suppress(NotAFile):
-            return self._read(name, num_bytes) or b""
+            return _read(self.path(name), num_bytes) or b""
         return b""
 
     def listed(self, *names: str) -> list[str]:
-        with suppress(*_ABSENT), self.opened(*names) as fd:
-            return os.listdir(fd)
+        with suppress(*_ABSENT):
+            return os.listdir(self.path(*names))
         return []
 
-    def _open_file(self, name: str, *within: str) -> tuple[int, int] | None:
-        try:
-            # Without O_NONBLOCK, opening a fifo would wait for a writer for ever.
-            flags = os.O_RDONLY | os.O_NONBLOCK
-            with self.opened() as root:
-                fd = open_below((*within, name), flags, root)
-            if fd is None:
-                with self.opened(*within) as directory:
-                    fd = open_at(name, flags, directory)
-        except _ABSENT:
-            return None
-        except OSError as error:
-            if error.errno not in _NOT_A_FILE:
-                raise
-            raise NotAFile(error.errno, "not a regular file", name) from error
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise NotAFile(errno.EINVAL, "not a regular file", name)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd, status.st_size
 
-    def _read(self, name: str, limit: int, *within: str) -> bytes | None:
-        opened = self._open_file(name, *within)
-        if opened is None:
-            return None
-        try:
-            return os.read(opened[0], limit)
-        finally:
-            os.close(opened[0])
+def _open_file(path: str) -> tuple[int, int] | None:
+    """Open a regular file; return descriptor and size, None if absent. May raise `NotAFile`."""
+    try:
+        # Without O_NONBLOCK, opening a fifo would wait for a writer for ever.
+        fd = open_at(path, os.O_RDONLY | os.O_NONBLOCK)
+    except _ABSENT:
+        return None
+    except OSError as error:
+        if error.errno not in _NOT_A_FILE:
+            raise
+        raise NotAFile(error.errno, "not a regular file", path) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotAFile(errno.EINVAL, "not a regular file", path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, status.st_size
+
+
+def _read(path: str, limit: int) -> bytes | None:
+    """Return the first bytes of a regular file; None if absent."""
+    opened = _open_file(path)
+    if opened is None:
+        return None
+    try:
+        return os.read(opened[0], limit)
+    finally:
+        os.close(opened[0])
 
 
 def open_root(root: Path, *, create: bool) -> Directory:
@@ -371,8 +341,7 @@ def open_root(root: Path, *, create: bool) -> Directory:
         marker = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
         directory.keep_text(MARKER, marker, is_there=is_store or not create)
         if not is_store and create:
-            with directory.opened("records", make=True):
-                pass
+            directory.made("records")
     except FileNotFoundError as error:
         raise StorePlaceError(
             f"the store directory {directory.root} does not exist; create it or check the path"
@@ -442,27 +411,23 @@ def _kernel() -> str:
 _KERNEL = _kernel()
 
 
-def machine_of(directory: int) -> str:
+def machine_of(folder: str) -> str:
     """Name this mount on this machine. Processes that get equal names see each other's locks."""
-    whose = f"{_KERNEL} {os.fstat(directory).st_dev}"
+    whose = f"{_KERNEL} {os.stat(folder).st_dev}"
     return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
 
 
-def remove_any(name: str, directory: int) -> None:
+def remove_any(path: str) -> None:
     """Remove a file, or a directory with all that is in it."""
     try:
-        os.unlink(name, dir_fd=directory)
+        os.unlink(path)
     except (IsADirectoryError, PermissionError):  # POSIX has the latter for directories
-        if not stat.S_ISDIR(lstat_at(name, directory).st_mode):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise
         try:
-            shutil.rmtree(name, dir_fd=directory)
+            shutil.rmtree(path)
         except RecursionError as error:
             raise OSError(errno.ENAMETOOLONG, "a directory too deep to be removed") from error
-
-
-def lstat_at(name: str, directory: int) -> os.stat_result:
-    return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
 
 def found_of(status: os.stat_result) -> Found:

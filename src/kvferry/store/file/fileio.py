@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 
@@ -29,46 +28,15 @@ _MAX_READ_BYTES = 16 << 20
 _IOV_MAX = 1024
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-_OPENAT2 = 437
-"""The number of the system call, on every architecture but Alpha."""
-_RESOLVE_NO_SYMLINKS = 0x04
-_LIBC = ctypes.CDLL(None)
-_LIBC.syscall.restype = ctypes.c_long
-_LIBC.syscall.argtypes = (
-    *(ctypes.c_long, ctypes.c_int, ctypes.c_char_p),
-    *(ctypes.c_void_p, ctypes.c_size_t),
-)
 _UNSUPPORTED = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.ENOENT}
 )
 
 
-def open_at(name: str, flags: int, directory: int | None = None) -> int:
-    """Open a file in a directory; a symbolic link of this name is an error. A file that this makes
-    is private to the user."""
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-
-
-def open_below(names: Sequence[str], flags: int, directory: int) -> int | None:
-    """Open a file or directory several levels below `directory`, following no link. One system call
-    does it all: after each call a thread waits for the GIL. None if it fails, or the system has no
-    such call: the caller then opens one level at a time, and learns why."""
-    if sys.platform != "linux":
-        return None
-    how = _OpenHow(flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_NO_SYMLINKS)
-    path = os.fsencode("/".join(names))
-    fd: int = _LIBC.syscall(_OPENAT2, directory, path, ctypes.byref(how), ctypes.sizeof(how))
-    return fd if fd >= 0 else None
-
-
-class _OpenHow(ctypes.Structure):
-    """The argument `how` of `openat2`; see its manual page."""
-
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
+def open_at(path: str, flags: int) -> int:
+    """Open a file; a symbolic link in its place is an error. A file that this makes is private to
+    the user."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:

@@ -16,9 +16,8 @@ from contextlib import suppress
 from kvferry.store.file.directory import (
     HEAD_BYTES,
     Directory,
-    lstat_at,
     machine_of,
-    record_name,
+    record_path,
     remove_any,
     shard_of,
 )
@@ -40,7 +39,7 @@ class Writing:
 
     Attributes:
         key: key of the value.
-        name: name of the hidden file; empty before there is one.
+        path: path of the hidden file; empty before there is one.
         num_bytes, head: size and first bytes of what `write` has written.
     """
 
@@ -48,14 +47,10 @@ class Writing:
         self.key = key
         self.num_bytes = 0
         self.head = b""
-        self.name = ""
+        self.path = ""
         self._directory = directory
-        self._handles: list[int] = []
-        self._folder = self._shard = -1
-
-    def _kept(self, fd: int) -> int:
-        self._handles.append(fd)
-        return fd
+        self._record = record_path(directory.root, key)
+        self._fd = -1
 
     def is_taken(self) -> bool:
         """Whether a record has this key."""
@@ -64,20 +59,19 @@ class Writing:
     def begin(self) -> int:
         """Make and lock the hidden file, and return its descriptor. The lock shows that the writer
         lives, because the system drops it when the process dies."""
-        self._folder = self._kept(self._directory.open("writing", make=True))
+        folder = self._directory.made("writing")
+        start = f"{folder}/{self.key.hex()}.{machine_of(folder)}."
         for _ in range(_MAX_TRIES):
-            name = f"{self.key.hex()}.{machine_of(self._folder)}.{secrets.token_hex(12)}"
-            fd = self._kept(open_at(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder))
+            self.path = f"{start}{secrets.token_hex(12)}"
+            self._fd = open_at(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_ours = os.fstat(fd).st_nlink > 0
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = os.fstat(self._fd).st_nlink > 0
             except OSError as error:
                 is_ours = error.errno != errno.EWOULDBLOCK  # a file system may have no locks
             if is_ours:
-                self.name = name
-                return fd
-            with suppress(OSError):  # an upkeep took it for a dead writer's
-                os.unlink(name, dir_fd=self._folder)
+                return self._fd
+            self.close()  # an upkeep took it for a dead writer's
         raise OSError(errno.EAGAIN, "no file can be locked")
 
     def write(self, views: Sequence[memoryview]) -> None:
@@ -90,61 +84,53 @@ class Writing:
 
     def place(self) -> bool:
         """Give the file its record's name. False if the key is taken: the first writer wins."""
-        target, there = record_name(self.key), self._find(make=True)
+        self._directory.made(*shard_of(self.key))
+        there = self._find()
         if _is_record(there):
             return False
         if there is not None:
             with suppress(FileNotFoundError):
-                remove_any(target, self._shard)  # something else in its place
-        handles = {"src_dir_fd": self._folder, "dst_dir_fd": self._shard}
+                remove_any(self._record)  # something else in its place
         if self._directory.loses_links:
-            os.rename(self.name, target, **handles)
+            os.rename(self.path, self._record)
             return True
         try:
-            os.link(self.name, target, **handles, follow_symlinks=False)
+            os.link(self.path, self._record, follow_symlinks=False)
         except OSError as error:
             with suppress(FileNotFoundError):
                 # A network file system may send the request twice: then the name is ours already.
-                return self._has_name(target)
+                return self._has_record()
             if error.errno not in _NO_LINKS:
                 raise
             # Without hard links, two writers of one key may both believe to be first. The later one
             # replaces the file of the earlier one with equal bytes.
-            os.rename(self.name, target, **handles)
+            os.rename(self.path, self._record)
         return True
 
     def unplace(self) -> None:
         """Undo what `place` did, unless it renamed. Never raises: the upkeep finds what stays."""
         with suppress(OSError):
-            if self._has_name(target := record_name(self.key)):
-                os.unlink(target, dir_fd=self._shard)
+            if self._has_record():
+                os.unlink(self._record)
 
     def close(self) -> None:
         """Remove the hidden name. Idempotent. Never raises: the upkeep finds what stays."""
-        if self.name:
+        if self._fd >= 0:
             with suppress(OSError):
-                remove_any(self.name, self._folder)
-        handles, self._handles = self._handles, []
-        for fd in handles:
+                remove_any(self.path)
             with suppress(OSError):
-                os.close(fd)
+                os.close(self._fd)
+            self._fd = -1
 
-    def _find(self, *, make: bool = False) -> os.stat_result | None:
-        """Status of what has the record's name, or None. Makes its directory if `make`."""
-        try:
-            if self._shard < 0:
-                self._shard = self._kept(self._directory.open(*shard_of(self.key), make=make))
-        except FileNotFoundError:
-            if make:
-                raise
-            return None
+    def _find(self) -> os.stat_result | None:
+        """Status of what has the record's name, or None."""
         with suppress(FileNotFoundError):
-            return lstat_at(record_name(self.key), self._shard)
+            return os.lstat(self._record)
         return None
 
-    def _has_name(self, name: str) -> bool:
-        """Whether `name`, in the directory of the record, is a name of this file."""
-        return os.path.samestat(lstat_at(name, self._shard), lstat_at(self.name, self._folder))
+    def _has_record(self) -> bool:
+        """Whether the record's name is a name of this file."""
+        return os.path.samestat(os.lstat(self._record), os.lstat(self.path))
 
 
 def _is_record(status: os.stat_result | None) -> bool:
