@@ -105,6 +105,28 @@ def test_spread_without_a_thread_does_the_work_itself(pool, monkeypatch):
     assert done == list(range(5))
 
 
+def test_a_job_starts_a_thread_only_if_none_is_free(pool):
+    def name_of(_job):
+        return threading.current_thread().name
+
+    assert pool.submit(name_of).wait(30)
+    gate = threading.Event()
+    hangs = [pool.submit(lambda _job: gate.wait(60)) for _ in range(2)]
+    found = []
+    for _ in range(9):
+        job = pool.submit(name_of)
+        assert job.wait(30), "it does not wait for those that hang"
+        found.append(job.result)
+    gate.set()
+    assert all(job.wait(30) for job in hangs)
+    assert len(set(found)) == 1
+    others = IOPool(3, "other")
+    for _ in range(9):
+        assert others.submit(name_of).wait(30)
+    assert others.close(30)
+    assert len(others._threads) == 1
+
+
 def test_callers_at_once_start_no_more_threads_than_the_pool_may_have():
     for _ in range(20):
         pool, together = IOPool(1, "narrow"), threading.Barrier(8, timeout=30)

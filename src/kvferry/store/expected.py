@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvferry.store.backoff import Backoff
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -63,7 +64,7 @@ class ExpectedKeys:
         self._is_looking = False
         self._lock = threading.Lock()  # for the four above; never held across I/O
         self._ends = threading.Event()
-        self._thread: IOPool | None = None
+        self._thread = IOPool(1, "kvferry-expect")
 
     def add(self, keys: Sequence[ChunkKey], until: float, *, final: bool = False) -> None:
         """See `Store.expect`. `final`: a key that the medium lacks never comes later; see `end`."""
@@ -82,7 +83,6 @@ class ExpectedKeys:
                     self._until[key] = max(until, self._until.get(key, until))
                 self._prompts[last] = missing._replace(until=self._until[last])
             if not self._is_looking:
-                self._thread = self._thread or IOPool(1, "kvferry-expect")
                 # No thread may be left to the process now: the next `add` tries again.
                 self._is_looking = self._thread.submit(self._run).error is None
 
@@ -112,8 +112,7 @@ class ExpectedKeys:
     def close(self) -> None:
         """Stop the thread. Idempotent; takes at most `CLOSE_SECONDS`."""
         self._ends.set()
-        if self._thread is not None:
-            self._thread.close(CLOSE_SECONDS)
+        self._thread.close(CLOSE_SECONDS)
 
     def _missing(self, prompt: _ExpectedPrompt) -> _ExpectedPrompt | None:
         """The rest of a prompt from its first missing key on; None if all came or time is over."""
@@ -149,8 +148,9 @@ class ExpectedKeys:
 
     def _run(self, _job: Job[None]) -> None:
         """Runs in: the thread of this object."""
-        pause, num_before = FIRST_PAUSE_SECONDS, 0
-        while not self._ends.wait(pause):
+        looks, num_before = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS), 0
+        looks.failed()
+        while not self._ends.wait(looks.pause):
             prompts = self._forget_what_came()
             if prompts is None:
                 return
@@ -161,5 +161,7 @@ class ExpectedKeys:
                 self._is_looking = False
                 raise
             num_missing = sum(map(len, prompts))
-            pause = FIRST_PAUSE_SECONDS if num_missing != num_before else 2 * pause
-            pause, num_before = min(pause, LAST_PAUSE_SECONDS), num_missing
+            if num_missing != num_before:
+                looks.succeeded()
+            looks.failed()
+            num_before = num_missing

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable
 
 from kvferry.observe import Observer
+from kvferry.store.backoff import Backoff
 from kvferry.store.base import PutResult
 
 logger = logging.getLogger(__name__)
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOG_EVERY_SECONDS = 60.0
-_TRIES_BEFORE_REST = 3
+_FREE_FAILURES = 2
+_FIRST_REST_SECONDS = 1.0
 _LONGEST_REST_SECONDS = 60.0
 
 
@@ -32,8 +34,7 @@ class MediumFaults:
         self.observer = observer
         self.clock = clock
         self._lock = threading.Lock()
-        self._num_failures = 0
-        self._rest_until = 0.0
+        self._rest = Backoff(clock, _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS, free=_FREE_FAILURES)
         self._last_result = PutResult.FAILED
         self.refusal = ""
         self._logged: dict[tuple[str, int | None], float] = {}
@@ -41,7 +42,7 @@ class MediumFaults:
     def resting(self) -> PutResult | None:
         """Return the answer to a write that is not to be tried now; None if it may be tried."""
         with self._lock:
-            if self._num_failures < _TRIES_BEFORE_REST or self.clock() >= self._rest_until:
+            if self._rest.is_over:
                 return None
             result = self._last_result
         self.observer.count("store_put_skipped")
@@ -52,9 +53,7 @@ class MediumFaults:
         no_space = error.errno in _NO_SPACE
         result = PutResult.NO_SPACE if no_space else PutResult.FAILED
         with self._lock:
-            self._num_failures += 1
-            doublings = min(max(self._num_failures - _TRIES_BEFORE_REST, 0), 10)
-            self._rest_until = self.clock() + min(2.0**doublings, _LONGEST_REST_SECONDS)
+            self._rest.failed()
             self._last_result = result
             self.refusal = "" if no_space else error.strerror or type(error).__name__
         self.observer.count("store_put_no_space" if no_space else "store_put_failed")
@@ -63,9 +62,8 @@ class MediumFaults:
 
     def write_succeeded(self) -> None:
         """Note that a write succeeded: the next failure counts as the first."""
-        if self._num_failures:
-            with self._lock:
-                self._num_failures = 0
+        with self._lock:
+            self._rest.succeeded()
 
     def failed(self, what: str, error: OSError) -> None:
         """Count and log any other operation that failed."""

@@ -47,12 +47,13 @@ class Job(Generic[T]):
 
 class IOPool:
     """Begins jobs in order of submission on up to `num_threads` threads, whose names begin with
-    `name`. Each of the first `num_threads` jobs starts a thread."""
+    `name`. A job for which no thread is free starts one."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._open: set[Job[object]] = set()  # that wait or run
         self.num_threads = num_threads
         self.name = name
         self._closed = False
@@ -71,7 +72,8 @@ class IOPool:
                 job.cancelled = True
                 job._done.set()
                 return job
-            if len(self._threads) < self.num_threads:
+            self._open.add(job)  # type: ignore[arg-type]  # T is erased
+            if len(self._threads) < min(len(self._open), self.num_threads):
                 thread = threading.Thread(
                     target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
                 )
@@ -79,12 +81,13 @@ class IOPool:
                     thread.start()
                 except RuntimeError as error:  # the process has as many as it may have
                     if not self._threads:
+                        self._open.clear()
                         job.error = error
                         job._done.set()
                         return job
                 else:
                     self._threads.append(thread)
-            self._queue.put((job, run))  # type: ignore[arg-type]  # T is erased inside the queue
+            self._queue.put((job, run))  # type: ignore[arg-type]
         return job
 
     def spread(
@@ -157,5 +160,6 @@ class IOPool:
                 job.result = run(job)
             except BaseException as error:  # outermost loop of a thread: the job keeps the error
                 job.error = error
+            self._open.discard(job)
             job._done.set()
             del item, job, run

@@ -25,6 +25,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.store.backoff import Backoff
 from kvferry.store.base import NO_DEADLINE, PutResult, Store, Value
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record
@@ -156,7 +157,7 @@ class RecordClient:
         # Writes take the interpreter's lock more often: more threads would wait for each other.
         self._writers = IOPool(-(-io_threads // 2), f"{name}-save")
         self._spare: deque[memoryview] = deque()  # as many images as were ever used at once
-        self._stalled_until = 0.0
+        self._stalls = Backoff(time.monotonic, STALLED_SECONDS)
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
         # Records that this `put_all` stored; writes under way of earlier calls that gave up.
         self._num_stored = self._num_old = 0
@@ -167,11 +168,11 @@ class RecordClient:
     def is_stalled(self) -> bool:
         """Whether a read brought nothing in time less than `STALLED_SECONDS` ago. The callers of
         `get` check this; `get` does not."""
-        return time.monotonic() < self._stalled_until
+        return not self._stalls.is_over
 
     def note_stall(self) -> None:
         """Note that a read brought nothing in time: `is_stalled` is True for a while."""
-        self._stalled_until = time.monotonic() + STALLED_SECONDS
+        self._stalls.failed()
 
     def switch_namespace(self, schema: RecordSchema) -> None:
         """Read and write records of another namespace from now on; sizes stay as they are."""

@@ -47,7 +47,7 @@ LATE = ("is_left_out", "did not open")
         ([*GO_AWAY, ("answered",)], State.AWAY, False, 0.5),
         ([*GO_AWAY, COME_BACK], State.UP, True, math.inf),
         ([*GO_AWAY, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
-        ([*GO_AWAY, COME_BACK, *GO_AWAY], State.AWAY, False, 0.5),
+        ([*GO_AWAY, COME_BACK, *GO_AWAY], State.AWAY, False, 1.0),
         ([("write_failed", "why")], State.REFUSING, False, -math.inf),
         ([("write_failed", "why"), COME_BACK], State.REFUSING, False, math.inf),
         ([("write_failed", "why"), ("stored",)], State.REFUSING, False, -math.inf),

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvferry.errors import StoreError, StorePlaceError
+from kvferry.store.backoff import Backoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class State(StrEnum):
     """The state of a tier."""
 
     OPENING = "opening"
-    """There is no store yet; every read misses."""
+    """There is no store yet."""
     UP = "up"
     REFUSING = "refuses writes"
     """Read as when up, and written to again after a pause."""
@@ -102,7 +103,6 @@ class Health:
 
     Attributes:
         standing: the state as it is now.
-        until: when an unopened or away store is tried next, or a refusing one is written to again.
         fault: error of the last call; empty after one that succeeded.
         may_create: whether opening may make a store. False once the medium did not answer, since a
             mount that is away may show an empty directory.
@@ -113,11 +113,15 @@ class Health:
         self._clock = clock
         self._patience = patience
         self.standing = Standing(State.OPENING, clock())
-        self.until = -math.inf
         self.fault = ""
         self.may_create = True
         self._is_announced = False  # the log says that the store is not open, and why
-        self._breaker = _Counts(since=clock())
+        pauses = patience.first_pause_seconds, patience.longest_pause_seconds
+        self._tries = Backoff(clock, *pauses)  # of opening or trying the store
+        self._writes = Backoff(clock, *pauses)
+        self._num_failures = 0  # in a row
+        self._num_again = 0  # how often in a row it went away soon after it had come back
+        self._back_at = -math.inf
         self._unexplained: str | None = None  # why a write failed, until a trial ends
         self._refused_at: float | None = None
 
@@ -137,7 +141,7 @@ class Health:
     @property
     def accepts_writes(self) -> bool:
         """False while the store is not asked, and for a while after a write that failed."""
-        is_over = self.state is State.REFUSING and self._clock() >= self.until
+        is_over = self.state is State.REFUSING and self._writes.is_over
         return is_over or self.state is State.UP
 
     # -- trials ---------------------------------------------------------------------------------
@@ -146,32 +150,26 @@ class Health:
     def next_try(self) -> float:
         """When the store is to be opened or tried next; infinite if it need not be."""
         if self.state in (State.OPENING, State.AWAY):
-            return self.until
+            return self._tries.until
         return -math.inf if self._unexplained is not None and self.is_up else math.inf
 
     def claim_try(self) -> bool:
         """Whether a try is due. If so, the caller makes it, and the next is due after a pause."""
-        now = self._clock()
-        if now < self.next_try:
+        if self._clock() < self.next_try:
             return False
         if self.state is State.OPENING:
-            self.until = math.inf  # until this one ends
+            self._tries.until = math.inf  # until this one ends
         elif self.state is State.AWAY:
-            self._breaker.pause = self._longer(self._breaker.pause)
-            self.until = now + self._breaker.pause
+            self._tries.failed()
         return True
-
-    def _longer(self, pause: float) -> float:
-        patience = self._patience
-        return min(2 * pause or patience.first_pause_seconds, patience.longest_pause_seconds)
 
     # -- opening --------------------------------------------------------------------------------
 
     def opened(self) -> str:
         if self.state is not State.OPENING:
             return ""
+        seconds = self._clock() - self.standing.since
         self._stand(State.UP)
-        seconds = self._clock() - self._breaker.since
         return f"{self._what}: opened after {seconds:.1f} s" if self._is_announced else ""
 
     def open_failed(self, error: BaseException) -> str:
@@ -182,7 +180,7 @@ class Health:
         is_away, was = isinstance(error, StoreError), self.standing.because
         is_tried_again = is_away or isinstance(error, StorePlaceError)
         pause = self._patience.longest_pause_seconds
-        self.until = self._clock() + pause if is_tried_again else math.inf
+        self._tries.until = self._clock() + pause if is_tried_again else math.inf
         self.may_create &= not is_away
         self._is_announced |= is_away
         self._stand(State.OPENING, error)
@@ -204,38 +202,40 @@ class Health:
     def answered(self) -> None:
         """A read or a probe got its answer. It may be older than the fault of an away store."""
         if self.is_up:
-            self._breaker.num_failures, self.fault = 0, ""
+            self._num_failures, self.fault = 0, ""
 
     def failed(self, why: object, *, is_long: bool = False) -> str:
         """A call failed, which is enough if it took long."""
         if not self.is_up:
             return ""
-        counts, patience, now = self._breaker, self._patience, self._clock()
-        counts.num_failures += 1
+        self._num_failures += 1
         self.fault = str(why)[:_MAX_BECAUSE]
-        if counts.num_failures < patience.max_failures and not is_long:
+        if self._num_failures < self._patience.max_failures and not is_long:
             return ""
-        is_again = counts.is_back and now - counts.since < patience.soon_seconds
-        # A store that answers trials and fails otherwise keeps its long pause.
-        counts.num_again = counts.num_again + 1 if is_again else 0
-        counts.pause = counts.pause if is_again else patience.first_pause_seconds
-        counts.since, self._unexplained = now, None
+        is_again = self._clock() - self._back_at < self._patience.soon_seconds
+        # A store that answers trials and fails otherwise is tried after longer and longer pauses.
+        self._num_again = self._num_again + 1 if is_again else 0
+        if not is_again:
+            self._tries.succeeded()
+        self._tries.failed()
+        self._unexplained = None
         self._stand(State.AWAY, why)
-        self.until = now + counts.pause
         if not is_again:
             return f"{self._what}: not used until it answers: {why}"
-        if counts.num_again == 1:
+        if self._num_again == 1:
             return f"{self._what}: fails again; not logged again until it stays up"
         return ""
 
     def trial_answered(self) -> str:
         """A trial got its answer: an away store is used again, and a failed write was refused."""
-        counts, now, why = self._breaker, self._clock(), self._unexplained
+        why = self._unexplained
         if self.state is State.AWAY:
+            self._back_at = self._clock()
+            seconds = self._back_at - self.standing.since
+            self._writes.succeeded()
             self._stand(State.UP)
-            seconds, counts.since, counts.is_back = now - counts.since, now, True
             self.answered()
-            return "" if counts.num_again else f"{self._what}: used again after {seconds:.1f} s"
+            return "" if self._num_again else f"{self._what}: used again after {seconds:.1f} s"
         self.answered()
         self._unexplained = None
         if why is None or not self.is_up:
@@ -262,7 +262,7 @@ class Health:
         if not self.accepts_writes:
             return ""
         self._stand(State.UP)
-        self._breaker.write_pause = 0.0
+        self._writes.succeeded()
         refused_at, again = self._refused_at, self._patience.accepts_again_seconds
         if refused_at is None or self._clock() < refused_at + again:
             return ""
@@ -270,10 +270,8 @@ class Health:
         return f"{self._what}: takes values again"
 
     def _pause_writes(self, because: str = "") -> None:
-        counts = self._breaker
-        counts.write_pause = self._longer(counts.write_pause)
+        self._writes.failed()
         self._stand(State.REFUSING, self.standing.because or because)
-        self.until = self._clock() + counts.write_pause
 
     def _refused(self, why: str) -> str:
         if self.state is State.REFUSING:
@@ -288,24 +286,3 @@ class Health:
 
     def __repr__(self) -> str:
         return f"<Health {self._what}: {self.state}>"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Counts:
-    """The counts and times that decide how long a store stays away.
-
-    Attributes:
-        since: when the store went away or came back; at first, when it began to be opened.
-        pause: last pause before a trial, in seconds.
-        write_pause: last pause of writes, in seconds; 0 after a write that succeeded.
-        is_back: whether the store has come back once.
-        num_failures: number of failures in a row.
-        num_again: how often in a row the store went away soon after it had come back.
-    """
-
-    since: float
-    pause: float = 0.0
-    write_pause: float = 0.0
-    is_back: bool = False
-    num_failures: int = 0
-    num_again: int = 0
