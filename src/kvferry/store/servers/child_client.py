@@ -1,5 +1,5 @@
-"""The parent's side of clients whose library runs in a child process (`child.py`). So the library
-holds up no thread of the engine's process and cannot crash it.
+"""The parent's side of a client whose library runs in a child process (`mooncake_child.py`). So the
+library holds up no thread of the engine's process and cannot crash it.
 
 I/O threads hand commands to the child over its lanes, and wait for the answers until a deadline. A
 lane (a socket and shared memory) whose answer is overdue is not used again until it has come: a
@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvferry.errors import StoreError
-from kvferry.store.servers import child
+from kvferry.store.backoff import Backoff
 from kvferry.store.servers.remote import RemoteClient
 
 LONGEST_SECONDS = 60.0
@@ -163,12 +163,11 @@ class ChildClient(RemoteClient):
 
     Args:
         where: name of the server in messages, without a credential.
-        options: options for `make_lanes` of the worker.
+        options: options for the script.
     """
 
-    script: ClassVar[str] = child.__file__
-    worker: ClassVar[str]
-    """Path of the module that works in the child; see `child.py`."""
+    script: ClassVar[str]
+    """Path of the script that is the child; see `mooncake_child.py`."""
     num_lanes: ClassVar[int]
     lane_bytes: ClassVar[int]
     close_seconds: float = 0.0
@@ -176,14 +175,14 @@ class ChildClient(RemoteClient):
 
     def __init__(self, where: str, options: dict[str, object]) -> None:
         self._where = where
-        self._options = {**options, "worker": self.worker}
+        self._options = options
         # Notified when a lane is free. Held for moments only, except by `close`.
         self._changed = threading.Condition()
         self._idle: list[LaneEnd] = []
         self._late: list[LaneEnd] = []
         self._child: _ChildProcess | None = None
         self._closed = False
-        self._next_start = 0.0
+        self._starts = Backoff(time.monotonic, _RESTART_SECONDS)
         self._reason = ""
         with self._changed:
             self._start()
@@ -245,7 +244,7 @@ class ChildClient(RemoteClient):
         if self._child is not None and self._child.owner != os.getpid():
             self._drop(0.0)
         if self._child is None:
-            if time.monotonic() < self._next_start:
+            if not self._starts.is_over:
                 raise StoreError(f"{self._where}: {self._reason}")
             self._start()
 
@@ -277,7 +276,7 @@ class ChildClient(RemoteClient):
 
     def _replace(self, reason: str) -> None:
         self._reason = reason
-        self._next_start = time.monotonic() + _RESTART_SECONDS
+        self._starts.failed()
         self._drop(0.0)
 
     def _drop(self, seconds: float) -> None:

@@ -81,7 +81,7 @@ class MooncakeClient(ChildClient):
         ConfigError: Mooncake is not installed.
     """
 
-    worker = mooncake_child.__file__
+    script = mooncake_child.__file__
     num_lanes = _NUM_LANES
     lane_bytes = _LANE_BYTES
 

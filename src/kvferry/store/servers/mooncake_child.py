@@ -1,18 +1,27 @@
-"""The worker in the child process of `kvferry.store.servers.mooncake`; `child.py` runs it. Imports
-nothing of kvferry.
+"""The child process of `kvferry.store.servers.mooncake`: a script that holds Mooncake's client.
 
 Mooncake's client keeps Python's global lock while it connects and closes: up to 90 seconds where
 its master is dead. In a process of its own, it stops no thread of the engine, nor does its crash.
 
-The memory of the lanes is registered with Mooncake, which copies values to it and from it.
+A lane is a socket and a part of shared memory, and has a thread. The thread reads one command,
+works, and sends one answer; each is a line of JSON. The first answer is 0 if the lane is ready, or
+says why it cannot be. The memory is registered with Mooncake, which copies values to and from it.
+
+Imports nothing of kvferry, as the child may not find it where the parent did.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import mmap
+import os
+import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 ABSENT = -704
@@ -29,7 +38,7 @@ _CLOSE_SECONDS = 10
 
 
 class MooncakeLane:
-    """A `Worker` of `child.py`.
+    """Carries out the commands of one lane, one after the other.
 
     Args:
         mooncake: a `MooncakeDistributedStore`, shared by all lanes.
@@ -48,14 +57,26 @@ class MooncakeLane:
             "delete": self.delete,
         }
 
-    def answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
+    def serve(self, end: socket.socket) -> None:
+        """Answer commands until the other end closes. An exception ends the process."""
+        lines = end.makefile("rb")
+        # Not `select`, which takes no descriptor above 1023: the number is the parent's.
+        coming = select.poll()
+        coming.register(end, select.POLLIN)
+        answer: object = 0
+        while True:
+            end.sendall(json.dumps(answer).encode() + b"\n")
+            if self._unfinished is not None and not coming.poll(1000 * _PIECE_SECONDS):
+                self.give_up()
+            line = lines.readline()
+            if not line:
+                return self.give_up()
+            answer = self._answer(*json.loads(line))
+
+    def _answer(self, command: str, *arguments: Any) -> object:  # noqa: ANN401
         if (command, arguments[0]) != ("put", self._unfinished):
             self.give_up()
         return self._commands[command](*arguments)
-
-    @property
-    def patience(self) -> float | None:
-        return None if self._unfinished is None else _PIECE_SECONDS
 
     def give_up(self) -> None:
         """Revoke a value whose writer gave up halfway, so that another writer can store it."""
@@ -140,17 +161,40 @@ def connect(options: dict[str, Any]) -> tuple[Any, str | None]:
     return mooncake, None if code == 0 else f"Mooncake's setup failed: {code}"
 
 
-def make_lanes(options: dict[str, Any], memories: Sequence[memoryview]) -> list[MooncakeLane] | str:
-    """See `child.py`."""
+def serve(options: dict[str, Any]) -> None:
+    """Serve all lanes until the parent closes a socket, or is gone."""
+    ends = [socket.socket(fileno=fd) for fd in options["sockets"]]
+    num_bytes = options["lane_bytes"]
+    memory = mmap.mmap(options["memory"], num_bytes * len(ends))
     mooncake, reason = connect(options)
     if reason is not None:
-        return reason
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-    mooncake.register_buffer(addresses[0], sum(map(len, memories)))  # they follow each other
-    return [MooncakeLane(mooncake, address) for address in addresses]
+        for end in ends:
+            end.sendall(json.dumps(reason).encode() + b"\n")
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    mooncake.register_buffer(address, len(memory))
+    over = threading.Event()
 
+    def run(end: socket.socket, lane: MooncakeLane) -> None:
+        try:
+            lane.serve(end)
+        finally:
+            over.set()
 
-def close(lanes: Sequence[MooncakeLane]) -> None:
-    """Tell the master that lent memory goes. Takes a bounded time, though a lane may hang."""
+    for number, end in enumerate(ends):
+        lane = MooncakeLane(mooncake, address + number * num_bytes)
+        threading.Thread(target=run, args=(end, lane), daemon=True).start()
+    # One that ends is enough: the parent closes or is gone, or a lane raised. Others may hang.
+    over.wait()
+    # Tell the master that lent memory goes. Takes a bounded time, though a lane may hang.
     signal.alarm(_CLOSE_SECONDS)
-    lanes[0]._mooncake.close()
+    mooncake.close()
+
+
+if __name__ == "__main__":
+    # Ctrl-C is for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        serve(json.load(sys.stdin))
+    finally:
+        os._exit(0)  # at once: in an orderly exit, threads may panic or hang
