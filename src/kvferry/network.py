@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 
 
 def seconds_left(deadline: float) -> float:
@@ -56,6 +57,17 @@ def addresses_of(host: str, seconds: float) -> list[str]:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def connect(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
+    """Connect to the first address that answers. Raises OSError."""
+    fault = OSError("it has no address")
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), seconds_left(deadline))
+        except OSError as error:
+            fault = error
+    raise fault
 
 
 def is_loopback(host: str) -> bool:

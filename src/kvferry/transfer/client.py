@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvferry.config import printable
 from kvferry.errors import TransferError, TransferTimeout
-from kvferry.network import addresses_of, is_same_host, join_host, reason_of, seconds_left
+from kvferry.network import addresses_of, connect, is_same_host, join_host, reason_of, seconds_left
 from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.messages import (
@@ -194,28 +194,21 @@ class PeerClient:
 
     def _connect(self, deadline: float) -> _PeerConnection:
         limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
-        fault: Exception = OSError("it has no address")
         self._found_at = addresses_of(self.host, seconds_left(limit))
-        for address in self._found_at:
-            try:
-                stream = socket.create_connection((address, self.port), seconds_left(limit))
-            except OSError as error:
-                fault = error
-                continue
-            connection = _PeerConnection(self._wrap(stream), limit)
-            with self._lock:
-                self._busy.add(connection)
-                is_closed = self._closed
-            try:
-                if is_closed:
-                    raise TransferError("it is closed")
-                connection.greet(self._namespace, self._key)
-            except BaseException:
-                self._end(connection)
-                raise
-            self.incarnation = connection.incarnation
-            return connection
-        raise fault
+        stream = connect(self._found_at, self.port, limit)
+        connection = _PeerConnection(self._wrap(stream), limit)
+        with self._lock:
+            self._busy.add(connection)
+            is_closed = self._closed
+        try:
+            if is_closed:
+                raise TransferError("it is closed")
+            connection.greet(self._namespace, self._key)
+        except BaseException:
+            self._end(connection)
+            raise
+        self.incarnation = connection.incarnation
+        return connection
 
     def _wrap(self, stream: socket.socket) -> Stream:
         try:

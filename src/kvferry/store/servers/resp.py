@@ -1,8 +1,7 @@
 """The protocol of Valkey and Redis (RESP2), read so that no reply takes more memory than expected.
 
-A server announces how much it is going to send. A reader that trusts it can be made to hang, to
-fill its memory or to recurse without end. So each command says how large its reply may be. A reply
-that is larger, deeper or of another kind ends the connection before memory is taken for it.
+A server announces how much it is going to send, and what answers at its port may be no Valkey. So a
+reply that is larger or deeper than any of ours ends the connection before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ _MAX_LINE_BYTES = 1024
 """Lines hold a number, a word or an error."""
 _MAX_DEPTH = 4
 """Depth of nested lists: a cluster's slot ranges, their nodes, the attributes of nodes."""
+_ROOM = 4 << 20
+"""Bytes of memory that a reply without `into` may take: 4,000 ranges of a cluster's slots, with a
+replica of each."""
 _ITEM_BYTES = 64
 """Memory that an item of a list takes besides its bytes."""
 _STRANGE = "it does not speak the protocol of Valkey and Redis"
@@ -38,17 +40,15 @@ Word = str | bytes | int | Sequence[Buffer]
 
 
 class Command(NamedTuple):
-    """A command and how large its reply may be. Numbers, short texts and errors always may come."""
+    """A command, and where its reply goes."""
 
     words: tuple[Word, ...]
     into: memoryview | None = None
-    """Where a reply of bytes goes; a longer one is refused."""
-    room: int = 0
-    """Bytes of memory that a list, or a value without `into`, may take."""
+    """The memory for a reply of bytes; a longer one is refused."""
 
 
-def command(*words: Word, into: memoryview | None = None, room: int = 0) -> Command:
-    return Command(words, into, room)
+def command(*words: Word, into: memoryview | None = None) -> Command:
+    return Command(words, into)
 
 
 class ErrorReply(NamedTuple):
@@ -138,7 +138,7 @@ class Connection:
         line = self._line()
         if asked.into is not None and line[:1] == b"$" and line != b"$-1":
             return self._bulk(asked.into, _number(line))
-        self._room = asked.room
+        self._room = _ROOM
         return self._parse(line, 0)
 
     def _parse(self, line: bytes, depth: int) -> object:

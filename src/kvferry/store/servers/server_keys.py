@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import ASK_SECONDS, Address, Store, StoreStat
+from kvferry.store.base import ASK_SECONDS, Address, Catalogue, StoreStat
 from kvferry.store.expected import ExpectedKeys
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
@@ -59,7 +59,7 @@ class _Question(NamedTuple):
     """The keys of one prompt that are not known."""
 
     keys: list[ChunkKey]
-    mark: float
+    waits_until: float
     """Clock time until which look-ups wait for the answer."""
 
 
@@ -172,9 +172,9 @@ class ServerKeys:
         if len(self._waiting) >= MAX_PROBES:
             self._observer.count("store_probe_dropped")
             return
-        mark = now + ASK_SECONDS
-        self._asked.update(dict.fromkeys(unknown, mark))
-        self._waiting.append(_Question(unknown, mark))
+        question = _Question(unknown, now + ASK_SECONDS)
+        self._asked.update(dict.fromkeys(unknown, question.waits_until))
+        self._waiting.append(question)
         self._threads.submit(lambda _job: self._ask())
 
     def _ask(self) -> None:
@@ -187,9 +187,9 @@ class ServerKeys:
         try:
             self.ask([each.keys for each in questions], FIRST_BATCH)
         finally:
-            for keys, mark in questions:
+            for keys, until in questions:
                 for key in keys:
-                    if self._asked.get(key, mark) <= mark:  # else a later probe asks for it
+                    if self._asked.get(key, until) <= until:  # else a later probe asks for it
                         self._asked.pop(key, None)
 
     def ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int = FIRST_EXPECTED) -> None:
@@ -230,7 +230,7 @@ class ServerKeys:
         self._threads.close(CLOSE_SECONDS)
 
 
-class ServerStore(Store):
+class ServerStore(Catalogue):
     """A store on a server. Answers look-ups from what this process knows of the server's keys.
 
     Args:

@@ -34,8 +34,6 @@ _LIST_SECONDS = 600.0
 _FACTS_SECONDS = 5.0
 _PAGE_NAMES = 500
 """Names asked for at once. A server may send more while it resizes its table."""
-_PAGE_ROOM = 1 << 20
-"""Bytes that a page may take: enough for ten times as many names of records."""
 _OTHER_TYPE_BYTES = 1
 """Size reported for a list or a hash under the name of a value. No record is so small: a reader
 takes it for a damaged one and discards it, which frees the name."""
@@ -174,7 +172,7 @@ class ValkeyClient(RemoteClient):
         while True:
             self._open()
             words = "SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES
-            (reply,) = node.ask([command(*words, room=_PAGE_ROOM)], _call_ends(until))
+            (reply,) = node.ask([command(*words)], _call_ends(until))
             match reply:
                 case [bytes(cursor), list(names)] if cursor.isdigit() and len(cursor) <= 20:
                     yield names
@@ -189,7 +187,7 @@ class ValkeyClient(RemoteClient):
         until = _call_ends(time.monotonic() + _FACTS_SECONDS)
         limits, evict = [], True
         for node in self._open().nodes(until):
-            (reply,) = node.ask([command("INFO", "memory", room=_PAGE_ROOM)], until)
+            (reply,) = node.ask([command("INFO", "memory")], until)
             text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
             found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
             if not found.get("maxmemory", "").isdecimal() or "maxmemory_policy" not in found:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.network import addresses_of, join_host, reason_of, seconds_left
+from kvferry.network import addresses_of, connect, join_host, reason_of, seconds_left
 from kvferry.store.servers.resp import Command, Connection, ErrorReply, code_of, command
 
 CONNECT_SECONDS = 2.0
@@ -24,9 +24,6 @@ _LEARN_SECONDS = 2.0
 """Longest time to learn a cluster's nodes."""
 _MAX_MOVES = 5
 """Most redirects that a command follows, in case its slot moves on and on."""
-_SLOTS_ROOM = 4 << 20
-"""Bytes that 4,000 ranges of slots, with a replica of each, take."""
-
 _MAX_HOST = 255
 """Characters of a host's name."""
 
@@ -116,17 +113,10 @@ class ValkeyNode:
 
     def _connect(self, deadline: float) -> Connection:
         limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
-        fault = OSError("it has no address")
-        for address in addresses_of(self.host, seconds_left(limit)):
-            try:
-                stream = socket.create_connection((address, self.port), seconds_left(limit))
-                connection = Connection(self._secure(stream, limit))
-            except OSError as error:
-                fault = error
-            else:
-                self._log_in(connection, deadline)
-                return connection
-        raise fault
+        stream = connect(addresses_of(self.host, seconds_left(limit)), self.port, limit)
+        connection = Connection(self._secure(stream, limit))
+        self._log_in(connection, deadline)
+        return connection
 
     def _secure(self, stream: socket.socket, limit: float) -> socket.socket:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -291,7 +281,7 @@ class ValkeyCluster:
 
     def _learn_from(self, asked: ValkeyNode, deadline: float) -> list[ValkeyNode | None]:
         """Learn nodes and slots from one node's answer. Raises StoreError."""
-        (reply,) = asked.ask([command("CLUSTER", "SLOTS", room=_SLOTS_ROOM)], deadline)
+        (reply,) = asked.ask([command("CLUSTER", "SLOTS")], deadline)
         if isinstance(reply, ErrorReply):
             raise StoreError(f"valkey server {asked}: it answered {reply}")
         nodes: dict[Place, ValkeyNode] = {}
