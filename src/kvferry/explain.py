@@ -19,7 +19,7 @@ from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, Namespace
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
-from kvferry.store.base import NO_DEADLINE, ReadRange, Removal, Store
+from kvferry.store.base import NO_DEADLINE, Catalogue, ReadRange, Removal
 from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import Differences, chunk_tokens_of, survey
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
@@ -130,7 +130,7 @@ class PromptAnswer:
         return why
 
 
-def spaces_of_tokens(store: Store, digests: Sequence[bytes]) -> list[Namespace]:
+def spaces_of_tokens(store: Catalogue, digests: Sequence[bytes]) -> list[Namespace]:
     """Return those of the first `MAX_NAMESPACES` namespaces whose keys follow from tokens."""
     known = [each.namespace for each in survey(store, digests[:MAX_NAMESPACES])]
     return [each for each in known if each is not None and chunk_tokens_of(each) is not None]
@@ -146,13 +146,13 @@ class TierStores(WrapperStore):
         away: why a tier does not answer, by its name. It grows.
     """
 
-    def __init__(self, stores: Mapping[str, Store], away: dict[str, str]) -> None:
+    def __init__(self, stores: Mapping[str, Catalogue], away: dict[str, str]) -> None:
         super().__init__(next(iter(stores.values())))
         self._stores = stores
         self._away = away
         self._tier: dict[ChunkKey, str] = {}
 
-    def _answers(self, ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
+    def _answers(self, ask: Callable[[Catalogue], T]) -> Iterator[tuple[str, T]]:
         for name, store in self._stores.items():
             if name not in self._away:
                 try:
@@ -160,7 +160,7 @@ class TierStores(WrapperStore):
                 except StoreError as error:
                     self._away[name] = str(error)
 
-    def _all(self, ask: Callable[[Store], T]) -> list[T]:
+    def _all(self, ask: Callable[[Catalogue], T]) -> list[T]:
         return [each for _, each in self._answers(ask)]
 
     def read(
@@ -177,10 +177,10 @@ class TierStores(WrapperStore):
     def tier_of(self, key: ChunkKey) -> str:
         return self._tier.get(key, "")
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        return any(self._all(lambda store: store.contains(key)))
+    def lists(self, key: ChunkKey) -> bool:
+        return any(self._all(lambda store: store.lists(key)))
 
-    def of(self, namespace: bytes) -> Store:
+    def of(self, namespace: bytes) -> Catalogue:
         stores = {name: store.of(namespace) for name, store in self._stores.items()}
         view = TierStores(stores, self._away)
         view._tier = self._tier
@@ -223,7 +223,7 @@ class PromptSearch:
 
     def __init__(
         self,
-        store: Store,
+        store: Catalogue,
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
@@ -318,7 +318,7 @@ class PromptSearch:
             return run._replace(why=LookupMiss.AWAY, detail=str(fault))
         if fault is not MissReason.ABSENT:
             return run._replace(why=LookupMiss.UNREADABLE, detail=fault)
-        if self._store.of(namespace).contains(key):
+        if self._store.of(namespace).lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removal = self._removed.get(key)
         if removal is None:

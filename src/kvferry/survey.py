@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 
 UNREADABLE = "(unreadable)"
 """Shown instead of a model's name if its namespace has no readable description."""
@@ -61,7 +61,7 @@ class Holding:
 
 
 def survey(
-    store: Store,
+    store: Catalogue,
     digests: Iterable[bytes],
     counts: Mapping[bytes, tuple[int, int]] = _NO_COUNTS,
     *,

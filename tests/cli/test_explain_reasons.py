@@ -410,6 +410,43 @@ def test_the_journal_of_an_engine_names_what_happened(run, make_host, url, kind,
     assert all(reason in shown for reason in misses)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:], indirect=True)
+def test_a_link_that_is_too_slow_is_late_and_loses_nothing(run, make_host, url, kind, tmp_path):
+    """Neither the request that meets it nor the next one is told that the records are damaged."""
+    engines = Engines(make_host, url, kind, tmp_path / "journal")
+    engines.fill()
+    port = re.search(rf"{re.escape(LOCALHOST)}:(\d+)", url)[1]
+    with running_proxy(int(port)) as proxy:
+        host = engines.open(
+            store=url.replace(f":{port}", f":{proxy.port}"),
+            record=str(engines.journal),
+            load_timeout_seconds=1.0,
+        )
+
+        def hit_of(name: str) -> int:
+            request = host.add(name, PROMPT)
+            hit = host.admit(request)
+            host.finish(request)
+            return hit
+
+        first = host.add("first", PROMPT)
+        wait_for(lambda: host.scheduler.lookup(first, 0) and host.pool.has_orders)
+        proxy.limit(100.0)
+        assert host.admit(first) == 0
+        host.finish(first)
+        assert hit_of("next") == 0
+        proxy.pass_all()
+        wait_for(lambda: hit_of("later") == 40, "the records are read")
+        assert host.observer["records_corrupt"] == 0
+        host.scheduler.close()
+    for name in ("first", "next"):
+        command = ["explain", "--journal", engines.journal, "--request", name, "--json", "-"]
+        (asked,) = json.loads(run(*command).out)["requests"]
+        (reason,) = asked["misses"].keys() - {LookupMiss.PARTIAL}
+        assert reason in (LookupMiss.DEADLINE, LookupMiss.AWAY)
+        assert reason == LookupMiss.DEADLINE or re.search("time|not end", asked["why"])
+
+
 # -- what an engine did not store ------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue, Store
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore
@@ -13,7 +13,11 @@ from kvferry.testing.stores import make_key
 @pytest.mark.parametrize(
     "name",
     # A wrapper that changes `put` changes those of values that are put together, too.
-    [n for n in vars(Store) if not n.startswith("_") and n not in ("put_all", "values_per_put")],
+    [
+        n
+        for n in {**vars(Store), **vars(Catalogue)}
+        if not n.startswith("_") and n not in ("put_all", "values_per_put")
+    ],
 )
 def test_every_call_goes_to_the_inner_store(name):
     """A method that the wrapper forgot would be answered by its default."""

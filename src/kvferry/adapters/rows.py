@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
 
@@ -89,7 +89,7 @@ def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
 
 def open_rows(
     options: RowsOptions, namespace: Namespace, observer: Observer, *, sized_by: str
-) -> tuple[Store, RecordSchema]:
+) -> tuple[Catalogue, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Args:

@@ -27,7 +27,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, parse_tiers
@@ -59,7 +59,7 @@ class PrefixCache:
         options: Mapping[str, Any],
         observer: Observer,
         *,
-        store: Store | None = None,
+        store: Catalogue | None = None,
         where: str = "shared_storage options",
         has_scheduler: bool = True,
     ) -> None:
@@ -102,7 +102,7 @@ class PrefixCache:
             )
         return num_slots
 
-    def _open_store(self, *, index: bool) -> Store:
+    def _open_store(self, *, index: bool) -> Catalogue:
         """Open the store; it may go on opening in the background.
 
         Raises:
@@ -243,7 +243,7 @@ def _pool_gauges(pool: HostPool) -> Gauges:
     return {f"pool_slots/{state}": number for state, number in numbers.items()}
 
 
-def _tier_gauges(store: Store, role: str) -> Gauges:
+def _tier_gauges(store: Catalogue, role: str) -> Gauges:
     found: Gauges = {}
     for tier in store.tiers():
         found[f"tier_since_seconds/{tier.name}/{role}/{tier.state}/{tier.because}"] = tier.since

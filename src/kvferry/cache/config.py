@@ -12,7 +12,7 @@ from kvferry.blocks.tables import Tables
 from kvferry.config import ChunkOptions
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RoleContext:
 
     spec: EngineSpec
     config: SharedStorageConfig
-    store: Store
+    store: Catalogue
     observer: Observer
     tables: Tables
     clock: Callable[[], float] = time.monotonic

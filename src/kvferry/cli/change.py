@@ -25,7 +25,7 @@ from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store import maintenance
-from kvferry.store.base import GcReport, Store, too_many_pins
+from kvferry.store.base import Catalogue, GcReport, too_many_pins
 from kvferry.store.kind import shown_url
 
 
@@ -62,7 +62,7 @@ def rm(
     is_by_use = _is_by_use(choice, max_bytes is not None, everything)
     keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
 
-    def ask(store: Store) -> GcReport:
+    def ask(store: Catalogue) -> GcReport:
         if is_by_use:
             found = stores.entries(store, store.scan())
             return maintenance.estimate(store, found, keep_bytes, choice.age)
@@ -151,7 +151,7 @@ def pin(
         raise typer.Exit(1)
 
 
-def _count_pins(store: Store, choice: Choice, ends: float) -> int:
+def _count_pins(store: Catalogue, choice: Choice, ends: float) -> int:
     """Count what `Store.pin` would pin or unpin; raises as it does, except for a right to write."""
     max_bytes = store.stat().max_bytes
     if max_bytes is None:

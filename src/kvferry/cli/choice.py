@@ -16,7 +16,7 @@ import typer
 from kvferry.cli import stores
 from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
 from kvferry.errors import ConfigError
-from kvferry.store.base import Entry, Store
+from kvferry.store.base import Catalogue, Entry
 
 if TYPE_CHECKING:
     from kvferry.keys import ModelIdentity, Namespace
@@ -117,7 +117,7 @@ def choosing(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def count(store: Store, choice: Choice) -> tuple[int, int]:
+def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
     """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
     num_records = num_bytes = 0
     for entry in chosen(store, choice):
@@ -126,7 +126,7 @@ def count(store: Store, choice: Choice) -> tuple[int, int]:
     return num_records, num_bytes
 
 
-def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
+def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
     pinned record is never too old.
 
@@ -154,13 +154,13 @@ def chosen(store: Store, choice: Choice) -> Iterator[Entry]:
         yield entry
 
 
-def prompt_spaces(store: Store, choice: Choice) -> list[Namespace]:
+def prompt_spaces(store: Catalogue, choice: Choice) -> list[Namespace]:
     """Return the chosen namespaces whose keys follow from the tokens of a prompt; at least one.
     Raises ConfigError as `of_tokens`, or if several start with the digits."""
     return of_tokens(store, _spaces(store, choice))
 
 
-def of_tokens(store: Store, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
+def of_tokens(store: Catalogue, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
     """Return those of the namespaces whose keys follow from the tokens of a prompt; at least one.
     Raises ConfigError if there is none, or one lacks a sound description."""
     from kvferry.survey import chunk_tokens_of
@@ -185,7 +185,7 @@ def of_tokens(store: Store, spaces: Mapping[bytes, Namespace | None]) -> list[Na
     return found
 
 
-def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
+def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
     """Return the chosen namespaces by digest; None for one without a readable description."""
     from kvferry.survey import differences_of_model, survey
 
@@ -211,7 +211,7 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
     return found
 
 
-def _of_prompt(store: Store, choice: Choice) -> Iterator[Entry]:
+def _of_prompt(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     from kvferry.keys import ChunkKeys
     from kvferry.survey import chunk_tokens_of
 

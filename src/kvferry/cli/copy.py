@@ -13,7 +13,7 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import Namespace
 from kvferry.record.check import MissReason, check_head, check_record, parse_head
-from kvferry.store.base import Entry, PutResult, Store
+from kvferry.store.base import Catalogue, Entry, PutResult
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
@@ -76,7 +76,7 @@ class Copying:
         bad: records that were left out, and why.
     """
 
-    def __init__(self, source: Store, target: Store) -> None:
+    def __init__(self, source: Catalogue, target: Catalogue) -> None:
         self._source = source
         self._target = target
         self._described: set[bytes] = set()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvferry.doctor.findings import Finding
     from kvferry.doctor.stores import Model, StoreReport
     from kvferry.keys import JsonValue
-    from kvferry.store.base import Store
+    from kvferry.store.base import Catalogue
     from kvferry.store.kind import StoreUrl
     from kvferry.types import KVGroup
 
@@ -98,7 +98,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _opened(url: StoreUrl) -> Store:
+def _opened(url: StoreUrl) -> Catalogue:
     """Open an existing store, writable unless its URL says otherwise. Its quota is left out, so the
     check evicts nothing."""
     options = {name: value for name, value in url.options.items() if name != "max_bytes"}

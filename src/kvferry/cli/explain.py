@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvferry.explain import Explanation, PromptAnswer, PromptSearch, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
-    from kvferry.store.base import Store
+    from kvferry.store.base import Catalogue
     from kvferry.survey import Differences
 
 _MAX_TEXT = 200
@@ -122,7 +122,7 @@ def _question(
 
     identity = None if digits is not None else model_identity(Path(str(model)))
 
-    def ask(store: Store, token_ids: Sequence[int]) -> PromptAnswer:
+    def ask(store: Catalogue, token_ids: Sequence[int]) -> PromptAnswer:
         prompt = PromptSearch(store, token_ids, extra, block_size)
         if identity is not None:
             return _ask_model(store, identity, prompt)
@@ -131,7 +131,7 @@ def _question(
     return lambda token_ids: _ask_tiers(tiers, lambda store: ask(store, token_ids))
 
 
-def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> PromptAnswer:
+def _ask_tiers(urls: list[str], question: Callable[[Catalogue], PromptAnswer]) -> PromptAnswer:
     """Ask one store, or several as tiers. A tier that cannot be opened is away."""
     from kvferry.explain import TierStores, away_lines
 
@@ -155,7 +155,7 @@ def _ask_tiers(urls: list[str], question: Callable[[Store], PromptAnswer]) -> Pr
     return replace(answer, away=away)
 
 
-def _ask_model(store: Store, identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
+def _ask_model(store: Catalogue, identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
     from kvferry.explain import Nearest, PromptAnswer, Space, spaces_of_tokens
     from kvferry.survey import differences_of_model, survey
 
@@ -180,7 +180,7 @@ def _ask_model(store: Store, identity: ModelIdentity, prompt: PromptSearch) -> P
     return PromptAnswer(num_tokens=len(prompt.token_ids), found=[], elsewhere=nearest)
 
 
-def _ask_namespace(store: Store, digits: str, prompt: PromptSearch) -> PromptAnswer:
+def _ask_namespace(store: Catalogue, digits: str, prompt: PromptSearch) -> PromptAnswer:
     from kvferry.explain import Space, spaces_of_tokens
     from kvferry.survey import differences
 
@@ -201,7 +201,7 @@ def _ask_namespace(store: Store, digits: str, prompt: PromptSearch) -> PromptAns
     return prompt.answer([Space(target, {})], others)
 
 
-def _find_namespace(store: Store, digits: str, digests: list[bytes] | None) -> Namespace:
+def _find_namespace(store: Catalogue, digits: str, digests: list[bytes] | None) -> Namespace:
     from kvferry.cli.choice import of_tokens
     from kvferry.survey import survey
 

@@ -38,7 +38,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES, RecordSchema
 from kvferry.store import maintenance
-from kvferry.store.base import Entry, Removal, Store
+from kvferry.store.base import Catalogue, Entry, Removal
 from kvferry.store.kind import shown_url
 from kvferry.survey import Holding, survey
 from kvferry.types import FORMAT_VERSION
@@ -73,7 +73,7 @@ class _Shown(NamedTuple):
     error: MissReason | None = None
 
     @classmethod
-    def of(cls, store: Store, entry: Entry) -> _Shown:
+    def of(cls, store: Catalogue, entry: Entry) -> _Shown:
         found = maintenance.inspect(store, entry)
         if isinstance(found, MissReason):
             return cls(entry, entry.namespace, error=found)
@@ -128,7 +128,7 @@ def ls(
         _show_records(*query_store(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
+def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
     """Return the records to show, the names of their models, and the number of all records. Keeps
     in memory at most one record more than it returns."""
     limit = limit or sys.maxsize
@@ -156,7 +156,7 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[_Shown], dict[byt
     return shown, {each.digest: each.title for each in found if each.title}, num_records
 
 
-def _removals(store: Store, limit: int) -> list[Removal]:
+def _removals(store: Catalogue, limit: int) -> list[Removal]:
     removals = store.removals(limit)
     if removals is None:
         raise ConfigError(f"{store.url} does not remember what was removed; a directory does")
@@ -213,7 +213,7 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
     """Show one record: header, components and the result of checking every leaf. Exit code 1 if it
     is not right; it stays where it is."""
 
-    def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    def look_at(store: Catalogue) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
         return entry, maintenance.inspect(store, entry), check(store, entry)
 
@@ -262,7 +262,7 @@ def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     result for programs, and for people. Raises as `query_store`."""
     from kvferry.report.gather import causes
 
-    def look(store: Store) -> tuple[list[Holding], JsonRow, list[Removal]]:
+    def look(store: Catalogue) -> tuple[list[Holding], JsonRow, list[Removal]]:
         counts = namespaces(store)
         found, removals = survey(store, counts, counts), store.removals(sys.maxsize)
         return found, dict(store.facts()), removals or []
@@ -333,7 +333,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _action(store: Store, entry: Entry, dry_run: bool) -> str:
+def _action(store: Catalogue, entry: Entry, dry_run: bool) -> str:
     """Say what became of a bad record; it is left if the medium or the server refuses."""
     try:
         is_left = dry_run or store.of(entry.namespace).read(entry.key, ()) is not None

@@ -20,7 +20,7 @@ from kvferry.cli.output import (
 from kvferry.cli.stores import UrlArgument, entries, query_store
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _read_requests(path: Path, bar: Progress) -> RecordedRequests:
     return requests
 
 
-def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
+def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
     from kvferry.explain import MAX_REMOVALS
     from kvferry.report.gather import Survey
     from kvferry.report.page import MAX_ROWS, Report

@@ -17,7 +17,7 @@ import typer
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason
-from kvferry.store.base import Entry, Store
+from kvferry.store.base import Catalogue, Entry
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
@@ -39,7 +39,7 @@ INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
-def query_store(url: str, question: Callable[[Store], T]) -> T:
+def query_store(url: str, question: Callable[[Catalogue], T]) -> T:
     """Open the store at `url` read-only and return what `question` answers. After a StoreError, a
     directory is asked again without its index, which may be damaged or locked.
 
@@ -60,7 +60,7 @@ def query_store(url: str, question: Callable[[Store], T]) -> T:
             return question(store)
 
 
-def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
+def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
     `writable` makes no difference for a server: only `delete` and `discard` change it.
 
@@ -87,7 +87,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     return store
 
 
-def await_answer(store: Store) -> None:
+def await_answer(store: Catalogue) -> None:
     """Wait for a server's first answer; without one, close the store and raise StoreError. Other
     errors are left for the command to meet. A directory is not asked."""
     if not kind_of(parse_store_url(store.url).scheme).hosts:
@@ -117,7 +117,7 @@ def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
     return dataclasses.replace(parsed, options=options)
 
 
-def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
+def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
     """Pass on `found`; if it is empty, refuse a server URL under which nothing is stored.
 
     Raises:
@@ -132,7 +132,7 @@ def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
         namespaces(store)
 
 
-def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
+def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
     """Return the numbers of records and of bytes by namespace; raises as `entries`."""
     found = store.namespaces()
     # A missing directory is found at its opening; a wrong prefix on a server only looks empty. A
@@ -145,7 +145,7 @@ def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
     return found
 
 
-def find(store: Store, key_prefix: str) -> Entry:
+def find(store: Catalogue, key_prefix: str) -> Entry:
     """Return the one record whose key starts with `key_prefix` (hexadecimal).
 
     Raises:
@@ -166,7 +166,7 @@ def find(store: Store, key_prefix: str) -> Entry:
     raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
 
 
-def check(store: Store, entry: Entry) -> MissReason | None:
+def check(store: Catalogue, entry: Entry) -> MissReason | None:
     """Check every checksum of a record, and leave it in place; None if it is right."""
     report = verify(store, [entry], discards=False)
     if report.bad:

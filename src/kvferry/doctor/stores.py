@@ -25,7 +25,7 @@ from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import Entry, PutResult, Store
+from kvferry.store.base import Catalogue, Entry, PutResult
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import delete_or_fail, inspect
@@ -58,7 +58,7 @@ _OF_PEERS = "another model, configuration or tenant is served here"
 _PREFIX = "kvferry-doctor-"
 """Start of the names of this check's records on a server."""
 
-Opener = Callable[[StoreUrl], Store]
+Opener = Callable[[StoreUrl], Catalogue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def check(
 
 
 def _check_open(
-    store: Store,
+    store: Catalogue,
     parsed: StoreUrl,
     model: Model | None,
     report: StoreReport,
@@ -170,7 +170,7 @@ def _check_open(
         _check_model(parsed, model, report)
 
 
-def _check_eviction(store: Store, report: StoreReport) -> None:
+def _check_eviction(store: Catalogue, report: StoreReport) -> None:
     """Check that a server that says how it evicts goes on storing when it is full."""
     facts = store.facts()
     if "maxmemory" not in facts:
@@ -182,7 +182,7 @@ def _check_eviction(store: Store, report: StoreReport) -> None:
         report.add(Fault.EVICTS_NOTHING)
 
 
-def _check_records(store: Store, report: StoreReport) -> None:
+def _check_records(store: Catalogue, report: StoreReport) -> None:
     """Look at the heads of a few records, and for files that something else removed."""
     found = {entry.key: inspect(store, entry) for entry in islice(store.scan(), NUM_INSPECTED)}
     faults = {key: info for key, info in found.items() if isinstance(info, MissReason)}
@@ -200,7 +200,7 @@ def _check_records(store: Store, report: StoreReport) -> None:
         report.add(Fault.VANISHED)
 
 
-def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
+def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) -> int:
     """Check a directory; return how many bytes can be stored without evicting records."""
     root, options = parsed.path, read_options(parsed)
     if untrusted := why_untrusted(root):
@@ -239,7 +239,7 @@ def check_room(
 
 
 @contextmanager
-def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
+def _own_place(store: Catalogue, parsed: StoreUrl) -> Iterator[Catalogue]:
     """Yield the store for this check's records: on a server, one with a prefix of its own."""
     if not kind_of(parsed.scheme).hosts:
         yield store
@@ -251,7 +251,7 @@ def _own_place(store: Store, parsed: StoreUrl) -> Iterator[Store]:
 
 
 def _try_record(
-    store: Store, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
+    store: Catalogue, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
 ) -> None:
     """Write a record, read it and remove it, unless it would evict others."""
     schema = RecordSchema.for_groups(
@@ -272,7 +272,7 @@ def _try_record(
                 report.add(Fault.NOT_DELETED)
 
 
-def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
+def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
     image = memoryview(bytearray(schema.record_bytes))
     payload = image[schema.head_bytes :]
     payload[:] = (os.urandom(1 << 16) * (len(payload) // (1 << 16) + 1))[: len(payload)]
@@ -295,7 +295,7 @@ def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreRepor
 
 
 def _check_clock(
-    own: Store, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
+    own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
 ) -> None:
     """Compare clocks, if the store says when a record was written."""
     if parsed.scheme == "file":
@@ -318,7 +318,7 @@ def _check_clock(
 # -- namespaces -----------------------------------------------------------------------------------
 
 
-def _check_namespaces(store: Store, model: Model | None, report: StoreReport) -> None:
+def _check_namespaces(store: Catalogue, model: Model | None, report: StoreReport) -> None:
     counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
     found = []
     for holding in survey(store, counts, counts):

@@ -1,6 +1,6 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
-Every store implements it; the cache, the adapters and the commands call it. A store knows nothing
+Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
 `takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `expect`, `awaits`,
@@ -263,9 +263,9 @@ class Store(ABC):
         return False
 
     def awaits(self, key: ChunkKey) -> bool:
-        """Whether a key that `contains` did not find is "not yet" here rather than "absent": it was
-        expected, its time is not over, and the medium answers. Ask `contains` first. A key
-        that `read` does not find is not awaited any more, except of a peer that may get it."""
+        """Whether a producer may still store `key`. Ask only after `contains` returned False. False
+        once the time of `expect` is over, the medium is away, or a `read` missed; a peer that may
+        get the key keeps it True."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
@@ -286,13 +286,26 @@ class Store(ABC):
         is several peers, a space and the peer's address follow. A hint."""
         return self.url.partition(":")[0]
 
-    # -- what is there: for commands; may be slow -----------------------------------------------
+    def __enter__(self) -> Self:
+        return self
 
-    def of(self, namespace: bytes) -> Store:
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Catalogue(Store):
+    """A store that also says what is there, for commands, and for what an engine does beside its
+    requests: pins, and the records that it fetches at its start. Calls may be slow."""
+
+    def of(self, namespace: bytes) -> Catalogue:
         """Return a store that reads and removes the values of a namespace. Where keys alone name
         values, this is the store itself; else it is a view that shares its connections and needs no
         close of its own."""
         return self
+
+    def lists(self, key: ChunkKey) -> bool:
+        """Whether an index on the medium lists `key`, whose value may be gone. Raises as `scan`."""
+        return False
 
     def scan(self) -> Iterator[Entry]:
         """Yield every value that is stored throughout the call; of those that come or go meanwhile,
@@ -367,9 +380,3 @@ class Store(ABC):
             StoreError: the store cannot pin, cannot be changed, or the medium failed.
         """
         raise StoreError(f"{self.url} cannot pin; a directory can")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

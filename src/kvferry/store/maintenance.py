@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
 from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, digest, leaf_spans
-from kvferry.store.base import Entry, GcReport, Store
+from kvferry.store.base import Catalogue, Entry, GcReport
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify(
-    store: Store,
+    store: Catalogue,
     entries: Iterable[Entry],
     progress: Progress | None = None,
     *,
@@ -81,7 +81,7 @@ def verify(
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
-def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
+def inspect(store: Catalogue, entry: Entry) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
         head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
@@ -96,7 +96,7 @@ def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
     return info
 
 
-def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
+def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
     """Check the key and every checksum of an untrusted record. Its first bytes are in `window`,
     which has room for the longest header, and for a leaf: the bytes that share one checksum."""
     info = parse_head(window[:size], size)
@@ -129,7 +129,7 @@ def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> Mi
 
 
 def estimate(
-    store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
+    store: Catalogue, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> GcReport:
     """Count what `Store.gc` would remove of the values `found`; remove nothing. Takes about
     100 bytes of memory for each value. Raises ConfigError as `shrink` does."""
@@ -140,7 +140,7 @@ def estimate(
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 
 
-def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
+def shrink(store: Catalogue, max_bytes: int | None, age: float | None) -> GcReport:
     """Delete the values that `estimate` counts, the least recently used first.
 
     Raises:
@@ -160,7 +160,7 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     return GcReport(removed_records, removed_bytes, used_bytes)
 
 
-def clear(store: Store, found: Iterable[Entry]) -> GcReport:
+def clear(store: Catalogue, found: Iterable[Entry]) -> GcReport:
     """Delete the values `found`. The report's `used_bytes` is always 0. Raises StoreError if the
     store refused to delete a value, or failed; what was deleted before stays deleted."""
     removed_records = removed_bytes = 0
@@ -171,7 +171,7 @@ def clear(store: Store, found: Iterable[Entry]) -> GcReport:
     return GcReport(removed_records, removed_bytes, used_bytes=0)
 
 
-def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
+def delete_or_fail(store: Catalogue, entry: Entry, num_before: int) -> bool:
     """Delete a value; False if it was already gone. Raises StoreError if the store did not delete
     it. `num_before`, the number deleted before it, is for the message."""
     values = store.of(entry.namespace)
@@ -186,7 +186,7 @@ def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
 
 
 def _surplus(
-    store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
+    store: Catalogue, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> tuple[list[int], array[int]]:
     """Choose the values to delete: those not used for `age` seconds, and the least recently used of
     the others that do not fit into `max_bytes`. Pinned values stay, and take their room first. A
@@ -218,7 +218,7 @@ def _surplus(
     return surplus, sizes
 
 
-def _check_uses(store: Store, num_unknown: int, num_values: int, age: float | None) -> None:
+def _check_uses(store: Catalogue, num_unknown: int, num_values: int, age: float | None) -> None:
     """Warn if some uses are not known; raise ConfigError if none is and there is an `age`."""
     if age is not None and num_values and num_unknown == num_values:
         raise ConfigError(

@@ -19,10 +19,10 @@ from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
+    Catalogue,
     Entry,
     PutResult,
     ReadRange,
-    Store,
     StoreStat,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
@@ -64,7 +64,7 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
     return len(value)
 
 
-class MemoryStore(Store):
+class MemoryStore(Catalogue):
     """Values in this process only. Evicts the least recent ones to stay within `max_bytes`.
 
     Args:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
-from kvferry.store.base import Store, ValueCheck
+from kvferry.store.base import Catalogue, ValueCheck
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
@@ -208,7 +208,7 @@ def open_store(
     check: ValueCheck | None = None,
     description: str | None = None,
     start_seconds: float | None = None,
-) -> Store:
+) -> Catalogue:
     """Open the store that `url` names, or several stores as the tiers of one. A single store is
     returned as the only tier of a `TieredStore`, but a directory or memory without `start_seconds`
     is returned as it is, so that it can be listed and shrunk.
@@ -256,13 +256,13 @@ def _open_tiers(
     check: ValueCheck | None,
     description: str | None,
     start_seconds: float | None,
-) -> Store:
+) -> Catalogue:
     """See `open_store`."""
     if check is not None:
         for each in parsed:
             refuse_small_quota(each, check.num_bytes, check.sized_by)
 
-    def opened(url: StoreUrl, may_create: bool = True) -> Store:
+    def opened(url: StoreUrl, may_create: bool = True) -> Catalogue:
         store = open_one(url, replace(opening, may_create=may_create))
         if description is not None:
             store.describe(opening.namespace, description)
@@ -280,7 +280,7 @@ def _open_tiers(
     )
 
 
-def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
+def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
     """Open the store of one URL, without a tier around it, but several peers as tiers. Raises as
     `open_store`."""
     opening = Opening() if opening is None else opening

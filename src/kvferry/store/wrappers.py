@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 
 
 class _OfInner:
@@ -17,14 +17,14 @@ class _OfInner:
         return self if wrapper is None else getattr(wrapper.inner, self._name)
 
 
-class WrapperStore(Store):
+class WrapperStore(Catalogue):
     """A store that hands every call to `inner`; `put_all` becomes one `put` after another.
     Subclasses override what they change.
 
     Closing the wrapper closes the inner store.
     """
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Catalogue) -> None:
         self.inner = inner
         self.url = inner.url
         self.multi_process = inner.multi_process
@@ -49,6 +49,7 @@ class WrapperStore(Store):
     wait_indexed: Any = _OfInner()
     on_result: Any = _OfInner()
     tier_of: Any = _OfInner()
+    lists: Any = _OfInner()
     scan: Any = _OfInner()
     stored: Any = _OfInner()
     recent: Any = _OfInner()
@@ -60,7 +61,7 @@ class WrapperStore(Store):
     gc: Any = _OfInner()
     pin: Any = _OfInner()
 
-    def of(self, namespace: bytes) -> Store:
+    def of(self, namespace: bytes) -> Catalogue:
         values = self.inner.of(namespace)
         return self if values is self.inner else values
 

@@ -17,9 +17,9 @@ from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
+    Catalogue,
     PutResult,
     ReadRange,
-    Store,
 )
 from kvferry.store.memory import copy_ranges
 from kvferry.store.wrappers import WrapperStore
@@ -86,7 +86,7 @@ class FaultyStore(WrapperStore):
     writes answer FAILED, `delete` and `discard` do nothing.
     """
 
-    def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
+    def __init__(self, inner: Catalogue, operations: Collection[Operation]) -> None:
         super().__init__(inner)
         self._operations: frozenset[str] = frozenset(operations)
 
@@ -123,7 +123,7 @@ class StallingStore(FaultyStore):
 
     def __init__(
         self,
-        inner: Store,
+        inner: Catalogue,
         *,
         gate: Gate,
         operations: Collection[Operation] = ("read", "put"),
@@ -145,7 +145,7 @@ class FailingStore(FaultyStore):
 
     def __init__(
         self,
-        inner: Store,
+        inner: Catalogue,
         *,
         operations: Collection[Operation],
         num_failures: int | None = None,
@@ -173,7 +173,7 @@ class CorruptingStore(WrapperStore):
     """
 
     def __init__(
-        self, inner: Store, *, damage: Damage, keys: Collection[ChunkKey] | None = None
+        self, inner: Catalogue, *, damage: Damage, keys: Collection[ChunkKey] | None = None
     ) -> None:
         super().__init__(inner)
         self._damage = damage

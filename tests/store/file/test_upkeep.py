@@ -188,8 +188,10 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
     bench.io.calls.clear()
     bench.clock.advance(60)
     store.maintain()
-    assert bench.io.calls["listdir"] <= 2  # what is being written, and quarantine
-    assert all(map(store.contains, keys))  # which looks into the index
+    assert bench.io.calls["listdir"] <= 3  # what is being written, and quarantine twice
+    assert not any(map(store.contains, keys))
+    assert all(map(store.lists, keys))
+    assert not store.lists(bytes(32))
     assert not store.wait_indexed(0.1)
     assert store.put(keys[0], [make_value(10)]) is PutResult.EXISTS
     assert read_value(store, keys[1]) == make_value(10)

@@ -100,12 +100,13 @@ def test_an_error_in_time_is_raised(opened):
         opened(opening, 60.0)
 
 
-def test_until_it_is_open_everything_is_a_miss(opened, caplog):
+def test_until_it_is_open_nothing_is_there(opened, caplog):
     opening = Opening()
     late = opened(opening, 0.01)
     assert "did not open within 0.01 s" in caplog.text
     assert late.contains(KEY) is False
-    assert late.read(KEY, ()) is None
+    with pytest.raises(StoreError, match=r"^memory opening: does not answer$"):
+        late.read(KEY, ())
     assert late.put(KEY, [b"x"]) is PutResult.FAILED
     assert not late.delete(KEY)
     assert not late.wait_indexed(0.0)

@@ -490,7 +490,8 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers):
     assert state(store) == "away"
     assert not store.takes_values
     assert store.put(make_key(8), [b"value"]) is PutResult.FAILED
-    assert store.read(make_key(8), ()) is None
+    with pytest.raises(StoreError, match="away: "):
+        store.read(make_key(8), ())
     inner.is_away = False
     clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: store.takes_values, "it is used again")
@@ -841,7 +842,9 @@ def test_a_read_that_never_returns_leaves_the_tier_alone(make_tiers):
     assert state(store, 1) == "away"
     assert not store.contains(make_key(1))
     assert held(store)
-    assert store.read(make_key(5), ()) is None
+    assert store.read(make_key(), ()) == 5
+    with pytest.raises(StoreError, match="memory1 away: a read does not end"):
+        store.read(make_key(5), ())
     gate.release()
     reader.join()
     clock.advance(QUICK.longest_pause_seconds)

@@ -24,7 +24,7 @@ from kvferry.keys import opaque_key
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, PutResult, Store
+from kvferry.store.base import ASK_SECONDS, Catalogue, PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear
 from kvferry.store.record_client import Batch, RecordClient
@@ -159,7 +159,7 @@ class PageRecords:
 
     def __init__(
         self,
-        store: Store,
+        store: Catalogue,
         schema: RecordSchema,
         observer: Observer,
         *,

@@ -33,7 +33,7 @@ from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
@@ -82,7 +82,7 @@ class StoredKV:
     def __init__(
         self,
         model: Any,
-        store: str | Sequence[str] | Store,
+        store: str | Sequence[str] | Catalogue,
         *,
         model_dir: str | Path | None = None,
         observer: Observer | None = None,
@@ -107,7 +107,7 @@ class StoredKV:
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
         namespace, self._rows = record_layout(self._model, self._config)
-        if not isinstance(store, Store):
+        if not isinstance(store, Catalogue):
             store = open_store(
                 store,
                 observer=self._observer,

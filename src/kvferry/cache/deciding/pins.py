@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -25,7 +25,7 @@ class RequestPins:
     """The pins of an engine's requests, and the thread that makes them. `add` and `stored` run in
     the scheduler thread and do no I/O."""
 
-    def __init__(self, store: Store, observer: Observer) -> None:
+    def __init__(self, store: Catalogue, observer: Observer) -> None:
         self._store = store
         self._observer = observer
         self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason, parse_head
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store
+from kvferry.store.base import Catalogue
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -43,7 +43,7 @@ class RecentRecords:
     """
 
     def __init__(
-        self, store: Store, schema: RecordSchema, count: int, clock: Callable[[], float]
+        self, store: Catalogue, schema: RecordSchema, count: int, clock: Callable[[], float]
     ) -> None:
         self._store = store
         self._schema = schema

@@ -391,15 +391,11 @@ class Index:
                 raise Damaged("an id is beyond its sequence")
         return last_record, last_removal
 
-    def keys_of_shard(self, shard: int) -> set[ChunkKey]:
-        first, last = bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)
+    def keys(self, first: bytes, last: bytes) -> Iterator[ChunkKey]:
+        """Yield the keys from `first` to `last` that have rows; their files may be gone."""
         with self._transaction(writes=False) as db:
-            return set(read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1])
-
-    def lists(self, key: ChunkKey) -> bool:
-        """Whether there is a row for `key`, whose file may be gone."""
-        with self._transaction(writes=False) as db:
-            return bool(read_keys(db, "records WHERE key = ?", key)[1])
+            found = read_keys(db, "records WHERE key BETWEEN ? AND ?", first, last)[1]
+        yield from found
 
     def entries(self, limit: int | None = None) -> Iterator[Entry]:
         """Yield all records by id, or the `limit` most recently used ones. Those that are used

@@ -25,12 +25,12 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
+    Catalogue,
     Entry,
     GcReport,
     PutResult,
     ReadRange,
     Removal,
-    Store,
     StoreStat,
     Value,
 )
@@ -58,7 +58,7 @@ _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 _Found = TypeVar("_Found")
 
 
-class FileStore(Store):
+class FileStore(Catalogue):
     """Values as files under one directory. Thread-safe; any number of processes may open it.
 
     Guarantees, for every process that is killed at any instant:
@@ -189,12 +189,7 @@ class FileStore(Store):
         return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
     def contains(self, key: ChunkKey) -> bool:
-        """See `Store.contains`. If this store keeps no keys in memory, its index is asked."""
-        if self._known.tracks_keys:
-            return self._known.contains(key)
-        with suppress(OSError):
-            return not self._closed and self.index.lists(key)
-        return False
+        return self._known.contains(key)
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
@@ -285,6 +280,9 @@ class FileStore(Store):
         if self.index.is_ours:  # in a forked child, locks may be held for ever
             self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()
+
+    def lists(self, key: ChunkKey) -> bool:
+        return any(self._listed(self.index.keys(key, key)))
 
     def scan(self) -> Iterator[Entry]:
         return self._listed(self.index.entries())

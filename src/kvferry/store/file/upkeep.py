@@ -58,7 +58,7 @@ class ShardComparison:
         self._marks[shard] = (mark[0], -1)
         is_settled = index.settings.wall() - mark[1] / 1e9 > self._settled_seconds
         there = index.directory.list_shard(shard)
-        listed = index.keys_of_shard(shard)
+        listed = set(index.keys(bytes([shard << 3]), bytes([shard << 3 | 7]) + bytes([255] * 32)))
         num_wrong = sum(index.add(batch) for batch in _batches(there - listed))
         num_wrong += sum(index.forget(batch, "vanished") for batch in _batches(listed - there))
         if is_settled:

@@ -19,9 +19,9 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
+    Catalogue,
     PutResult,
     ReadRange,
-    Store,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerStore
@@ -155,7 +155,7 @@ class PeerStore(ServerStore):
         self._keys.close()
 
 
-def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Store:
+def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Catalogue:
     if url.path or url.username or url.password:
         raise ConfigError(f"{url.where}: a peer has an address only: peer://host:port")
     ((host, port),) = url.hosts

@@ -17,11 +17,11 @@ from kvferry.errors import StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
+    Catalogue,
     Entry,
     GcReport,
     PutResult,
     ReadRange,
-    Store,
 )
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import shrink
@@ -179,7 +179,7 @@ class RemoteStore(ServerStore):
         until = self._clock() + self._bounds.probe_seconds
         return self._client.exists([self.name_of(key) for key in keys], until)
 
-    def of(self, namespace: bytes) -> Store:
+    def of(self, namespace: bytes) -> Catalogue:
         if namespace == self._namespace:
             return self
         other = copy.copy(self)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import PutResult, ReadRange, Store, StoreStat, TierStatus, Value
+from kvferry.store.base import Catalogue, PutResult, ReadRange, StoreStat, TierStatus, Value
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
@@ -42,7 +42,7 @@ class Unopened(NamedTuple):
     """
 
     url: str
-    open: Callable[[bool], Store]
+    open: Callable[[bool], Catalogue]
 
 
 class Tier:
@@ -63,7 +63,7 @@ class Tier:
 
     def __init__(
         self,
-        given: Store | Unopened,
+        given: Catalogue | Unopened,
         name: str,
         number: int,
         observer: Observer,
@@ -74,8 +74,8 @@ class Tier:
         self.number = number
         self.given = given
         self.is_peer = given.url.startswith("peer:")
-        self.store: Store | None = None
-        self.up: Store | None = None
+        self.store: Catalogue | None = None
+        self.up: Catalogue | None = None
         self.opening: Future[None] = Future()
         self.clock = clock
         self.patience = patience
@@ -179,8 +179,13 @@ class Tier:
         """State of the tier and counts of its store. Memory only."""
         state, since, because = self._health.standing
         since = time.time() - (self.clock() - since)
-        fault = self._health.fault if self._health.is_up else f"{state}: {because}"
-        return TierStatus(self.name, state, since, because, self.stat(), fault)
+        return TierStatus(self.name, state, since, because, self.stat(), self.fault)
+
+    @property
+    def fault(self) -> str:
+        """See `TierStatus.fault`."""
+        state, _, because = self._health.standing
+        return self._health.fault if self._health.is_up else f"{state}: {because}"
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """Do `ask`, and count the result."""

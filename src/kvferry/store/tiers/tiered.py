@@ -22,10 +22,10 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
+    Catalogue,
     Entry,
     PutResult,
     ReadRange,
-    Store,
     StoreStat,
     TierStatus,
     Value,
@@ -39,7 +39,7 @@ from kvferry.types import ChunkKey
 _MAX_SERVED = 4096
 
 
-class TieredStore(Store):
+class TieredStore(Catalogue):
     """Tiers as one store; see the module. Closing it closes them.
 
     Args:
@@ -57,7 +57,7 @@ class TieredStore(Store):
 
     def __init__(
         self,
-        stores: Sequence[Store | Unopened],
+        stores: Sequence[Catalogue | Unopened],
         observer: Observer | None = None,
         *,
         check: ValueCheck | None = None,
@@ -119,13 +119,14 @@ class TieredStore(Store):
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
-        fault = None
+        fault: StoreError | None = None
         # A question to each of several peers would cost more than the read.
         for tier in sorted(self._tiers, key=lambda tier: tier.is_peer and not tier.has(key)):
             if self._closed:
                 return None
             if not self._is_up(tier):
                 tier.count("reads", "away")
+                fault = fault or StoreError(f"{tier.name} {tier.fault}")
                 continue
             try:
                 size = tier.read(key, ranges, deadline)
@@ -234,7 +235,7 @@ class TieredStore(Store):
 
     # -- what is there --------------------------------------------------------------------------
 
-    def _up(self) -> Iterator[Store]:
+    def _up(self) -> Iterator[Catalogue]:
         """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
@@ -337,7 +338,7 @@ class TieredStore(Store):
         return f"<TieredStore {', '.join(map(repr, self._threads))}>"
 
 
-def _names_of(stores: Sequence[Store | Unopened]) -> list[str]:
+def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:
     """Return names for metrics: the scheme; of several peers, each with its address; else with the
     tier's number, if a nearer one has the same."""
     schemes, names = [store.url.partition(":")[0] for store in stores], list[str]()

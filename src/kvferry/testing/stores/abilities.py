@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.store.base import Entry, PutResult, Store
+from kvferry.store.base import Catalogue, Entry, PutResult
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     can_scan,
@@ -38,21 +38,21 @@ numbers = st.integers(0, 7)
 sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
 
 
-def _scan(store: Store) -> dict[bytes, Entry]:
+def _scan(store: Catalogue) -> dict[bytes, Entry]:
     entries = list(store.scan())
     by_key: dict[bytes, Entry] = {entry.key: entry for entry in entries}
     assert len(by_key) == len(entries), "a key was listed twice"
     return by_key
 
 
-def _is_known(store: Store, key: ChunkKey) -> bool:
+def _is_known(store: Catalogue, key: ChunkKey) -> bool:
     return store.contains(key) is True
 
 
 class ScanTests(StoreHooks):
     """Tests of stores that list their values."""
 
-    def test_scan_lists_every_value_once(self, store: Store) -> None:
+    def test_scan_lists_every_value_once(self, store: Catalogue) -> None:
         sizes = (1, 4096, 9001)
         before = time.time()
         for number, size in enumerate(sizes):
@@ -64,14 +64,14 @@ class ScanTests(StoreHooks):
         # Batched recency and the clocks of file systems are coarse.
         assert all(abs(entry.last_used - before) < 60 for entry in entries.values())
 
-    def test_scan_leaves_out_what_was_deleted_or_discarded(self, store: Store) -> None:
+    def test_scan_leaves_out_what_was_deleted_or_discarded(self, store: Catalogue) -> None:
         for number in range(3):
             store.put(make_key(number), [b"value"])
         store.delete(make_key(0))
         store.discard(make_key(1), "bad_leaf")
         assert set(_scan(store)) == {make_key(2)}
 
-    def test_values_may_come_and_go_during_a_scan(self, store: Store) -> None:
+    def test_values_may_come_and_go_during_a_scan(self, store: Catalogue) -> None:
         for number in range(40):
             store.put(make_key(number), [b"value"])
         found = set()
@@ -87,7 +87,7 @@ class ScanTests(StoreHooks):
 class ProbeTests(StoreHooks):
     """Tests of stores that several processes share."""
 
-    def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
+    def test_waiting_for_the_index_ends_in_time(self, store: Catalogue) -> None:
         started = time.monotonic()
         store.wait_indexed(0.0)
         assert time.monotonic() - started < 5
@@ -140,7 +140,7 @@ class ProbeTests(StoreHooks):
             wait_until(lambda: not reader.awaits(make_key()), "its time is over")
             assert not reader.contains(make_key())
 
-    def test_a_flood_of_probes_blocks_no_caller(self, store: Store) -> None:
+    def test_a_flood_of_probes_blocks_no_caller(self, store: Catalogue) -> None:
         started = time.monotonic()
         for number in range(500):
             store.probe([make_key(number), make_key(number + 1)])
@@ -175,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
     """
 
     hooks: StoreHooks
-    store: Store
+    store: Catalogue
 
     def __init__(self) -> None:
         super().__init__()
