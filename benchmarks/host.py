@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from kvferry.cache.build import PrefixCache
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, Roles
 from kvferry.keys import ModelIdentity
@@ -188,7 +187,7 @@ class RolesHost:
     def __init__(self, roles: Roles, block_size: int) -> None:
         observer = Observer()
         self.scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
-        self._lifecycle = StepLifecycle(GuardedWorker(roles.worker, observer))
+        self._driver = StepDriver(roles.worker, observer)
         self._none: set[str] = set()
 
     def step(self, scheduled: list[HostRequest], finished: set[str] | None = None) -> WorkerOutput:
@@ -197,11 +196,11 @@ class RolesHost:
         finished = finished or self._none
         plan = self.scheduler.build_plan(HostStep(scheduled, self._none, finished))
         if scheduled:
-            with self._lifecycle.step(plan, finished) as step:
+            with self._driver.step(plan, finished) as step:
                 pass  # the model is left out
             output = step.output
         else:
-            output = self._lifecycle.no_forward(plan, finished)
+            output = self._driver.no_forward(plan, finished)
         self.scheduler.update_output(output)
         self.scheduler.take_events()
         return output

@@ -16,9 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvferry.cache.build import PrefixCache
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.model import cache_argument
 from kvferry.identity import identify
@@ -57,11 +56,10 @@ class Engine:
         self.cache = PrefixCache(spec, {"store": store}, Counters())
         self.cache.wait_ready(10.0)
         self.scheduler = GuardedScheduler(self.cache.scheduler(), block_size=BLOCK)
-        self.worker = GuardedWorker(self.cache.worker())
+        self.driver = StepDriver(self.cache.worker())
         pool = (NUM_BLOCKS, heads, BLOCK, 2 * dim)
         self.kv = {f"layer.{layer}": torch.zeros(pool) for layer in range(layers)}
-        self.worker.register_kv_caches(self.kv)
-        self.lifecycle = StepLifecycle(self.worker)
+        self.driver.role.register_kv_caches(self.kv)
         self.finished: set[str] = set()
 
     def generate(self, request_id: str, prompt: list[int], num_tokens: int) -> tuple[int, Request]:
@@ -96,9 +94,9 @@ class Engine:
             preempted_request_ids=set(), finished_request_ids=finished,
         ))  # fmt: skip
         if request is None:
-            self.scheduler.update_output(self.lifecycle.no_forward(plan, finished))
+            self.scheduler.update_output(self.driver.no_forward(plan, finished))
             return None
-        with self.lifecycle.step(plan, finished) as step:
+        with self.driver.step(plan, finished) as step:
             logits = self.forward(request, num_tokens)
         request.num_computed += num_tokens
         self.scheduler.update_output(step.output)
@@ -127,7 +125,7 @@ class Engine:
     def close(self) -> None:  # H: let saves end, then close the roles, then the cache.
         while self.scheduler.has_pending_work():
             self.step(None, 0)
-        for part in (self.scheduler, self.worker, self.cache):
+        for part in (self.scheduler, self.driver, self.cache):
             part.close()
 
 

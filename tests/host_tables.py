@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.host import HostRequest
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.types import NULL_BLOCK, KVGroup, TablePart
@@ -142,7 +142,7 @@ class HostRank:
         self._spec = spec
         self._tables = tables
         self.worker = worker
-        self.lifecycle = StepLifecycle(worker, strict=True)
+        self.driver = StepDriver(worker, strict=True)
         self._layers: list[list[_ModelLayer]] = [[] for _ in tables]
         for part in spec.table_parts:
             base = spec.shard.groups[part.group].layers[0]

@@ -243,7 +243,7 @@ class SimulatedHost:
         plan = self.scheduler.build_plan(view)
         outputs = []
         for rank in self.ranks:
-            with rank.lifecycle.step(plan, finished) as step:
+            with rank.driver.step(plan, finished) as step:
                 for request in scheduled:
                     start = request.num_computed_tokens
                     rank.compute(request, prefix_seeds(request), start, start + tokens)

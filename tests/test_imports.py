@@ -330,7 +330,7 @@ def test_imports_go_down_the_layers():
         ("store/base.py", "from kvferry import engine", "above store"),
         ("store/memory.py", "from kvferry.record.schema import digest", "not for store/memory.py"),
         (
-            "contract/lifecycle.py",
+            "contract/driver.py",
             "from kvferry.cache.build import PrefixCache",
             "above contract",
         ),
@@ -463,8 +463,7 @@ def run_fresh(code: str) -> str:
         "import kvferry",
         "import kvferry; kvferry.open_store('memory://x').close(); kvferry.KVError",
         "import kvferry.keys, kvferry.identity, kvferry.record.check, kvferry.store.recordio",
-        "import kvferry.contract.guard_scheduler, kvferry.contract.guard_worker",
-        "import kvferry.contract.lifecycle, kvferry.cache.config",
+        "import kvferry.contract.guard_scheduler, kvferry.contract.driver, kvferry.cache.config",
         "import kvferry.v1, kvferry.v1.utilities",
         "import kvferry.contract.fold, kvferry.layout.shards",
         "import kvferry.layout.spec, kvferry.layout.plan",

@@ -375,9 +375,9 @@ def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) ->
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     outputs = []
     for number, rank in enumerate(host.ranks):
-        lifecycle = rank.lifecycle
+        driver = rank.driver
         try:
-            with lifecycle.step(plan, set()) as step:
+            with driver.step(plan, set()) as step:
                 if number in failing:
                     raise ForwardFailed
         except ForwardFailed:

@@ -153,7 +153,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     worker = host.ranks[1].worker
     for key in keys_of(host):
         lose_chunk(host, key, rank=1)
-    with host.ranks[1].lifecycle.step(plan, set()) as step:
+    with host.ranks[1].driver.step(plan, set()) as step:
         pass
     (report,) = step.output.meta.reports
     assert set(report.failed_keys) == set(keys_of(host))

@@ -120,7 +120,7 @@ def load(host: SimulatedHost, request: Any, block_ids: Any, num_external: int) -
     plan = host.scheduler.build_plan(HostStep([], set(), set()))
     (rank,) = host.ranks
     before = {name: cache.clone() for name, cache in rank.caches.items()}
-    with rank.lifecycle.step(plan, set()) as step:
+    with rank.driver.step(plan, set()) as step:
         pass
     failed = step.output.invalid_block_ids
     for name, cache in rank.caches.items():

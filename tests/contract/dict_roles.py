@@ -16,6 +16,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
+from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 
 
 class DictPlan(Plan, frozen=True, kw_only=True):
@@ -35,6 +36,8 @@ class DictScheduler(SchedulerRole):
         ask_again: how often it answers "ask again" about each request.
         closed: names of the halves in the order in which they were closed.
     """
+
+    rules = AsyncPromises
 
     def __init__(
         self, store: dict, *, block_size=4, is_async=False, delay_free=False, ask_again=0
@@ -119,6 +122,8 @@ class DictWorker(WorkerRole):
         lose: keys that fail to load.
         fail_whole: whether it reports the request of an async load that failed, not its blocks.
     """
+
+    rules = AsyncReports
 
     def __init__(self, store: dict, *, closed: list[str] | None = None) -> None:
         self.store = store
@@ -223,7 +228,7 @@ class Faulty:
         return result
 
 
-def _delegate(base, hooks):
+def _delegate(base, rules, hooks):
     def make(hook):
         def method(self, *args):
             return self.faulty.call(self.role, hook, *args)
@@ -236,7 +241,7 @@ def _delegate(base, hooks):
     return type(
         f"Faulty{base.__name__}",
         (base,),
-        {"__init__": init, **{h: make(h) for h in hooks}},
+        {"__init__": init, "rules": rules, **{h: make(h) for h in hooks}},
     )
 
 
@@ -248,5 +253,5 @@ WORKER_HOOKS = [
     "register_kv_caches", "planned_blocks", "planned_recving", "begin_step", "start_load", "save",
     "collect", "end_step", "close",
 ]  # fmt: skip
-FaultyScheduler = _delegate(SchedulerRole, SCHEDULER_HOOKS)
-FaultyWorker = _delegate(WorkerRole, WORKER_HOOKS)
+FaultyScheduler = _delegate(SchedulerRole, AsyncPromises, SCHEDULER_HOOKS)
+FaultyWorker = _delegate(WorkerRole, AsyncReports, WORKER_HOOKS)

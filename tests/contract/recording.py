@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
+from kvferry.v1.asynchronous import AsyncReports
 
 
 class LoadPlan(Plan, frozen=True, kw_only=True):
@@ -18,6 +19,8 @@ class LoadPlan(Plan, frozen=True, kw_only=True):
 class RecordingWorker(WorkerRole):
     """A worker role that lists its hooks in `calls` in the order in which they are called. Each
     `collect` returns the next of `outputs`; the hooks in `fail` raise."""
+
+    rules = AsyncReports
 
     def __init__(self, *outputs: object, fail: Collection[str] = ()) -> None:
         self.calls: list[str] = []

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.contract import asynchronous
-from kvferry.contract.asynchronous import OVERDUE_SECONDS, AsyncOwedReports
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import (
     ASK_AGAIN,
     EMPTY_OUTPUT,
@@ -25,10 +22,11 @@ from kvferry.contract.messages import (
     RepairedPlan,
     WorkerOutput,
 )
-from kvferry.contract.rules import HookFaults
+from kvferry.contract.rules import Promises, Reports
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import SupportsLayerwise
 from kvferry.observe import Counters
+from kvferry.v1 import asynchronous
+from kvferry.v1.asynchronous import OVERDUE_SECONDS, AsyncPromises, AsyncReports
 from tests.contract.dict_roles import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,
@@ -53,7 +51,7 @@ class Answers(SchedulerRole):
     """Answers what it is told to; an exception is raised."""
 
     def __init__(self, *, is_asynchronous: bool = True, **answers) -> None:
-        self.is_asynchronous = is_asynchronous
+        self.rules = AsyncPromises if is_asynchronous else Promises
         self.answers = answers
         self.outputs: list[WorkerOutput] = []
 
@@ -295,37 +293,41 @@ def test_a9_a_free_that_no_rank_reports_is_reported_in_the_end():
     assert plan == RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"stuck"}))
     assert guard.build_plan(NO_STEP) == LoadPlan()
     assert observer["contract_violation"] == 1
-    lifecycle = StepLifecycle(GuardedWorker(RecordingWorker()))
-    assert lifecycle.no_forward(plan, frozenset({"stuck"})).finished_sending == {"stuck"}
+    driver = StepDriver(RecordingWorker())
+    assert driver.no_forward(plan, frozenset({"stuck"})).finished_sending == {"stuck"}
 
 
 def test_a9_overdue_frees_of_two_plans_wait_for_one_report():
-    owed = AsyncOwedReports(RecordingWorker(), HookFaults("worker", Counters()))
+    driver = StepDriver(RecordingWorker())
     for request_id in ("stuck", "too"):
-        owed.repair(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
-    assert owed.add_to(WorkerOutput()).finished_sending == {"stuck", "too"}
-    assert not owed
+        driver.begin(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
+        driver.end()
+        assert not driver.is_idle
+    output = driver.no_forward(LoadPlan(), frozenset({"stuck", "too"}))
+    assert output.finished_sending == {"stuck", "too"}
+    assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
 
 
 def test_a9_freed_requests_that_the_role_never_reports_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(asynchronous, "REMEMBERED_REQUESTS", 2)
     worker = RecordingWorker()
-    lifecycle = StepLifecycle(GuardedWorker(worker))
+    driver = StepDriver(worker)
     names = ["first", "second", "third"]
     for name in names:
         plan = RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({name}))
-        lifecycle.no_forward(plan, {name})
-    assert list(lifecycle._worker._owed.freed) == names[1:]
+        driver.no_forward(plan, {name})
+    assert list(driver._reports._ended) == names[1:]
+    assert not driver._reports._freed
     worker.outputs = [WorkerOutput(finished_sending=frozenset(names))]
-    assert lifecycle.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
+    assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
 
 
 def test_a9_an_overdue_free_of_an_id_that_was_freed_before_is_reported():
-    owed = AsyncOwedReports(RecordingWorker(), HookFaults("worker", Counters()))
-    owed.repair(RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({"again"})))
-    assert owed.add_to(WorkerOutput()) == EMPTY_OUTPUT
-    owed.repair(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"again"})))
-    assert owed.add_to(WorkerOutput()).finished_sending == {"again"}
+    driver = StepDriver(RecordingWorker())
+    freed = RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({"again"}))
+    assert driver.no_forward(freed, {"again"}) is EMPTY_OUTPUT
+    overdue = RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"again"}))
+    assert driver.no_forward(overdue, {"again"}).finished_sending == {"again"}
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -390,12 +392,12 @@ STEP_PLAN = LoadPlan(blocks=frozenset({4, 5}), recving=frozenset({"r"}))
 
 def one_step(worker, plan=STEP_PLAN, layers=("a", "b")):
     observer = Counters()
-    lifecycle = StepLifecycle(GuardedWorker(worker, observer), observer=observer)
-    with lifecycle.step(plan, frozenset()) as step:
-        for name in layers if lifecycle.layerwise else ():
-            lifecycle.layerwise.wait_for_layer_load(name)
-            lifecycle.layerwise.save_layer(name, None, None)
-    return step.output, observer, lifecycle
+    driver = StepDriver(worker, observer)
+    with driver.step(plan, frozenset()) as step:
+        for name in layers if driver.layerwise else ():
+            driver.layerwise.wait_for_layer_load(name)
+            driver.layerwise.save_layer(name, None, None)
+    return step.output, observer, driver
 
 
 @pytest.mark.parametrize("hook", ["begin_step", "start_load"])
@@ -438,10 +440,10 @@ def test_a_failed_layer_save_leaves_the_loads_alone_and_saves_nothing_more():
 
 def test_the_step_after_a_fault_is_whole_again():
     worker = RecordingWorker(fail={"start_load"})
-    _, _, lifecycle = one_step(worker)
+    _, _, driver = one_step(worker)
     worker.fail.clear()
     worker.calls.clear()
-    assert lifecycle.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
+    assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
     assert worker.calls == ["begin_step", "start_load", "save", "collect", "end_step"]
 
 
@@ -460,7 +462,7 @@ def test_a_repaired_plan_reaches_the_role_as_its_own_and_the_host_as_failures():
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_repaired_plan_reaches_both_kinds_of_role_as_its_own(is_asynchronous):
     worker = RecordingWorker()
-    worker.is_asynchronous = is_asynchronous
+    worker.rules = AsyncReports if is_asynchronous else Reports
     plan = RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9}))
     output, _, _ = one_step(worker, plan)
     assert worker.plans == [LoadPlan()]
@@ -503,7 +505,7 @@ def test_a_plan_with_a_load_of_a_plan_that_failed_is_refused(blocks):
 )  # fmt: skip
 def test_a_malformed_report_does_not_hide_what_the_guard_owes(is_asynchronous, report):
     worker = RecordingWorker(report)
-    worker.is_asynchronous = is_asynchronous
+    worker.rules = AsyncReports if is_asynchronous else Reports
     plan = RepairedPlan(plan=LoadPlan(blocks=frozenset({1})), promised_block_ids=frozenset({2, 3}))
     output, _, _ = one_step(worker, plan)
     assert output.invalid_block_ids >= {2, 3}
@@ -513,24 +515,14 @@ def test_a_lost_load_that_the_role_does_nevertheless_fails_when_it_ends():
     inner = LoadPlan(recving=frozenset({"q"}))
     plan = RepairedPlan(plan=inner, lost_request_ids=frozenset({"q"}))
     worker = RecordingWorker(EMPTY_OUTPUT, WorkerOutput(finished_recving=frozenset({"q"})))
-    output, _, lifecycle = one_step(worker, plan)
+    output, _, driver = one_step(worker, plan)
     assert output is EMPTY_OUTPUT  # it may still write
-    output = lifecycle.no_forward(LoadPlan(), frozenset())
+    output = driver.no_forward(LoadPlan(), frozenset())
     assert output.finished_recving == output.failed_recving == {"q"}
 
 
-def test_abilities_are_seen_through_the_guard():
-    assert isinstance(GuardedWorker(RecordingLayerwiseWorker()), SupportsLayerwise)
-    assert not isinstance(GuardedWorker(RecordingWorker()), SupportsLayerwise)
-
-
-def test_registration_is_not_guarded():
-    with pytest.raises(OSError, match="register_kv_caches"):
-        GuardedWorker(RecordingWorker(fail={"register_kv_caches"})).register_kv_caches({})
-
-
 def test_close_is_guarded():
-    GuardedWorker(RecordingWorker(fail={"close"})).close()
+    StepDriver(RecordingWorker(fail={"close"})).close()
 
 
 # --- everything at once ------------------------------------------------------------------------
@@ -577,7 +569,7 @@ def test_whatever_fails_the_host_finishes_with_the_right_tokens(
         block_size=4,
         clock=lambda: steps_taken() * 10.0,
     )
-    worker = GuardedWorker(FaultyWorker(DictWorker(store), faulty), observer)
+    worker = FaultyWorker(DictWorker(store), faulty)
     host = TinyHost(scheduler, worker, num_blocks=num_blocks, observer=observer)
     requests = [host.add(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
     for number in range(14):

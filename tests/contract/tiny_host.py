@@ -11,7 +11,7 @@ import pickle
 
 import torch
 
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
@@ -149,7 +149,7 @@ class TinyHost(ModelHost):
             _Checked(scheduler, block_size), num_blocks, block_size=block_size,
             max_batched_tokens=budget, prefix_caching=False,
         )  # fmt: skip
-        self.lifecycle = StepLifecycle(worker, observer=observer, strict=strict)
+        self.driver = StepDriver(worker, observer, strict=strict)
         worker.register_kv_caches(self.kv)
         self.outputs: list[WorkerOutput] = []
         self.fail_forward = False
@@ -178,18 +178,18 @@ class TinyHost(ModelHost):
     def work(self, step: EngineStep) -> WorkerOutput:
         plan = pickle.loads(pickle.dumps(step.plan))
         if step.scheduled:
-            with self.lifecycle.step(plan, step.finished_request_ids) as run:
+            with self.driver.step(plan, step.finished_request_ids) as run:
                 self._forward(step)
             output = run.output
         else:
-            output = self.lifecycle.no_forward(plan, step.finished_request_ids)
+            output = self.driver.no_forward(plan, step.finished_request_ids)
         self.outputs.append(output)
         assert output.failed_recving <= output.finished_recving
         assert all(0 <= block < self.pool.num_blocks for block in output.invalid_block_ids)
         return output
 
     def _forward(self, step: EngineStep) -> None:
-        layers = self.lifecycle.layerwise
+        layers = self.driver.layerwise
         for index, (name, kv) in enumerate(self.kv.items()):
             if layers is not None:
                 layers.wait_for_layer_load(name)

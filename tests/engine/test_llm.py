@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvferry.contract.rules import Reports
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import llm as llm_module
 from kvferry.engine.model import PagedModel
@@ -166,8 +167,8 @@ def test_a_store_is_read_by_the_next_engine_and_by_no_other_model(model_dir, tmp
 
 def test_halves_of_which_one_has_no_async_rules_are_refused(model_dir):
     roles = dict_roles()
-    roles.worker.is_asynchronous = False
-    with pytest.raises(ConfigError, match="DictWorker declare different is_asynchronous"):
+    roles.worker.rules = Reports
+    with pytest.raises(ConfigError, match="DictWorker name `rules` that do not belong together"):
         LLM(model_dir(), roles=roles)
 
 

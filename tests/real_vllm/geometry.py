@@ -24,9 +24,8 @@ from kvferry.adapters.vllm.spec import (
     spec_of_workers,
 )
 from kvferry.cache.build import PrefixCache
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
@@ -145,13 +144,12 @@ class RankOfVllm:
     """One rank: tensors by vLLM's own allocator, and what the model writes into them."""
 
     def __init__(
-        self, mix: Mix, tp: int, rank: int, groups: Any, vllm_layout: Any, worker: GuardedWorker
+        self, mix: Mix, tp: int, rank: int, groups: Any, vllm_layout: Any, driver: StepDriver
     ) -> None:
         from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        self.worker = worker
-        self.lifecycle = StepLifecycle(worker, strict=True)
+        self.worker, self.driver = driver.role, driver
         self._mix, self._groups = mix, groups.kv_cache_groups
         sizes = [mix.kernel_block or group.kv_cache_spec.block_size for group in self._groups]
         self.caches = allocate_kv_cache(groups, torch.device("cpu"), vllm_layout, sizes)
@@ -303,10 +301,10 @@ class EngineOfVllm:
         for rank, ((spec, layers), groups) in enumerate(zip(halves, workers, strict=True)):
             cache = PrefixCache(spec, options, self.counters, has_scheduler=False)
             self._caches.append(cache)
-            worker = GuardedWorker(cache.worker(), self.counters)
-            ranks.append(RankOfVllm(mix, tp, rank, groups, layout, worker))
+            driver = StepDriver(cache.worker(), self.counters, strict=True)
+            ranks.append(RankOfVllm(mix, tp, rank, groups, layout, driver))
             views = layer_views(ranks[rank].caches, modules, layers, spec.kv_layout)
-            worker.register_kv_caches(views)
+            driver.role.register_kv_caches(views)
         tables = [
             HostTable(
                 block_size=group.kv_cache_spec.block_size,

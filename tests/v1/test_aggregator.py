@@ -16,7 +16,6 @@ from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.v1 import KVOutputAggregator
 from kvferry.v1.types import (
-    CarriedMeta,
     CounterStats,
     KVConnectorOutput,
     KVConnectorStats,
@@ -258,13 +257,13 @@ def test_our_own_messages_and_counters_are_folded():
     outputs = [
         report(
             kv_connector_stats=CounterStats({"hit": 1, name: 2}),
-            kv_connector_worker_meta=CarriedMeta(Seen(ids=frozenset({name}))),
+            kv_connector_worker_meta=Seen(ids=frozenset({name})),
         )
         for name in ("x", "y")
     ]
     kv = KVOutputAggregator(2).aggregate(outputs).kv_connector_output
     assert kv.kv_connector_stats == CounterStats({"hit": 2, "x": 2, "y": 2})
-    assert kv.kv_connector_worker_meta == CarriedMeta(Seen(ids=frozenset({"x", "y"})))
+    assert kv.kv_connector_worker_meta == Seen(ids=frozenset({"x", "y"}))
 
 
 def test_payloads_that_do_not_fold_cost_no_ids(caplog):

@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.engine.request import Request
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.observe import Counters
@@ -51,10 +51,9 @@ def make_host(tmp_path):
         worker = module.SampleConnector(config, KVConnectorRole.WORKER)
         host = TinyHost(
             GuardedScheduler(V1SchedulerRole(scheduler), observer, block_size=4),
-            GuardedWorker(V1WorkerRole(worker), observer),
+            V1WorkerRole(worker),
             observer=observer,
-            strict=True,
-            **options,
+            **{"strict": True, **options},
         )
         host.observer = observer
         host.connectors = (scheduler, worker)
@@ -164,7 +163,7 @@ def test_a_forward_that_raises_saves_nothing(make_host, tmp_path):
 
 def test_a_fault_of_the_connector_is_a_failed_load(make_host):
     run(make_host(), PROMPT)
-    host = make_host()
+    host = make_host(strict=False)
 
     def fail(context, **kwargs):
         raise RuntimeError("size mismatch")
@@ -210,7 +209,7 @@ def test_a_plan_that_fails_costs_one_step_and_stores_nothing_wrong(
 
 def test_a_load_that_a_failed_plan_left_with_the_connector_is_not_done(make_host):
     run(make_host(), PROMPT)
-    host = make_host()
+    host = make_host(strict=False)
     scheduler, worker = host.connectors
     start_load_kv, build, loaded = worker.start_load_kv, scheduler.build_connector_meta, []
 
@@ -333,7 +332,7 @@ def test_an_async_load_of_release_014_whose_start_failed_does_not_reach_the_bloc
 ):
     """The host has given the blocks to other requests by the time the connector reports its end."""
     role, connector = worker_of_014
-    worker = GuardedWorker(role)
+    driver = StepDriver(role)
     start_load_kv = connector.start_load_kv
 
     def fail(context, **kwargs):
@@ -342,13 +341,13 @@ def test_an_async_load_of_release_014_whose_start_failed_does_not_reach_the_bloc
 
     connector.start_load_kv = fail
     before = kv.clone()
-    worker.begin_step(V1Plan(metadata="start", recving={"r": frozenset({2})}))
-    worker.start_load()
-    assert worker.collect(set()).failed_recving == {"r"}
+    with driver.step(V1Plan(metadata="start", recving={"r": frozenset({2})}), set()):
+        pass
+    assert driver.output.failed_recving == {"r"}
     connector.start_load_kv = start_load_kv
-    worker.begin_step(V1Plan(metadata="load"))
-    worker.start_load()
-    assert worker.collect(set()).finished_recving == {"r"}
+    with driver.step(V1Plan(metadata="load"), set()):
+        pass
+    assert driver.output.finished_recving == frozenset()
     assert torch.equal(kv, before)
 
 

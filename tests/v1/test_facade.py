@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.contract.messages import FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
@@ -30,7 +29,6 @@ from kvferry.v1.host import (
 )
 from kvferry.v1.types import (
     CachedRequestData,
-    CarriedMeta,
     CounterStats,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -119,7 +117,7 @@ def make_host(store, *, spelling=None, budget=11, num_blocks=40, **options) -> T
         scheduler.spelling = spelling
     host = TinyHost(
         GuardedScheduler(V1SchedulerRole(scheduler), observer, block_size=4),
-        GuardedWorker(V1WorkerRole(worker), observer),
+        V1WorkerRole(worker),
         observer=observer, strict=True, budget=budget, num_blocks=num_blocks,
     )  # fmt: skip
     host.observer, host.connectors = observer, (scheduler, worker)
@@ -155,9 +153,8 @@ def test_faults_of_a_role_stay_behind_the_facade():
     broken = FaultyWorker(DictWorker(store), Faulty({("start_load", 1): "before"}))
     facade = RolesAsV1(make_config(), WORKER, worker=broken)
     host = make_host(store)
-    worker = GuardedWorker(V1WorkerRole(facade))
-    host.lifecycle = StepLifecycle(worker)
-    worker.register_kv_caches(host.kv)
+    host.driver = StepDriver(V1WorkerRole(facade))
+    facade.register_kv_caches(host.kv)
     request = host.add("r", PROMPT, 3)
     host.run()
     assert request.hit_tokens == 20
@@ -261,7 +258,7 @@ def test_a_report_is_collected_once_and_asked_for_in_parts():
     assert facade.get_kv_connector_stats() == CounterStats({"hits": 2})
     assert facade.get_kv_connector_kv_cache_events() == ["e"]
     meta = facade.build_connector_worker_meta()
-    assert meta.aggregate(CarriedMeta(Note(words=("b",)))).meta == Note(words=("a", "b"))
+    assert meta.aggregate(Note(words=("b",))) == Note(words=("a", "b"))
     facade.clear_connector_metadata()
     assert role.calls == ["begin_step", "save", "collect", "end_step"]
     bind(facade)
@@ -419,7 +416,7 @@ def test_an_output_of_a_new_host_is_read():
     facade.update_connector_output(
         KVConnectorOutput(
             kv_connector_stats=CounterStats({"a": 1}),
-            kv_connector_worker_meta=CarriedMeta(Note(words=("x",))),
+            kv_connector_worker_meta=Note(words=("x",)),
         )
     )
     assert role.outputs == [WorkerOutput(stats={"a": 1}, meta=Note(words=("x",)))]

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Counters
+from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.types import KVConnectorOutput, KVConnectorRole, PlanMetadata
 from tests.v1.test_driven import make_config
@@ -22,6 +23,7 @@ EMPTY_PLAN = Plan()
 
 class IdleScheduler(SchedulerRole):
     is_idle = True
+    rules = AsyncPromises
 
     def __init__(self):
         self.calls = []
@@ -46,6 +48,7 @@ class IdleScheduler(SchedulerRole):
 
 class IdleWorker(WaitingWorker):
     is_idle = True
+    rules = AsyncReports
 
     def __init__(self):
         super().__init__()
@@ -259,6 +262,6 @@ def test_a_role_that_cannot_say_is_called(kind):
 
     base = IdleScheduler if kind == "scheduler" else IdleWorker
     role = type("Broken", (base,), {"is_idle": property(fail)})()
-    guard = (GuardedScheduler if kind == "scheduler" else GuardedWorker)(role, counters)
+    guard = (GuardedScheduler if kind == "scheduler" else StepDriver)(role, counters)
     assert guard.is_idle is False
     assert counters["hook_failed_is_idle"] == 1

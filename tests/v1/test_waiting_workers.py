@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan
 from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
 from kvferry.observe import Counters
@@ -78,11 +78,11 @@ def test_a_worker_that_fails_to_wait_is_asked_all_the_same():
     assert counters["hook_failed_wait"] == 1
 
 
-def test_the_step_lifecycle_waits_in_steps_without_tokens_only():
+def test_the_driver_waits_in_steps_without_tokens_only():
     role = WaitingWorker()
-    lifecycle = StepLifecycle(role)
-    with lifecycle.step(EMPTY_PLAN, ()):
+    driver = StepDriver(role)
+    with driver.step(EMPTY_PLAN, ()):
         pass
     assert "wait" not in role.calls
-    lifecycle.no_forward(EMPTY_PLAN, ())
+    driver.no_forward(EMPTY_PLAN, ())
     assert role.calls.count("wait") == 1

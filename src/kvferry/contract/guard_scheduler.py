@@ -1,19 +1,13 @@
 """The guard at the host boundary, for the scheduler role: a fault of a role becomes a miss, never
 a fault of the engine.
 
-`GuardedScheduler` and `GuardedWorker` (`guard_worker`) wrap the two roles and are roles themselves.
-When a hook raises an `Exception`, the guard counts it (`hook_failed`, `hook_failed_<hook>`), logs
-it now and then, and gives the answer that is safe for that hook. `KeyboardInterrupt` and
-`SystemExit` pass.
+`GuardedScheduler` wraps the role and is a role itself. When a hook raises an `Exception`, the guard
+counts it (`hook_failed`, `hook_failed_<hook>`), logs it now and then, and gives the answer that is
+safe for that hook. `KeyboardInterrupt` and `SystemExit` pass.
 
-If promised tokens will not be loaded, the host must learn of a failed load. If a scheduler role
-faults between promise and plan, its guard sends a `RepairedPlan`, which the guard of every worker
-role unpacks: wrap both roles or neither.
-
-Construction and registration are not guarded. At start-up nothing has been promised yet, so options
-or a layout that cannot be used raise an error.
-
-`OneRole.attach` (vLLM's connectors) and the embedded engine's `LLM` make the guards.
+If promised tokens will not be loaded, the host must learn of a failed load. If the role faults
+between promise and plan, the guard sends a `RepairedPlan`, which the driver of every worker role
+(`kvferry.contract.driver`) unpacks.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvferry.contract.asynchronous import AsyncPromises
 from kvferry.contract.messages import (
     ASK_AGAIN,
     FREE_NOW,
@@ -32,7 +25,7 @@ from kvferry.contract.messages import (
     Plan,
     WorkerOutput,
 )
-from kvferry.contract.rules import HookFaults, Promises
+from kvferry.contract.rules import HookFaults
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, RequestView, StepView
@@ -72,19 +65,13 @@ class GuardedScheduler(SchedulerRole):
         self._role = role
         self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._block_size = block_size
-        self._clock = clock
-        self._asked: dict[str, float] = {}  # time of the first "ask again", by waiting request
-        self._promises = Promises(block_size)
-        self.is_asynchronous = role.is_asynchronous
-        if role.is_asynchronous:
-            self._promises = AsyncPromises(block_size, clock, self._faults)
+        self._promises = role.rules(block_size, clock, self._faults)
         self._empty_plan = self._faults.call(
             role.empty_plan, otherwise=Plan(), then="a plan that cannot be built is a bare Plan()"
         )
 
     def on_new_request(self, request: RequestView) -> None:
-        hook = self._role.on_new_request
-        self._faults.call(hook, request, otherwise=None, then="the request goes on")
+        self._faults.run(self._role.on_new_request, request, then="the request goes on")
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if self._promises.has_failed(request.request_id):
@@ -95,7 +82,9 @@ class GuardedScheduler(SchedulerRole):
             if not isinstance(reason, str | None):
                 raise TypeError(f"a reason is text or None, not {reason!r}")
             if count is None:
-                return self._ask_again(request.request_id)
+                limit = self._role.ask_again_seconds
+                may_ask = self._promises.may_ask_again(request.request_id, limit)
+                return ASK_AGAIN if may_ask else MISS
             if count == 0 and not is_async:
                 return answer
             legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))
@@ -107,23 +96,13 @@ class GuardedScheduler(SchedulerRole):
             self._promises.offer(request.request_id, num_local_tokens, answer.is_async)
         return answer
 
-    def _ask_again(self, request_id: str) -> LookupResult:
-        now = self._clock()
-        waited = now - self._asked.setdefault(request_id, now)
-        if waited < self._role.ask_again_seconds:
-            return ASK_AGAIN
-        self._faults.violation(
-            "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"
-        )
-        return MISS
-
     def _corrected(
         self, request: RequestView, num_local_tokens: int, count: int, is_async: bool
     ) -> LookupResult:
         """The largest answer within the rules that promises no more than `count`."""
-        if is_async and not self.is_asynchronous:
+        if is_async and not self._promises.is_asynchronous:
             self._faults.violation(
-                "lookup", "an async load of a role that does not declare is_asynchronous: a miss"
+                "lookup", "an async load of a role that names no `rules` for it: a miss"
             )
             return MISS
         num_tokens = len(request.all_token_ids)
@@ -145,7 +124,6 @@ class GuardedScheduler(SchedulerRole):
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
         request_id = request.request_id
-        self._asked.pop(request_id, None)
         self._promises.allocate(request_id, block_ids, num_external_tokens)
         try:
             self._role.update_after_alloc(request, block_ids, num_external_tokens)
@@ -178,11 +156,10 @@ class GuardedScheduler(SchedulerRole):
     def update_output(self, output: WorkerOutput) -> None:
         self._promises.learn(output)
         then = "the role did not learn what the workers did"
-        self._faults.call(self._role.update_output, output, otherwise=None, then=then)
+        self._faults.run(self._role.update_output, output, then=then)
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         request_id = request.request_id
-        self._asked.pop(request_id, None)
         is_loading = self._promises.end(request_id)
         try:
             result = FinishResult(*self._role.request_finished(request, block_ids))
@@ -195,11 +172,11 @@ class GuardedScheduler(SchedulerRole):
             return FREE_NOW
         if not delay_free:
             return result
-        if is_loading or not self.is_asynchronous:
+        if is_loading or not self._promises.is_asynchronous:
             why = (
                 "still loads: the end of the load frees its blocks"
                 if is_loading
-                else "is of a role that does not declare is_asynchronous"
+                else "is of a role that names no `rules` for it"
             )
             self._faults.violation(
                 "request_finished", f"delay_free for {request_id!r}, which {why}"
@@ -229,4 +206,4 @@ class GuardedScheduler(SchedulerRole):
         return self._faults.call(self._role.reset, otherwise=False, then=then)
 
     def close(self) -> None:
-        self._faults.call(self._role.close, otherwise=None, then="something may be left open")
+        self._faults.run(self._role.close, then="something may be left open")

@@ -1,4 +1,5 @@
-"""What the guards, the lifecycle and the fold check and remember: faults, promises, reports.
+"""What the guard of a scheduler role and the driver of a worker role check and remember: faults,
+promises, reports.
 
 A host trusts a scheduler role's promises and a worker's reports, and a wrong one can kill it. A
 promise that the role does not keep becomes a failed load in a `RepairedPlan`. A report that breaks
@@ -6,11 +7,8 @@ a rule of `WorkerOutput` is removed, counted as `contract_violation` and logged 
 report of a *failure* is never weakened: a malformed one becomes a larger failure, because a failed
 load that the host takes for a good one is silently wrong output.
 
-This module has the rules for loads that end in their step. `contract.asynchronous` extends
-`Promises`, `ReportRules` and `OwedReports` by the rules for async loads and delayed frees.
-
-A `GuardedScheduler` uses `Promises`, a `GuardedWorker` `OwedReports`, a `StepLifecycle`
-`ReportRules`. `HookFaults` counts for all of them, for the fold, and for SGLang's storage.
+The rules here are for loads that end in their step. Roles with async loads or delayed frees name
+others (`SchedulerRole.rules`, `WorkerRole.rules`); those of V1 connectors extend these.
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
-from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
 from kvferry.types import NULL_BLOCK, BlockTable
@@ -35,11 +32,12 @@ T = TypeVar("T")
 
 class HookFaults:
     """Counts the faults of one role, or of other code that must not fail its host; logs the 1st,
-    10th, 100th, ... of each kind."""
+    10th, 100th, ... of each kind. With `strict`, for tests, it raises them as well."""
 
-    def __init__(self, role: str, observer: Observer) -> None:
+    def __init__(self, role: str, observer: Observer, *, strict: bool = False) -> None:
         self._role = role
         self._observer = observer
+        self._strict = strict
         self._seen: dict[str, int] = {}
 
     def call(self, hook: Callable[..., T], *args: object, otherwise: T, then: str) -> T:
@@ -50,6 +48,15 @@ class HookFaults:
             self.fault(getattr(hook, "__name__", "unnamed"), then)
             return otherwise
 
+    def run(self, hook: Callable[..., None], *args: object, then: str) -> bool:
+        """Call `hook`. False if it raised; then log what happens `then`."""
+        try:
+            hook(*args)
+        except Exception:
+            self.fault(getattr(hook, "__name__", "unnamed"), then)
+            return False
+        return True
+
     def fault(self, hook: str, consequence: str) -> None:
         """A hook raised. Called in an `except` block: the log line carries the traceback."""
         self._observer.count("hook_failed")
@@ -58,14 +65,18 @@ class HookFaults:
             logger.exception(  # noqa: LOG004 - every caller is an exception handler
                 "%s.%s raised (%d so far): %s", self._role, hook, number, consequence
             )
+        if self._strict:
+            raise  # noqa: PLE0704 - likewise
 
     def violation(self, rule: str, message: str) -> None:
-        """The role answered something that the contract forbids."""
+        """The role answered something that the contract forbids. Raises ContractError if strict."""
         self._observer.count("contract_violation")
         if number := self._note(rule):
             logger.warning(
                 "%s breaks its contract (%s, %d so far): %s", self._role, rule, number, message
             )
+        if self._strict:
+            raise ContractError(message)
 
     def _note(self, name: str) -> int:
         """Count `name`. Return how often it happened if this time is worth a log line, else 0."""
@@ -75,10 +86,21 @@ class HookFaults:
 
 class Promises:
     """What the scheduler role's guard remembers between lookup and plan. Pure bookkeeping, no I/O.
-    Methods without a body are for async roles. Runs in: scheduler."""
+    Methods without a body are for roles with async loads or delayed frees. Runs in: scheduler.
 
-    def __init__(self, block_size: int | None) -> None:
+    Attributes:
+        is_asynchronous: whether async loads and delayed frees are allowed.
+    """
+
+    is_asynchronous = False
+
+    def __init__(
+        self, block_size: int | None, clock: Callable[[], float], faults: HookFaults
+    ) -> None:
         self._block_size = block_size
+        self._clock = clock
+        self._faults = faults
+        self._asked: dict[str, float] = {}  # time of the first "ask again", by waiting request
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         # Blocks of promised loads, by request: the host counts on them.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
@@ -92,6 +114,17 @@ class Promises:
         would fail in the same way for ever."""
         return request_id in self._hits_blocked
 
+    def may_ask_again(self, request_id: str, seconds: float) -> bool:
+        """A lookup answers "ask again". False once `seconds` have passed since the first time."""
+        now = self._clock()
+        waited = now - self._asked.setdefault(request_id, now)
+        if waited < seconds:
+            return True
+        self._faults.violation(
+            "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"
+        )
+        return False
+
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
         """A lookup answered with a hit. The host need not take it."""
         self._offered[request_id] = (num_local_tokens, is_async)
@@ -101,6 +134,7 @@ class Promises:
     ) -> frozenset[int]:
         """The host takes the last offer, or declines it with a count of 0. Returns the blocks that
         the load will fill."""
+        self._asked.pop(request_id, None)
         local, _ = self._offered.pop(request_id, (0, False))
         if num_external_tokens <= 0:
             return frozenset()
@@ -136,6 +170,7 @@ class Promises:
     def end(self, request_id: str) -> bool:
         """Forget an ended request. True if an async load of it is under way: then the end of the
         load is the request's last report."""
+        self._asked.pop(request_id, None)
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
@@ -169,78 +204,118 @@ class Promises:
         )
 
 
-class ReportRules:
-    """A filter that removes what the contract forbids from one worker's outputs; with `strict` it
-    also raises. A sync role may report no request id. Methods that do nothing are for async roles.
+class _Planned(Protocol):
+    """The part of a worker role that tells what a plan makes it fill."""
+
+    def planned_blocks(self, plan: Plan) -> frozenset[int]: ...
+    def planned_recving(self, plan: Plan) -> frozenset[str] | None: ...
+
+
+class Reports:
+    """The way of one worker role's reports to the host. Removes what the contract forbids, and adds
+    what the role does not know of or failed to say. A role with these rules may report no request.
+    Runs in: worker.
+
+    Attributes:
+        is_asynchronous: whether reports of requests are allowed.
     """
 
-    def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
-        self._worker = worker
-        self._faults = HookFaults("connector", observer)
-        self._strict = strict
+    is_asynchronous = False
+
+    def __init__(self, role: _Planned, faults: HookFaults) -> None:
+        self._role = role
+        self._faults = faults
+        self._invalid: set[int] = set()  # blocks that a failed load left unfilled, to be reported
 
     @property
-    def holds_reports(self) -> bool:
-        """Whether a report that came too early waits to be passed on."""
+    def is_due(self) -> bool:
+        """Whether something waits to be reported, so that the host must not skip steps."""
+        return bool(self._invalid)
+
+    def begin(self, plan: Plan) -> bool:
+        """Note what a plan promises to the host. False for a plan that the worker must not get: it
+        fills blocks without a promise, which may belong to other requests. Then everything that was
+        promised for it fails."""
+        if not isinstance(plan, RepairedPlan):
+            return True
+        self._invalid |= plan.lost_block_ids
+        promised = plan.promised_block_ids
+        if promised is None or self._is_promised(plan, promised):
+            return True
+        self._invalid |= promised
+        self._faults.violation(
+            "stale_load", "it loads blocks that only a plan which failed was to fill: refused"
+        )
         return False
 
-    def begin(self, plan: Plan) -> None:
-        """The worker began a step with `plan`."""
+    def _is_promised(self, plan: RepairedPlan, promised: frozenset[int]) -> bool:
+        return self._blocks_of(plan.plan) <= promised
+
+    def _blocks_of(self, plan: Plan) -> frozenset[int]:
+        then = "failed loads of this plan may go unreported"
+        hook = self._role.planned_blocks
+        return self._faults.call(hook, plan, otherwise=frozenset(), then=then)
+
+    def fail_blocks(self, plan: Plan) -> None:
+        """Every block that `plan` fills counts as failed."""
+        self._invalid |= self._blocks_of(plan)
+
+    def fail(self, plan: Plan) -> None:
+        """Every load of `plan` counts as failed: the role failed to begin the plan or its loads."""
+        self.fail_blocks(plan)
 
     def admit(
         self, output: object, finished_request_ids: Collection[str], plan: Plan
     ) -> WorkerOutput:
-        """Return the part of `output` that the host may see; `EMPTY_OUTPUT` itself if it is empty.
+        """Return what the host may see of `output`, with all that is due; `EMPTY_OUTPUT` itself if
+        that is nothing.
 
         Args:
             output: what `collect` returned.
             finished_request_ids: what `collect` was given.
             plan: plan of this step. If the output is malformed, every block that the plan fills is
                 reported as failed.
-
-        Raises:
-            ContractError: strict, and a rule was broken.
         """
-        if output is EMPTY_OUTPUT and not self.holds_reports:
+        if output is EMPTY_OUTPUT and not self.is_due:
             return EMPTY_OUTPUT
         if not isinstance(output, WorkerOutput) or not _holds_sets(output):
-            self._violation("type", f"collect returned {output!r:.200}: not a WorkerOutput of sets")
             # Any load of this step may have failed, so all of them count as failed.
+            self.fail_blocks(plan)
             known = getattr(output, "invalid_block_ids", ())
-            known = frozenset(known) if isinstance(known, frozenset | set) else frozenset()
-            output = WorkerOutput(invalid_block_ids=known | self._worker.planned_blocks(plan))
-        admitted = msgspec.structs.replace(
-            output,
-            **self._requests(output),
-            invalid_block_ids=self._blocks(output.invalid_block_ids, plan),
-        )
-        return EMPTY_OUTPUT if admitted.is_empty() else admitted
+            text = f"collect returned {output!r:.200}: not a WorkerOutput of sets"
+            is_set = isinstance(known, frozenset | set)
+            output = WorkerOutput(invalid_block_ids=frozenset(known if is_set else ()))
+            self._faults.violation("type", text)
+        changes = self._requests(output)
+        if output.invalid_block_ids or self._invalid:
+            self._check_blocks(output.invalid_block_ids, plan)
+            changes["invalid_block_ids"] = frozenset(self._invalid)
+            self._invalid.clear()
+        if changes:
+            output = msgspec.structs.replace(output, **changes)
+        return EMPTY_OUTPUT if output.is_empty() else output
 
-    def _requests(self, output: WorkerOutput) -> dict[str, frozenset[str]]:
-        """The requests in `output` that the host may see, by field."""
-        for name in _REQUEST_FIELDS:
-            if getattr(output, name):
-                self._violation(
-                    name, f"{name} is set: a role that reports requests declares is_asynchronous"
-                )
-        return dict.fromkeys(_REQUEST_FIELDS, frozenset())
+    def _requests(self, output: WorkerOutput) -> dict[str, Any]:
+        """The fields of requests in which the host gets something else than `output` has."""
+        found = [name for name in _REQUEST_FIELDS if getattr(output, name)]
+        for name in found:
+            self._faults.violation(
+                name, f"{name} is set: a role that reports requests names its `rules`"
+            )
+        return dict.fromkeys(found, frozenset())
 
-    def _blocks(self, reported: frozenset[int], plan: Plan) -> frozenset[int]:
+    def _check_blocks(self, reported: Collection[int], plan: Plan) -> None:
+        """Add the failed blocks to those that are due, as plain integers."""
         blocks = {operator.index(each) for each in reported if hasattr(each, "__index__")}
-        sound = frozenset(block for block in blocks if block >= 0)
-        if len(sound) == len(reported):
-            return sound
-        self._violation(
-            "invalid_block_ids",
-            f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
-        )
-        # Some block failed, and it is not known which: every block of the plan is suspect.
-        return sound | self._worker.planned_blocks(plan)
-
-    def _violation(self, rule: str, message: str) -> None:
-        self._faults.violation(rule, message)
-        if self._strict:
-            raise ContractError(message)
+        sound = {block for block in blocks if block >= 0}
+        self._invalid |= sound
+        if len(sound) < len(reported):
+            # Some block failed, and it is not known which: every block of the plan is suspect.
+            self.fail_blocks(plan)
+            self._faults.violation(
+                "invalid_block_ids",
+                f"{sorted(map(repr, reported))[:8]} in invalid_block_ids: ids are integers >= 0",
+            )
 
 
 _REQUEST_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
@@ -249,40 +324,3 @@ _REQUEST_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
 def _holds_sets(output: WorkerOutput) -> bool:
     names = (*_REQUEST_FIELDS, "invalid_block_ids")
     return all(isinstance(getattr(output, name), frozenset | set) for name in names)
-
-
-class OwedReports:
-    """What a worker role's guard adds to its reports. Methods without a body are for async roles.
-
-    Attributes:
-        invalid: blocks that a failed load left unfilled.
-    """
-
-    def __init__(self) -> None:
-        self.invalid: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self.invalid)
-
-    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        """`WorkerRole.planned_recving` of any plan, also of a `RepairedPlan`; None if the role
-        cannot know."""
-        return frozenset()
-
-    def repair(self, plan: RepairedPlan) -> None:
-        """Note the promises that the role may not know of as failed."""
-        self.invalid |= plan.lost_block_ids
-
-    def refuse(self, plan: RepairedPlan) -> None:
-        """Note everything promised for this plan as failed, as the role does not get the plan."""
-        self.invalid |= plan.promised_block_ids or frozenset()
-
-    def give_up(self, plan: Plan) -> None:
-        """Note this plan's async loads as failed, as the role failed to begin it or its loads."""
-
-    def add_to(self, output: WorkerOutput) -> WorkerOutput:
-        """Return the role's report with all that is owed, which is then no longer owed."""
-        invalid = output.invalid_block_ids | self.invalid
-        added = msgspec.structs.replace(output, invalid_block_ids=invalid)
-        self.invalid.clear()  # not before: a malformed report raises
-        return added

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupResult, Plan, WorkerOutput
+from kvferry.contract.rules import Promises
 from kvferry.types import BlockTable, RequestView, StepView
 
 
@@ -20,12 +21,11 @@ class SchedulerRole(ABC):
     `request_finished` (once).
 
     Attributes:
-        is_asynchronous: False declares that the role has neither async loads nor delayed frees. The
-            guard then refuses both and skips the rules of `kvferry.contract.asynchronous`. The
-            worker role declares the same.
+        rules: what the guard remembers of the role's promises. By these, async loads and delayed
+            frees are refused: a role that has them names others, as its worker role does.
     """
 
-    is_asynchronous: bool = True
+    rules: type[Promises] = Promises
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027 - optional
         """The host queued a request. Bookkeeping only; hosts before vLLM 0.27 never call it, so

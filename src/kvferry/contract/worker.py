@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.rules import Reports
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,11 @@ class WorkerRole(ABC):
     needs a sync load), so whatever `save` needs is prepared in `begin_step`.
 
     Attributes:
-        is_asynchronous: the same as for the scheduler role. False: reports of requests are dropped.
+        rules: what the reports of the role must obey. By these, reports of requests are dropped: a
+            role with async loads or delayed frees names others, as its scheduler role does.
     """
 
-    is_asynchronous: bool = True
+    rules: type[Reports] = Reports
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

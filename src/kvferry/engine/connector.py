@@ -144,8 +144,6 @@ def kv_groups(geometry: ModelGeometry, block_size: int) -> tuple[KVGroup, ...]:
 class NoScheduler(SchedulerRole):
     """Answers every look-up with a miss."""
 
-    is_asynchronous = False
-
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         return MISS
 
@@ -163,8 +161,6 @@ class NoScheduler(SchedulerRole):
 
 class NoWorker(WorkerRole):
     """Moves nothing."""
-
-    is_asynchronous = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         pass

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvferry.config import build_config
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
 from kvferry.contract.handover import read_handover
 from kvferry.contract.spec import Roles
 from kvferry.engine.block_pool import BlockPool
@@ -114,6 +114,7 @@ class LLM:
             # Before the weights, so that the store's index fills while they are read.
             roles = open_roles(arguments, self._observer)
         self._roles = _guarded(roles, self._observer, engine.block_size)
+        self._driver = StepDriver(roles.worker, self._observer)
         self._ranks: Ranks | None = None
         try:
             if engine.tensor_parallel_size > 1:
@@ -133,9 +134,7 @@ class LLM:
         paged = PagedModel(model, device)
         if self._ranks is not None:
             paged.split(self._ranks.connect(paged.device))
-        first = ModelRunner(
-            paged, self._roles.worker, engine, num_blocks=num_blocks, observer=self._observer
-        )
+        first = ModelRunner(paged, self._driver, engine, num_blocks=num_blocks)
         self._runner: ModelRunner | ParallelRunner = first
         if self._ranks is not None:
             self._ranks.wait_ready()
@@ -347,7 +346,7 @@ class LLM:
         with ExitStack() as closing:  # in reverse order
             closing.callback(self._roles.close_last)
             closing.callback(self._roles.scheduler.close)
-            closing.callback(self._roles.worker.close)
+            closing.callback(self._driver.close)
             # Closed first: the other ranks would wait for sums with this one.
             if self._ranks is not None:
                 closing.callback(self._ranks.close)
@@ -371,13 +370,13 @@ def _refuse_beside_roles(store: object, engine: EngineConfig) -> None:
 
 
 def _guarded(roles: Roles, observer: Observer, block_size: int) -> Roles:
-    if roles.scheduler.is_asynchronous != roles.worker.is_asynchronous:
+    if roles.scheduler.rules.is_asynchronous != roles.worker.rules.is_asynchronous:
         raise ConfigError(
-            f"{type(roles.scheduler).__name__} and {type(roles.worker).__name__} declare different "
-            "is_asynchronous; both halves of a connector declare the same"
+            f"{type(roles.scheduler).__name__} and {type(roles.worker).__name__} name `rules` that "
+            "do not belong together: both halves of a connector have async loads, or neither"
         )
     scheduler = GuardedScheduler(roles.scheduler, observer, block_size=block_size)
-    return replace(roles, scheduler=scheduler, worker=GuardedWorker(roles.worker, observer))
+    return replace(roles, scheduler=scheduler)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

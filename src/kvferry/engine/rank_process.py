@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from kvferry.contract.guard_worker import GuardedWorker
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import WorkerOutput
 from kvferry.engine.connector import open_roles
 from kvferry.engine.model import PagedModel
@@ -69,8 +69,8 @@ def run_rank(channel: Channel) -> None:
         channel.send(Ready())
         _expect(channel, Connect)
         model.split(RankGroup(start.rank, size, start.rendezvous, model.device))
-        worker = GuardedWorker(roles.worker, observer)
-        runner = ModelRunner(model, worker, engine, num_blocks=start.num_blocks, observer=observer)
+        driver = StepDriver(roles.worker, observer)
+        runner = ModelRunner(model, driver, engine, num_blocks=start.num_blocks)
         channel.send(Ready())
         while True:
             runner.run(_expect(channel, RunStep))

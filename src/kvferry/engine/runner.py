@@ -6,15 +6,13 @@ from itertools import accumulate
 
 import torch
 
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import WorkerOutput
-from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_pool import allocate_pool
 from kvferry.engine.model import PagedModel
 from kvferry.engine.paged_attention import PagedAttention
 from kvferry.engine.request import RunStep
-from kvferry.observe import Observer
 
 
 class ModelRunner:
@@ -27,13 +25,12 @@ class ModelRunner:
     def __init__(
         self,
         model: PagedModel,
-        worker: WorkerRole,
+        driver: StepDriver,
         engine: EngineConfig,
         *,
         num_blocks: int,
-        observer: Observer | None = None,
     ) -> None:
-        """Allocate the pool and register it with `worker`.
+        """Allocate the pool and register it with the worker role of `driver`.
 
         Raises:
             ConfigError: there is not enough memory for the pool.
@@ -48,14 +45,14 @@ class ModelRunner:
             kv_layout=engine.kv_layout,
             device=model.device,
         )
-        self._lifecycle = StepLifecycle(worker, observer=observer)
-        self._attention = PagedAttention(kv_caches, model.codec, self._lifecycle.layerwise)
-        worker.register_kv_caches(dict(kv_caches))
+        self._driver = driver
+        self._attention = PagedAttention(kv_caches, model.codec, driver.layerwise)
+        driver.role.register_kv_caches(dict(kv_caches))
 
     @property
     def output(self) -> WorkerOutput:
         """The worker's report on the last step, also if its forward raised."""
-        return self._lifecycle.output
+        return self._driver.output
 
     def run(self, step: RunStep) -> torch.Tensor:
         """Run a step: load, compute its tokens if it has any, save.
@@ -66,9 +63,9 @@ class ModelRunner:
             step has no tokens.
         """
         if not step.batch:
-            self._lifecycle.no_forward(step.plan, step.finished_request_ids)
+            self._driver.no_forward(step.plan, step.finished_request_ids)
             return torch.empty(0)
-        with self._lifecycle.step(step.plan, step.finished_request_ids):
+        with self._driver.step(step.plan, step.finished_request_ids):
             positions = self._attention.begin_step(step.batch)
             token_ids = [token_id for entry in step.batch for token_id in entry.token_ids]
             ends = accumulate(len(entry.token_ids) for entry in step.batch)

@@ -39,7 +39,6 @@ from kvferry.v1.types import (
     supports_hma,
 )
 from kvferry.v1.utilities import (
-    AttentionBackend,
     EngineId,
     KVOutputAggregator,
     TpKVTopology,
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AttentionBackend",
     "AttentionMetadata",
     "CachedRequestData",
     "CopyBlocksOp",

@@ -13,7 +13,7 @@ Written for connectors on a host's worker; kvferry's own cache does not use them
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -74,9 +74,9 @@ def copy_kv_blocks(
         where = f"layer {pair.name!r}: "
         check_block_ids(sources, pair.src.shape[pair.axis], where + "source ")
         check_block_ids(targets, pair.dst.shape[pair.axis], where + "destination ")
-    runs = list(_runs(sources, targets))
-    for pair in pairs:
-        _copy(pair, runs, sources, targets)
+    for _, src, dst, axis in pairs:
+        blocks = src.index_select(axis, torch.tensor(sources, device=src.device))
+        dst.index_copy_(axis, torch.tensor(targets, device=dst.device), blocks.to(dst.device))
 
 
 class _LayerPair(NamedTuple):
@@ -142,34 +142,6 @@ def _index(block_id: int) -> int:
         return operator.index(block_id)
     except TypeError as error:
         raise LayoutError(f"block id {block_id!r} is not an integer") from error
-
-
-def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the longest runs in which both sides count up by one: first source, target, count."""
-    start = 0
-    for i in range(1, len(sources) + 1):
-        if i == len(sources) or (
-            (sources[i], targets[i]) != (sources[i - 1] + 1, targets[i - 1] + 1)
-        ):
-            yield sources[start], targets[start], i - start
-            start = i
-
-
-def _copy(
-    pair: _LayerPair,
-    runs: Sequence[tuple[int, int, int]],
-    sources: Sequence[int],
-    targets: Sequence[int],
-) -> None:
-    _, src, dst, axis = pair
-    same_memory = src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr()
-    if not same_memory and len(runs) * 4 <= len(sources):
-        for source, target, count in runs:
-            dst.narrow(axis, target, count).copy_(src.narrow(axis, source, count))
-        return
-    # Many short runs: one gather and one scatter, through a temporary copy, cost less.
-    blocks = src.index_select(axis, torch.tensor(sources, device=src.device))
-    dst.index_copy_(axis, torch.tensor(targets, device=dst.device), blocks.to(dst.device))
 
 
 # --- corrections of received blocks ---------------------------------------------------------------

@@ -3,9 +3,10 @@
     config = v1_config(block_size=16, options={"shared_storage_path": "/var/cache/kv"})
     with LLM("path/to/model", roles=v1_roles(MyConnector, config, release="0.32")) as llm: ...
 
-`V1SchedulerRole` and `V1WorkerRole` only translate. Wrap them in the guards, which enforce the
-contract and catch the connector's exceptions. Releases of vLLM name the fields of requests and
-steps differently; a connector sees all these names. KV memory differs more; see `Release`.
+`V1SchedulerRole` and `V1WorkerRole` only translate. The guard of one and the driver of the other
+enforce the contract and catch the connector's exceptions. Releases of vLLM name the fields of
+requests and steps differently; a connector sees all these names. KV memory differs more; see
+`Release`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError, LayoutError
 from kvferry.types import NULL_BLOCK, BlockTable, RequestView, StepView
+from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
     AttentionMetadata,
@@ -174,6 +176,8 @@ def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
 class V1SchedulerRole(SchedulerRole):
     """The scheduler half of a V1 connector. Runs in: scheduler."""
 
+    rules = AsyncPromises
+
     def __init__(self, connector: KVConnectorBase_V1) -> None:
         """Drive a connector that was built for `KVConnectorRole.SCHEDULER`.
 
@@ -320,6 +324,8 @@ class V1WorkerRole(WorkerRole):
     After a forward that raised, `wait_for_save` is not called: a connector that saves in bulk there
     would store blocks that were never computed.
     """
+
+    rules = AsyncReports
 
     def __init__(self, connector: KVConnectorBase_V1, *, release: Release = "0.32") -> None:
         """Drive a connector that was built for `KVConnectorRole.WORKER` and written for `release`.

@@ -8,30 +8,29 @@ A connector of ours for V1 hosts is a subclass that builds the role of its half 
             super().__init__(vllm_config, role, kv_cache_config, scheduler=scheduler, worker=worker)
 
 For a host that requires its own base class, a connector inherits from `OneRole` and that class, and
-returns the host's own types. Each role runs behind its guard (`kvferry.contract.guard_scheduler`,
-`guard_worker`); the step lifecycle (`kvferry.contract.lifecycle`) drives the worker role.
+returns the host's own types. A scheduler role runs behind its guard
+(`kvferry.contract.guard_scheduler`); a driver (`kvferry.contract.driver`) takes a worker role
+through its steps.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
-from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
+from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.contract.worker import IDLE_WAIT_SECONDS, WorkerRole
+from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity, has_answer, is_quiet
 from kvferry.v1.types import (
-    CarriedMeta,
     CounterStats,
     ForwardContext,
     KVConnectorMetadata,
@@ -62,53 +61,6 @@ class SchedulerHalf(NamedTuple):
     """The metadata of all steps that bring nothing new to an idle role."""
 
 
-class WorkerHalf:
-    """The state of an instance in a worker process: the role behind its guard, and the lifecycle
-    that drives it. A host calls the parts of a step one by one."""
-
-    def __init__(self, role: WorkerRole, observer: Observer | None) -> None:
-        self.role = GuardedWorker(role, observer)
-        self.lifecycle = StepLifecycle(self.role, observer=observer)
-        self._has_tokens = True
-        self._saved = False
-        self._saw_foreign = False
-        self._rests = False  # the role was idle, and no plan but quiet ones has come since
-
-    def begin(self, metadata: object) -> bool:
-        """Begin a step. False if this half skips it: the half is idle and the step is quiet, or
-        another connector made the metadata. The half's reports then wait for the next step."""
-        if not isinstance(metadata, PlanMetadata):
-            if not self._saw_foreign:
-                self._saw_foreign = True
-                logger.warning(
-                    "the host bound a %s, which the other half of this connector did not make: "
-                    "nothing is loaded or saved in such steps",
-                    type(metadata).__name__,
-                )
-            return False
-        self._rests = metadata.is_quiet and (
-            self._rests or (self.role.is_idle and not self.lifecycle.holds_reports)
-        )
-        if self._rests:
-            return False
-        self._has_tokens, self._saved = metadata.has_tokens, False
-        self.lifecycle.begin(metadata.plan)
-        return True
-
-    def save(self) -> None:
-        self._saved = True
-        self.lifecycle.save()
-
-    def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
-        if not self._has_tokens:
-            # Hosts before 0.30 do not call wait_for_save in steps without tokens. (In steps with
-            # tokens, a host that decodes speculatively may ask for results before it saves.)
-            if not self._saved:
-                self.save()
-            self.role.wait(IDLE_WAIT_SECONDS)
-        return self.lifecycle.collect(finished_request_ids)
-
-
 class OneRole:
     """The methods of a V1 connector over one of our roles, for any base class. Call `attach` first:
     it takes a scheduler role or a worker role, never both.
@@ -120,9 +72,11 @@ class OneRole:
     """Base classes read it in `has_connector_metadata`, which hosts call around each layer."""
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401 - the host's
-        self._half: SchedulerHalf | WorkerHalf | None = None
-        self._step: WorkerHalf | None = None  # the worker half, during a step that concerns it
-        self._resting: PlanMetadata | None = None  # for quiet steps while the role has nothing new
+        self._half: SchedulerHalf | StepDriver | None = None
+        self._step: StepDriver | None = None  # during a step that concerns the worker role
+        self._quiet: PlanMetadata | None = None  # for quiet steps while the role has nothing new
+        self._is_skipped = False  # the worker role was idle, and no plan but quiet ones came since
+        self._saw_foreign = False
         # The exception that the caller was handling when the step began: a host may run steps
         # inside an `except` block.
         self._error_before: BaseException | None = None
@@ -157,7 +111,7 @@ class OneRole:
                 PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
             )
         else:
-            self._half = WorkerHalf(role, observer)
+            self._half = StepDriver(role, observer)
 
     def make_results(
         self, sending: AbstractSet[str], recving: AbstractSet[str], failed: AbstractSet[str]
@@ -176,14 +130,14 @@ class OneRole:
         return self._half
 
     @property
-    def _worker(self) -> WorkerHalf:
-        if not isinstance(self._half, WorkerHalf):
+    def _worker(self) -> StepDriver:
+        if not isinstance(self._half, StepDriver):
             raise ContractError("a worker-side method was called on a connector built as SCHEDULER")
         return self._half
 
     def _woken(self) -> SchedulerHalf:
         """The scheduler half, for a hook that may give its role something to do."""
-        self._resting = None
+        self._quiet = None
         return self._scheduler
 
     # Worker side.
@@ -192,22 +146,34 @@ class OneRole:
         self._worker.role.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        half = self._worker
+        driver = self._worker
         if self._step is not None:  # the host did not end the last step
-            self._step.lifecycle.end()
+            self._step.end()
         self._step = self._connector_metadata = None
-        if half.begin(connector_metadata):
-            self._step, self._error_before = half, sys.exc_info()[1]
-            # Without bound metadata, hosts skip the hooks around layers.
-            if half.lifecycle.layerwise is not None:
-                self._connector_metadata = connector_metadata
+        if not isinstance(connector_metadata, PlanMetadata):
+            if not self._saw_foreign:
+                self._saw_foreign = True
+                logger.warning(
+                    "the host bound a %s, which the other half of this connector did not make: "
+                    "nothing is loaded or saved in such steps",
+                    type(connector_metadata).__name__,
+                )
+            return
+        self._is_skipped = connector_metadata.is_quiet and (self._is_skipped or driver.is_idle)
+        if self._is_skipped:
+            return
+        driver.begin(connector_metadata.plan, has_tokens=connector_metadata.has_tokens)
+        self._step, self._error_before = driver, sys.exc_info()[1]
+        # Without bound metadata, hosts skip the hooks around layers.
+        if driver.layerwise is not None:
+            self._connector_metadata = connector_metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         if self._step is not None:
-            self._step.lifecycle.start_load()
+            self._step.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        layers = None if self._step is None else self._step.lifecycle.layerwise
+        layers = None if self._step is None else self._step.layerwise
         if layers is not None:
             layers.wait_for_layer_load(layer_name)
 
@@ -218,7 +184,7 @@ class OneRole:
         attn_metadata: Any,  # noqa: ANN401 - the host's
         **kwargs: Any,  # noqa: ANN401 - the host's
     ) -> None:
-        layers = None if self._step is None else self._step.lifecycle.layerwise
+        layers = None if self._step is None else self._step.layerwise
         if layers is not None:
             layers.save_layer(layer_name, kv_layer, attn_metadata)
 
@@ -245,26 +211,25 @@ class OneRole:
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._step is None else set(self._step.lifecycle.output.invalid_block_ids)
+        return set() if self._step is None else set(self._step.output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> Any:  # noqa: ANN401 - the host's
         if isinstance(self._half, SchedulerHalf):
             counts = self._half.role.take_stats()
         else:
-            counts = None if self._step is None else self._step.lifecycle.output.stats
+            counts = None if self._step is None else self._step.output.stats
         return CounterStats(dict(counts)) if counts else None
 
     def get_kv_connector_kv_cache_events(self) -> object | None:
-        return None if self._step is None else self._step.lifecycle.output.events
+        return None if self._step is None else self._step.output.events
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        meta = None if self._step is None else self._step.lifecycle.output.meta
-        return None if meta is None else CarriedMeta(meta)
+        return None if self._step is None else self._step.output.meta
 
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
         if self._step is not None:
-            self._step.lifecycle.end()
+            self._step.end()
             self._step = self._error_before = None
 
     # Scheduler side.
@@ -289,11 +254,11 @@ class OneRole:
         role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._resting is not None and is_quiet(scheduler_output):
-            return self._resting
+        if self._quiet is not None and is_quiet(scheduler_output):
+            return self._quiet
         role, requests, quiet = self._woken()
         if role.is_idle and is_quiet(scheduler_output):
-            self._resting = quiet
+            self._quiet = quiet
             return quiet
         plan = role.build_plan(requests.step(scheduler_output))
         return PlanMetadata(plan, scheduler_output.total_num_scheduled_tokens > 0)
@@ -332,8 +297,10 @@ class OneRole:
         return self._woken().role.reset()
 
     def shutdown(self) -> None:
-        if self._half is not None:
+        if isinstance(self._half, SchedulerHalf):
             self._half.role.close()
+        elif self._half is not None:
+            self._half.close()
 
 
 class RolesAsV1(OneRole, KVConnectorBase_V1):

@@ -18,61 +18,25 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.v1.utilities import AttentionBackend
 
 logger = logging.getLogger(__name__)
-
-
-class StridedBackend(AttentionBackend, Protocol):
-    """A host's attention backend class. It may lack `get_kv_cache_stride_order`."""
-
-    def get_kv_cache_stride_order(
-        self, include_num_layers_dimension: bool = False
-    ) -> tuple[int, ...]:
-        """The axes of `(layers, *shape)`, from the outermost to the innermost in memory."""
 
 
 @runtime_checkable
 class AttentionSpec(Protocol):
     """A host's spec of an attention layer's KV. Specs of other layers lack some of the members."""
 
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one layer's block, padding included."""
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    page_size_bytes: int
+    """Bytes of one layer's block, padding included."""
 
 
-class AttentionGroup(Protocol):
-    """Layers with one backend and one spec."""
-
-    @property
-    def backend(self) -> StridedBackend: ...
-    @property
-    def kv_cache_spec(self) -> object: ...
-
-
-class KVCacheTensor(Protocol):
-    """Memory that the host planned for a layer, or for layers that share it."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def shared_by(self) -> Sequence[str]:
-        """Layer names."""
-
-
-class KVCacheConfig(Protocol):
-    @property
-    def kv_cache_tensors(self) -> Sequence[KVCacheTensor]: ...
+AttentionGroups = Sequence[Sequence[Any]]
+"""A host's groups of layers with one `backend`, an attention backend class, and one
+`kv_cache_spec`, by KV cache group."""
 
 
 class UniformKVCaches(NamedTuple):
@@ -82,18 +46,18 @@ class UniformKVCaches(NamedTuple):
     """Layer name to a view of the shape that the backend wants."""
     cross_layers_kv_cache: torch.Tensor
     """The whole tensor, contiguous: its axes are in memory order."""
-    attn_backend: StridedBackend
+    attn_backend: Any
 
 
 def use_uniform_kv_cache(
-    attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str, *, connector: object | None
+    attn_groups: AttentionGroups, cache_dtype: str, *, connector: object | None
 ) -> bool:
     """Whether all of these hold: the connector has `prefer_cross_layer_blocks`, the model has one
     group of attention layers, blocks have no padding, and the backend's stride order includes the
     layers.
 
     Args:
-        attn_groups: the model's attention groups, by KV cache group.
+        attn_groups: the model's.
         cache_dtype: the host's name of the KV dtype.
         connector: the worker's connector, or None.
     """
@@ -111,8 +75,8 @@ def use_uniform_kv_cache(
 
 
 def allocate_uniform_kv_caches(
-    kv_cache_config: KVCacheConfig,
-    attn_groups: Sequence[Sequence[AttentionGroup]],
+    kv_cache_config: Any,  # noqa: ANN401 - the host's
+    attn_groups: AttentionGroups,
     cache_dtype: str,
     device: torch.device | str,
     kernel_block_sizes: Sequence[int],
@@ -120,7 +84,8 @@ def allocate_uniform_kv_caches(
     """Allocate KV for all layers at once, zeroed. For models that `use_uniform_kv_cache` accepts.
 
     Args:
-        kv_cache_config: the tensors that the host planned, equal in size.
+        kv_cache_config: its `kv_cache_tensors` are those that the host planned, equal in `size`
+            (bytes); `shared_by` names the layers of each.
         attn_groups: one group with one attention group.
         cache_dtype: the host's name of the KV dtype.
         device: device of the tensor.
@@ -160,8 +125,8 @@ def allocate_uniform_kv_caches(
 
 
 def _only_group(
-    attn_groups: Sequence[Sequence[AttentionGroup]],
-) -> tuple[AttentionGroup, AttentionSpec]:
+    attn_groups: AttentionGroups,
+) -> tuple[Any, AttentionSpec]:
     if len(attn_groups) != 1 or len(attn_groups[0]) != 1:
         counts = [len(groups) for groups in attn_groups]
         raise LayoutError(
@@ -175,7 +140,9 @@ def _only_group(
 
 
 def _kernel_blocks(
-    kv_cache_config: KVCacheConfig, spec: AttentionSpec, kernel_block_sizes: Sequence[int]
+    kv_cache_config: Any,  # noqa: ANN401 - the host's
+    spec: AttentionSpec,
+    kernel_block_sizes: Sequence[int],
 ) -> tuple[int, int]:
     """Return the number of blocks that the kernel sees, and their size in tokens."""
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
@@ -195,7 +162,7 @@ def _kernel_blocks(
 
 
 def _shape_of_layer(
-    backend: StridedBackend,
+    backend: Any,  # noqa: ANN401 - the host's
     spec: AttentionSpec,
     num_blocks: int,
     block_size: int,
@@ -207,7 +174,7 @@ def _shape_of_layer(
     return tuple(shape)
 
 
-def _stride_order(backend: StridedBackend) -> tuple[int, ...] | None:
+def _stride_order(backend: Any) -> tuple[int, ...] | None:  # noqa: ANN401 - the host's
     """Return the backend's stride order with the layer axis; None if the backend has none."""
     try:
         return tuple(backend.get_kv_cache_stride_order(include_num_layers_dimension=True))

@@ -1,4 +1,4 @@
-"""vLLM's model-runner mixin under its own names, over our step lifecycle.
+"""vLLM's model-runner mixin under its own names, over our step driver.
 
 For model runners written around these calls. Where vLLM's mixin reads a process-wide connector,
 this one reads `self.kv_connector`; its methods are instance methods for that reason.
@@ -11,13 +11,12 @@ the engine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from kvferry.contract.guard_worker import GuardedWorker
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import Plan
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError
@@ -27,17 +26,9 @@ from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1WorkerRole
 from kvferry.v1.types import KVConnectorOutput, KVConnectorStats, to_v1_output
 
-
-class StepMessage(Protocol):
-    """The part of a scheduler's output that the mixin reads. The metadata is a
-    `KVConnectorMetadata` for a V1 connector and a `Plan` for a worker role of ours."""
-
-    @property
-    def kv_connector_metadata(self) -> Any: ...  # noqa: ANN401 - the host's
-    @property
-    def finished_req_ids(self) -> Collection[str]: ...
-    @property
-    def total_num_scheduled_tokens(self) -> int: ...
+StepMessage = Any
+"""A scheduler's output, with `kv_connector_metadata` (a `KVConnectorMetadata` for a V1 connector, a
+`Plan` for a worker role of ours), `finished_req_ids` and `total_num_scheduled_tokens`."""
 
 
 @dataclass
@@ -73,20 +64,18 @@ class KVConnectorModelRunnerMixin:
     kv_observer: Observer = Observer()
     empty_model_runner_output: ClassVar[Any] = EMPTY_MODEL_RUNNER_OUTPUT
 
-    _kv_lifecycle: StepLifecycle | None = None
+    _kv_driver: StepDriver | None = None
     _kv_driven: KVConnectorBase_V1 | WorkerRole | None = None
-    _kv_worker: GuardedWorker | None = None
 
-    def _lifecycle(self) -> StepLifecycle | None:
-        """The lifecycle of `kv_connector`; a new one if the connector was replaced."""
+    def _driver(self) -> StepDriver | None:
+        """The driver of `kv_connector`; a new one if the connector was replaced."""
         if self._kv_driven is not self.kv_connector:
             self._kv_driven = connector = self.kv_connector
-            self._kv_worker = self._kv_lifecycle = None
+            self._kv_driver = None
             if connector is not None:
                 role = connector if isinstance(connector, WorkerRole) else V1WorkerRole(connector)
-                self._kv_worker = GuardedWorker(role, self.kv_observer)
-                self._kv_lifecycle = StepLifecycle(self._kv_worker, observer=self.kv_observer)
-        return self._kv_lifecycle
+                self._kv_driver = StepDriver(role, self.kv_observer)
+        return self._kv_driver
 
     def _plan(self, scheduler_output: StepMessage) -> Plan:
         metadata = scheduler_output.kv_connector_metadata
@@ -113,30 +102,31 @@ class KVConnectorModelRunnerMixin:
         Raises:
             ContractError: no metadata, or the last step was not ended.
         """
-        lifecycle = self._lifecycle()
-        if lifecycle is not None:
-            lifecycle.open(self._plan(scheduler_output))
+        driver = self._driver()
+        if driver is not None:
+            driver.begin(self._plan(scheduler_output))
+            driver.start_load()
 
     def maybe_wait_for_kv_save(self) -> None:
         """Save after a forward that succeeded. Its blocks may be overwritten when this returns."""
-        lifecycle = self._lifecycle()
-        if lifecycle is not None:
-            lifecycle.save()
+        driver = self._driver()
+        if driver is not None:
+            driver.save()
 
     def get_finished_kv_transfers(
         self, scheduler_output: StepMessage
     ) -> tuple[set[str] | None, set[str] | None]:
         """End the step. Return the ids whose sends and whose loads ended; None for an empty set."""
-        lifecycle = self._lifecycle()
-        if lifecycle is None:
+        driver = self._driver()
+        if driver is None:
             return None, None
-        output = lifecycle.finish(scheduler_output.finished_req_ids)
+        output = driver.finish(scheduler_output.finished_req_ids)
         return set(output.finished_sending) or None, set(output.finished_recving) or None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters of the last step that was ended; None if it had none."""
-        lifecycle = self._lifecycle()
-        return None if lifecycle is None else to_v1_output(lifecycle.output).kv_connector_stats
+        driver = self._driver()
+        return None if driver is None else to_v1_output(driver.output).kv_connector_stats
 
     def kv_connector_no_forward(
         self, scheduler_output: StepMessage, vllm_config: object | None = None
@@ -164,29 +154,27 @@ class KVConnectorModelRunnerMixin:
     def _get_kv_connector_output(
         self, scheduler_output: StepMessage, wait_for_save: bool = True
     ) -> Generator[KVConnectorOutput, None, None]:
-        lifecycle = self._lifecycle()
-        if lifecycle is None:
+        driver = self._driver()
+        if driver is None:
             raise ContractError("there is no connector: use maybe_get_kv_connector_output")
         output = KVConnectorOutput()
-        lifecycle.open(self._plan(scheduler_output))
+        self.maybe_setup_kv_connector(scheduler_output)
         try:
             yield output
             if wait_for_save:
-                lifecycle.save()
+                driver.save()
         finally:
-            report = lifecycle.finish(scheduler_output.finished_req_ids)
+            report = driver.finish(scheduler_output.finished_req_ids)
             vars(output).update(vars(to_v1_output(report)))
 
     def ensure_kv_transfer_shutdown(self) -> None:
         """Stop the connector and forget it. Idempotent; safe without one."""
-        self._lifecycle()
-        worker, self.kv_connector = self._kv_worker, None
-        self._lifecycle()
-        if worker is not None:
-            worker.close()
+        driver, self.kv_connector = self._driver(), None
+        if driver is not None:
+            driver.close()
 
     def use_uniform_kv_cache(
-        self, attn_groups: Sequence[Sequence[kv_allocation.AttentionGroup]], cache_dtype: str
+        self, attn_groups: kv_allocation.AttentionGroups, cache_dtype: str
     ) -> bool:
         """Whether to allocate with `allocate_uniform_kv_caches` and register its one tensor with
         `register_cross_layers_kv_cache` instead of `register_kv_caches`."""

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerMeta, WorkerOutput
-from kvferry.errors import ContractError
 from kvferry.types import BlockTable, RequestView
 
 if TYPE_CHECKING:
@@ -264,6 +263,9 @@ class KVConnectorWorkerMetadata(ABC):
         """Merge another rank's message into this one. Hosts do not check that the types agree."""
 
 
+KVConnectorWorkerMetadata.register(WorkerMeta)  # as hosts' own types of this name do, see adapters
+
+
 @dataclass
 class KVConnectorStats(ABC):
     """Counters of one interval. They cross processes as the dict `data`. Hosts change them, so
@@ -350,18 +352,6 @@ class PlanMetadata(KVConnectorMetadata):
     """Whether the plan is the empty one and no request ends. Idle workers skip such a step."""
 
 
-@dataclass(frozen=True)
-class CarriedMeta(KVConnectorWorkerMetadata):
-    """A worker's message on its way to the scheduler role."""
-
-    meta: WorkerMeta
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> CarriedMeta:
-        if not isinstance(other, CarriedMeta):
-            raise ContractError(f"cannot fold {type(other).__name__} into CarriedMeta")
-        return CarriedMeta(self.meta.aggregate(other.meta))
-
-
 class CounterStats(KVConnectorStats):
     """Counters by name; `aggregate` adds them up."""
 
@@ -398,14 +388,14 @@ def from_v1_output(output: Any) -> WorkerOutput:  # noqa: ANN401 - of any releas
         invalid_block_ids=frozenset(output.invalid_block_ids or ()),
         stats=stats.data if isinstance(stats, CounterStats) else stats,
         events=getattr(output, "kv_cache_events", None),
-        meta=meta.meta if isinstance(meta, CarriedMeta) else meta,
+        meta=meta,
     )
     return EMPTY_OUTPUT if found.is_empty() else found
 
 
 def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:
     """The inverse of `from_v1_output`. Hosts expect None in place of an empty set of ended work."""
-    stats, meta = output.stats, output.meta
+    stats = output.stats
     return KVConnectorOutput(
         finished_sending=set(output.finished_sending) or None,
         finished_recving=set(output.finished_recving) or None,
@@ -413,5 +403,5 @@ def to_v1_output(output: WorkerOutput) -> KVConnectorOutput:
         invalid_block_ids=set(output.invalid_block_ids),
         kv_connector_stats=CounterStats(dict(stats)) if isinstance(stats, Mapping) else stats,
         kv_cache_events=output.events,
-        kv_connector_worker_meta=CarriedMeta(meta) if isinstance(meta, WorkerMeta) else meta,
+        kv_connector_worker_meta=output.meta,
     )

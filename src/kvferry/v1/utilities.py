@@ -123,20 +123,6 @@ def _report_of(output: RunnerOutput | None) -> KVConnectorOutput | None:
 EngineId = str
 
 
-class AttentionBackend(Protocol):
-    """The part of a host's attention backend class that describes its KV tensors."""
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Shape of one layer's KV tensor."""
-
-
 @dataclass
 class TpKVTopology:
     """How the tensor-parallel ranks of a local engine and of remote ones map onto each other.
@@ -147,7 +133,8 @@ class TpKVTopology:
             later.
         is_mla: True for multi-head latent attention: one latent, the same on each rank.
         total_num_kv_heads: kv heads of the model, over all ranks.
-        attn_backend: the attention backend's class.
+        attn_backend: the attention backend's class, which knows the shape of a layer's KV tensor
+            (`get_kv_cache_shape`).
         engine_id: id of this engine.
         remote_block_size: tokens per block by engine, this one included.
     """
@@ -156,7 +143,7 @@ class TpKVTopology:
     remote_tp_size: dict[EngineId, int]
     is_mla: bool
     total_num_kv_heads: int
-    attn_backend: type[AttentionBackend]
+    attn_backend: type[Any]
     engine_id: EngineId
     remote_block_size: dict[EngineId, int]
 

@@ -19,7 +19,6 @@ from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.observe import FAMILIES, TIME_BOUNDS, Counters
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
-from kvferry.v1.types import CarriedMeta
 
 
 def test_without_a_store_one_in_the_users_cache_is_used(tmp_path, monkeypatch):
@@ -86,10 +85,10 @@ def test_stats_of_ranks_add_up_and_do_not_touch_each_other():
 
 def test_messages_ride_along_and_do_not_reach_the_log():
     first, second = FerryStats(), FerryStats(data={"a": 1})
-    first.carried_meta, second.carried_meta = (CarriedMeta(Note((name,))) for name in "xy")
+    first.carried_meta, second.carried_meta = (Note((name,)) for name in "xy")
     assert not first.is_empty()
     across = pickle.loads(pickle.dumps(first.aggregate(second)))
-    assert across.carried_meta.meta.what == ("x", "y")
+    assert across.carried_meta.what == ("x", "y")
     assert across.to_dict() == {"a": 1}
 
 

@@ -37,7 +37,6 @@ from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
 from kvferry.v1.running_model import local_model, model_identity
-from kvferry.v1.types import CarriedMeta
 
 if TYPE_CHECKING:
     import torch
@@ -262,8 +261,7 @@ class FerryConnector(OneRole):
         # for stats only if a worker returned some, so a worker returns some in every step with a
         # plan.
         stats = self.stats_class(data=counted)
-        meta = self._step.lifecycle.output.meta
-        stats.carried_meta = None if meta is None else CarriedMeta(meta)
+        stats.carried_meta = self._step.output.meta
         return stats
 
     # Scheduler side.

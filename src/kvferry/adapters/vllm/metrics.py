@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kvferry.contract.messages import WorkerMeta
 from kvferry.observe import FAMILIES, FROM_ZERO, GAUGES, TIME_BOUNDS, TIMES, Family, labelled
-from kvferry.v1.types import CarriedMeta
 
 PREFIX = "vllm:kvferry"
 """`LLM.get_metrics` shows only names that begin with vllm:"""
@@ -39,7 +39,7 @@ class Stats:
     """
 
     data: dict[str, Any]
-    carried_meta: CarriedMeta | None = None
+    carried_meta: WorkerMeta | None = None
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - the host's
         """Serve `MultiConnector`: it reads `stats["data"]` as if stats had crossed processes,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from kvferry.adapters.vllm.connector import FerryConnector
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.metrics import PromMetrics, Stats
-from kvferry.v1.types import CarriedMeta, PlanMetadata
+from kvferry.contract.messages import WorkerMeta
+from kvferry.v1.types import PlanMetadata
 
 HOST = load_host()
 
 # Hosts check that messages are of their own types.
 HOST.metadata.register(PlanMetadata)
 if HOST.worker_meta is not None:
-    HOST.worker_meta.register(CarriedMeta)
+    HOST.worker_meta.register(WorkerMeta)
 
 
 class FerryStats(Stats, HOST.stats):  # type: ignore[misc, name-defined]

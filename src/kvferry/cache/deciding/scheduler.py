@@ -95,8 +95,6 @@ class SharedStorageScheduler(SchedulerRole):
             `weights_version_file` not read.
     """
 
-    is_asynchronous = False
-
     def __init__(
         self,
         context: RoleContext,

@@ -114,8 +114,6 @@ class SharedStorageWorker(WorkerRole):
         ConfigError: the slots are more than this machine lets a process have.
     """
 
-    is_asynchronous = False
-
     def __init__(
         self, context: RoleContext, rows: RankRows, num_slots: int, setup: DeviceSetup
     ) -> None:

@@ -8,8 +8,8 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
-from kvferry.contract.lifecycle import StepLifecycle
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import EngineStep, Request
@@ -76,7 +76,7 @@ class OwnHost(KitHost):
         self._scheduler = _PreemptingScheduler(
             config, self._pool, V1SchedulerRole(self.scheduler_half)
         )
-        self._lifecycles = [StepLifecycle(worker, strict=True) for worker in self._workers]
+        self._drivers = [StepDriver(worker, strict=True) for worker in self._workers]
         self._fold = WorkerOutputFold(setup.ranks)
         self._requests: dict[str, Request] = {}
 
@@ -128,14 +128,12 @@ class OwnHost(KitHost):
             row.tables = (list(entry.request.block_ids),)
             parts.append(ComputedPart(row, start, start + entry.num_scheduled_tokens))
         found: list[str] = []
-        for worker, lifecycle, memory in zip(
-            self._workers, self._lifecycles, self.memories, strict=True
-        ):
+        for worker, driver, memory in zip(self._workers, self._drivers, self.memories, strict=True):
             memory.mark(self.marked)
-            with lifecycle.step(pickle.loads(pickle.dumps(step.plan)), step.finished_request_ids):
+            with driver.step(pickle.loads(pickle.dumps(step.plan)), step.finished_request_ids):
                 save = partial(worker.save_layer, attn_metadata=None)
                 found += self.forward(memory, parts, worker.wait_for_layer_load, save)
-        output = self._fold.fold([lifecycle.output for lifecycle in self._lifecycles])
+        output = self._fold.fold([driver.output for driver in self._drivers])
         self.judge(found, set(output.invalid_block_ids))
         self.end_step(output.finished_recving | {part.row.name for part in parts}, None)
         self._scheduler.update(step, output, self._sample)

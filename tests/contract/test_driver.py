@@ -7,11 +7,12 @@ import logging
 import numpy as np
 import pytest
 
-from kvferry.contract.asynchronous import REMEMBERED_REQUESTS
-from kvferry.contract.lifecycle import StepLifecycle
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
+from kvferry.contract.rules import Reports
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
+from kvferry.v1.asynchronous import REMEMBERED_REQUESTS
 from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 
 NORMAL_STEP = ["begin_step", "start_load", "save", "collect", "end_step"]
@@ -22,19 +23,20 @@ def ids(*names: str) -> frozenset[str]:
 
 
 class Run:
-    """A lifecycle over a worker that reports `outputs`, one per step."""
+    """A driver over a worker that reports `outputs`, one per step."""
 
     def __init__(
         self, *outputs: object, strict: bool = False, is_asynchronous: bool = True
     ) -> None:
         self.observer = Counters()
         self.worker = RecordingWorker(*outputs)
-        self.worker.is_asynchronous = is_asynchronous
-        self.lifecycle = StepLifecycle(self.worker, observer=self.observer, strict=strict)
+        if not is_asynchronous:
+            self.worker.rules = Reports
+        self.driver = StepDriver(self.worker, self.observer, strict=strict)
 
     def step(self, *, loads=(), finished=(), blocks=()) -> WorkerOutput:
         plan = LoadPlan(recving=ids(*loads), blocks=frozenset(blocks))
-        with self.lifecycle.step(plan, ids(*finished)) as step:
+        with self.driver.step(plan, ids(*finished)) as step:
             pass
         return step.output
 
@@ -49,7 +51,7 @@ class Run:
 def test_a3_a_step_runs_its_hooks_in_order_around_the_forward():
     run = Run()
     plan = Plan()
-    with run.lifecycle.step(plan, ids("gone")) as step:
+    with run.driver.step(plan, ids("gone")) as step:
         run.worker.calls.append("forward")
     assert run.worker.calls == [
         "begin_step", "start_load", "forward", "save", "collect", "end_step",
@@ -61,17 +63,17 @@ def test_a3_a_step_runs_its_hooks_in_order_around_the_forward():
 
 def test_a13_a_step_without_tokens_runs_every_hook():
     run = Run(WorkerOutput(stats={"n": 1}))
-    output = run.lifecycle.no_forward(Plan(), ids())
+    output = run.driver.no_forward(Plan(), ids())
     assert run.worker.calls == NORMAL_STEP
     assert output.stats == {"n": 1}
 
 
 def test_a_failed_forward_is_not_saved_but_collected_ended_and_raised():
     run = Run(WorkerOutput(invalid_block_ids=frozenset({3})))
-    with pytest.raises(ZeroDivisionError), run.lifecycle.step(Plan(), ids("gone")):
+    with pytest.raises(ZeroDivisionError), run.driver.step(Plan(), ids("gone")):
         raise ZeroDivisionError
     assert run.worker.calls == ["begin_step", "start_load", "collect", "end_step"]
-    assert run.lifecycle.output.invalid_block_ids == {3}
+    assert run.driver.output.invalid_block_ids == {3}
     run.step()
     assert run.worker.calls[4:] == NORMAL_STEP
 
@@ -81,43 +83,43 @@ def test_a_failed_forward_is_not_saved_but_collected_ended_and_raised():
     [
         ("begin_step", ["begin_step", "end_step"]),
         ("start_load", ["begin_step", "start_load", "end_step"]),
-        ("save", NORMAL_STEP),
+        ("save", ["begin_step", "start_load", "save", "end_step"]),
         ("collect", NORMAL_STEP),
         ("end_step", NORMAL_STEP),
     ],
 )
-def test_a_fault_of_a_bare_worker_is_raised_and_the_step_is_ended(hook, calls):
+def test_a_strict_driver_raises_a_fault_and_ends_the_step(hook, calls):
     worker = RecordingWorker(fail={hook})
-    lifecycle = StepLifecycle(worker)
+    driver = StepDriver(worker, strict=True)
     with pytest.raises(OSError, match=f"{hook} failed"):
-        lifecycle.no_forward(Plan(), ids())
+        driver.no_forward(Plan(), ids())
     assert worker.calls == calls
     worker.fail.clear()
     worker.calls.clear()
-    lifecycle.no_forward(Plan(), ids())
+    driver.no_forward(Plan(), ids())
     assert worker.calls == NORMAL_STEP
 
 
 def test_a_step_inside_a_step_is_refused():
     run = Run()
-    with run.lifecycle.step(Plan(), ids()), pytest.raises(ContractError, match="open"):
-        run.lifecycle.open(Plan())
+    with run.driver.step(Plan(), ids()), pytest.raises(ContractError, match="open"):
+        run.driver.begin(Plan())
     assert run.worker.calls == NORMAL_STEP
 
 
 def test_ending_a_step_that_was_not_begun_is_refused():
     with pytest.raises(ContractError, match="not begun"):
-        Run().lifecycle.finish(ids())
+        Run().driver.finish(ids())
 
 
 def test_a_host_may_start_loads_after_the_forward_and_ask_before_it_ends_the_step():
     run = Run(WorkerOutput(stats={"n": 1}))
-    run.lifecycle.begin(Plan())
+    run.driver.begin(Plan())
     run.worker.calls.append("forward")
-    run.lifecycle.start_load()
-    assert run.lifecycle.collect(ids()).stats == {"n": 1}
-    assert run.lifecycle.output.stats == {"n": 1}
-    run.lifecycle.end()
+    run.driver.start_load()
+    assert run.driver.collect(ids()).stats == {"n": 1}
+    assert run.driver.output.stats == {"n": 1}
+    run.driver.end()
     assert run.worker.calls == ["begin_step", "forward", "start_load", "collect", "end_step"]
     assert run.step() is EMPTY_OUTPUT
 
@@ -126,14 +128,15 @@ def test_a_host_may_start_loads_after_the_forward_and_ask_before_it_ends_the_ste
 def test_a_part_of_a_step_outside_of_one_is_refused(part):
     run = Run()
     with pytest.raises(ContractError, match="not begun"):
-        getattr(run.lifecycle, part)()
+        getattr(run.driver, part)()
     assert run.worker.calls == []
 
 
 def test_layer_hooks_are_offered_by_a_worker_that_has_them_only():
     worker = RecordingLayerwiseWorker()
-    assert StepLifecycle(worker).layerwise is worker
-    assert StepLifecycle(RecordingWorker()).layerwise is None
+    StepDriver(worker).layerwise.wait_for_layer_load("a")
+    assert worker.calls == []  # outside of a step
+    assert StepDriver(RecordingWorker()).layerwise is None
 
 
 def test_an_output_that_says_nothing_is_the_shared_empty_one():
@@ -266,7 +269,7 @@ def test_a_worker_that_declares_neither_reports_no_requests(name):
     assert run.step(finished=["r"]) == WorkerOutput(invalid_block_ids=frozenset({4}))
     assert run.violations == 1
     strict = Run(bad, is_asynchronous=False, strict=True)
-    with pytest.raises(ContractError, match="declares is_asynchronous"):
+    with pytest.raises(ContractError, match="names its `rules`"):
         strict.step(finished=["r"])
 
 

@@ -1,9 +1,9 @@
 """Rules for async loads, which span steps, and delayed frees, which keep a request's blocks after
 its end.
 
-Connectors written for vLLM use both. Roles that use neither (kvferry's cache, for one) declare
-`is_asynchronous = False`. For all other roles, the guards and the lifecycle use the classes below.
-Each extends a class of `contract.rules` by the rules for request ids.
+Connectors written for vLLM use both; kvferry's cache uses neither. A role with either of them names
+these classes as its `rules`, on both halves. Each extends a class of `kvferry.contract.rules` by
+the rules for request ids.
 
 A host may crash, or hold blocks for ever, where a role breaks one of these rules:
 - A request with a promised async load must be in `finished_recving` exactly once, even if it was
@@ -21,9 +21,8 @@ from typing import Any
 import msgspec
 
 from kvferry.contract.messages import Plan, RepairedPlan, WorkerOutput
-from kvferry.contract.rules import HookFaults, OwedReports, Promises, ReportRules
+from kvferry.contract.rules import HookFaults, Promises, Reports
 from kvferry.contract.worker import WorkerRole
-from kvferry.observe import Observer
 from kvferry.types import BlockTable
 
 OVERDUE_SECONDS = 300.0
@@ -39,12 +38,12 @@ A `finished_sending` of a forgotten id is held back until a request with the sam
 class AsyncPromises(Promises):
     """Promises with async loads under way and reports that workers owe. Runs in: scheduler."""
 
+    is_asynchronous = True
+
     def __init__(
         self, block_size: int | None, clock: Callable[[], float], faults: HookFaults
     ) -> None:
-        super().__init__(block_size)
-        self._clock = clock
-        self._faults = faults
+        super().__init__(block_size, clock, faults)
         # Blocks of each async load under way; an empty set if its request was aborted.
         self._loading: dict[str, frozenset[int]] = {}
         # Requests freed since the last plan because `request_finished` raised.
@@ -123,143 +122,102 @@ class AsyncPromises(Promises):
         return frozenset(overdue).difference(self._loading)
 
 
-class AsyncOwedReports(OwedReports):
-    """Owed reports that include the ends of async loads and the delayed frees. Runs in: worker.
+class AsyncReports(Reports):
+    """Passes on the request ids that the host expects, each once. Reports the ends of loads and
+    frees that the role will not report, or not in time. Runs in: worker."""
 
-    Attributes:
-        lost: async loads that may not have started or are overdue. Reported as failed at once.
-        failed: lost loads that the role started nevertheless. Reported as failed when the role
-            reports their end.
-        freed: requests whose blocks are free already. The role's report of them is dropped, if it
-            ever comes.
-        overdue: delayed frees that the role did not report in time. Reported at once.
-    """
+    is_asynchronous = True
 
     def __init__(self, role: WorkerRole, faults: HookFaults) -> None:
-        super().__init__()
-        self._role = role
-        self._faults = faults
-        self.lost: set[str] = set()
-        self.failed: set[str] = set()
-        self.freed: dict[str, None] = {}  # as a set in order
-        self.overdue: frozenset[str] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.invalid or self.lost or self.failed or self.freed or self.overdue)
-
-    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        if not isinstance(plan, RepairedPlan):
-            try:
-                return self._role.planned_recving(plan)
-            except Exception:
-                then = "async loads of this plan may go unreported"
-                self._faults.fault("planned_recving", then)
-                return frozenset()
-        if plan.promised_block_ids is not None:
-            # Such a plan is run or refused as a whole. In both cases exactly these are reported.
-            return plan.lost_request_ids | plan.promised_request_ids
-        recving = self.planned_recving(plan.plan)
-        return None if recving is None else recving | plan.lost_request_ids
-
-    def repair(self, plan: RepairedPlan) -> None:
-        super().repair(plan)
-        self.freed |= dict.fromkeys(plan.freed_request_ids)
-        _forget_oldest(self.freed)
-        self.overdue |= plan.overdue_sending
-        # The role may still start some lost loads and write to their blocks until it reports their
-        # end, so they fail only then.
-        started = self.planned_recving(plan.plan) or frozenset()
-        self.lost |= plan.lost_request_ids - started
-        self.failed |= plan.lost_request_ids & started
-
-    def refuse(self, plan: RepairedPlan) -> None:
-        super().refuse(plan)
-        self.lost |= plan.lost_request_ids | plan.promised_request_ids
-
-    def give_up(self, plan: Plan) -> None:
-        self.lost |= self.planned_recving(plan) or frozenset()
-
-    def add_to(self, output: WorkerOutput) -> WorkerOutput:
-        recving = output.finished_recving | self.lost
-        failed = output.failed_recving | self.lost | (self.failed & recving)
-        # An overdue id may be the second life of a freed one.
-        sending = output.finished_sending.difference(self.freed) | self.overdue
-        added = msgspec.structs.replace(
-            super().add_to(output),
-            finished_sending=sending,
-            finished_recving=recving,
-            failed_recving=failed,
-        )
-        for request_id in output.finished_sending:
-            self.freed.pop(request_id, None)
-        self.overdue = frozenset()
-        self.failed -= failed
-        self.lost.clear()
-        return added
-
-
-def _forget_oldest(requests: dict[str, Any]) -> None:
-    while len(requests) > REMEMBERED_REQUESTS:
-        del requests[next(iter(requests))]
-
-
-class AsyncReportRules(ReportRules):
-    """Passes on the request ids that the host expects, each once. Runs in: worker."""
-
-    def __init__(self, worker: WorkerRole, observer: Observer, *, strict: bool = False) -> None:
-        super().__init__(worker, observer, strict=strict)
+        super().__init__(role, faults)
         self._announced = True  # False: this worker cannot name the async loads of a plan
         self._loading: set[str] = set()  # async loads planned and not yet reported
-        self._failed: set[str] = set()  # reported failed before their load ended
+        self._lost: set[str] = set()  # those that failed and may not have started: due
+        self._failed: set[str] = set()  # failed ones that may still write: due when they end
+        self._overdue: set[str] = set()  # delayed frees not reported in time: due
+        self._freed: set[str] = set()  # their blocks are free, and the role may not know it
         self._early: set[str] = set()  # finished_sending that came before the end of the request
-        self._ended: dict[str, bool] = {}  # ended requests; True: the final report was passed on
+        self._ended: dict[str, bool] = {}  # ended requests; True: nothing is to be reported
 
     @property
-    def holds_reports(self) -> bool:
-        return bool(self._early)
+    def is_due(self) -> bool:
+        return bool(self._lost or self._overdue or self._early) or super().is_due
 
-    def begin(self, plan: Plan) -> None:
-        """Note the async loads that a plan starts. If the worker cannot name them, only one rule is
-        left for loads: a request that ended is reported at most once."""
-        recving = self._worker.planned_recving(plan)
-        if recving is None:
+    def begin(self, plan: Plan) -> bool:
+        """Note the async loads that a plan starts, too. If the worker cannot name them, only one
+        rule is left for loads: a request that ended is reported at most once."""
+        if not isinstance(plan, RepairedPlan):
+            self._loading |= self._started(plan)
+            return True
+        self._freed |= plan.freed_request_ids
+        self._overdue |= plan.overdue_sending
+        lost = plan.lost_request_ids
+        is_sound = super().begin(plan)
+        # The role may still start some lost loads and write to their blocks until it reports their
+        # end, so they fail only then.
+        started = self._started(plan.plan) if is_sound else frozenset()
+        if not is_sound:
+            lost |= plan.promised_request_ids
+        self._loading |= started | lost
+        self._lost |= lost - started
+        self._failed |= lost & started
+        return is_sound
+
+    def _is_promised(self, plan: RepairedPlan, promised: frozenset[int]) -> bool:
+        is_known = self._started(plan.plan) <= plan.promised_request_ids
+        return is_known and super()._is_promised(plan, promised)
+
+    def _started(self, plan: Plan) -> frozenset[str]:
+        then = "async loads of this plan may go unreported"
+        hook = self._role.planned_recving
+        nothing: frozenset[str] | None = frozenset()
+        named = self._faults.call(hook, plan, otherwise=nothing, then=then)
+        if named is None:
             self._announced = False
-        else:
-            self._loading.update(recving)
+        return named or frozenset()
+
+    def fail(self, plan: Plan) -> None:
+        super().fail(plan)
+        self._lost |= self._started(plan)
 
     def admit(
         self, output: object, finished_request_ids: Collection[str], plan: Plan
     ) -> WorkerOutput:
-        if finished_request_ids:
-            self._note_ended(finished_request_ids)
-        return super().admit(output, finished_request_ids, plan)
-
-    def _note_ended(self, finished_request_ids: Collection[str]) -> None:
         ended = self._ended
         for request_id in finished_request_ids:
             # A host may reuse an id; the new request may be reported again.
             ended.pop(request_id, None)
-            ended[request_id] = False
-        _forget_oldest(ended)
+            ended[request_id] = request_id in self._freed
+            self._freed.discard(request_id)
+        while len(ended) > REMEMBERED_REQUESTS:
+            del ended[next(iter(ended))]
+        return super().admit(output, finished_request_ids, plan)
 
-    def _requests(self, output: WorkerOutput) -> dict[str, frozenset[str]]:
-        recving = self._recving(output.finished_recving)
+    def _requests(self, output: WorkerOutput) -> dict[str, Any]:
+        recving = self._recving(output.finished_recving | self._lost)
+        for request_id in output.failed_recving - recving:
+            self._faults.violation(
+                "failed_recving", f"{request_id!r} in failed_recving but not in finished_recving"
+            )
+            if request_id in self._loading or not self._announced:
+                self._failed.add(request_id)
+        failed = (output.failed_recving | self._failed | self._lost) & recving
+        self._failed -= failed
+        self._lost.clear()
         return {
             "finished_recving": recving,
             "finished_sending": self._sending(output.finished_sending),
-            "failed_recving": self._failed_recving(output.failed_recving, recving),
+            "failed_recving": failed,
         }
 
     def _recving(self, reported: frozenset[str]) -> frozenset[str]:
         """Return the ids whose planned load is now over. Drop others as violations."""
-        if not reported:
-            return reported
         if self._announced:
             admitted = reported & self._loading
         else:
             admitted = frozenset(name for name in reported if not self._ended.get(name))
         for request_id in reported - admitted:
-            self._violation(
+            self._faults.violation(
                 "finished_recving",
                 f"{request_id!r} in finished_recving, but no async load of it is under way: it was "
                 "reported before, or planned_recving did not announce it",
@@ -272,46 +230,29 @@ class AsyncReportRules(ReportRules):
     def _sending(self, reported: frozenset[str]) -> frozenset[str]:
         """Return the ids whose blocks may be freed now. Hold a report that came before the end of
         its request until that end."""
-        if not reported and not self._early:
-            return reported
+        early, overdue = self._early, self._overdue
+        self._early, self._overdue = set(), set()
         admitted = set()
-        for request_id in reported | self._early:
-            was_early = request_id in self._early
-            self._early.discard(request_id)
+        for request_id in reported | early | overdue:
             last_report_given = self._ended.get(request_id)
             if request_id in self._loading:
                 # The end of the load frees the blocks; a second report for the id kills the host.
-                self._violation(
+                self._faults.violation(
                     "sending_while_loading",
                     f"{request_id!r} in finished_sending while its load is under way: "
                     "request_finished must return delay_free=False for it",
                 )
             elif last_report_given is None:
-                if not was_early:
-                    self._violation(
+                self._early.add(request_id)
+                if request_id not in early:
+                    self._faults.violation(
                         "sending_early",
                         f"{request_id!r} in finished_sending before the host said that it ended: "
                         "held back until then",
                     )
-                self._early.add(request_id)
             elif last_report_given:
-                self._violation("finished_sending", f"{request_id!r} was reported before")
+                self._faults.violation("finished_sending", f"{request_id!r} was reported before")
             else:
                 self._ended[request_id] = True
                 admitted.add(request_id)
         return frozenset(admitted)
-
-    def _failed_recving(self, reported: frozenset[str], recving: frozenset[str]) -> frozenset[str]:
-        """Return the failed loads among `recving`. A failure reported before its load's end is a
-        violation; it is kept until that end."""
-        if not reported and not self._failed:
-            return reported
-        for request_id in reported - recving:
-            self._violation(
-                "failed_recving", f"{request_id!r} in failed_recving but not in finished_recving"
-            )
-            if request_id in self._loading or not self._announced:
-                self._failed.add(request_id)
-        admitted = (reported | self._failed) & recving
-        self._failed -= admitted
-        return admitted
