@@ -529,32 +529,6 @@ def answering(*answers: bytes) -> Iterator[int]:
         thread.join(10)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\x15\x03\x01\x00\x02\x02\x16",
-        b"$5\r\nhello\r\n$5\r\nhello\r\n",
-        b":5\r\n:5\r\n",
-        b"*1\r\n*1\r\n*1\r\n$-1\r\n$-1\r\n",
-        b"$-1\r\n$-1\r\n",
-        b"$9999999\r\n" + b"x" * 1000,
-        b"*99999999999\r\n",
-        b"$1\r\nx\r\n:18446744073709551616\r\n",
-        b"-\r\n-\r\n",
-        b"-ERR \x1b[31m\x00\r\n:1\r\n",
-        b"-MOVED\r\n:1\r\n",
-    ],
-)
-def test_garbage_is_an_error(answer):
-    with answering(b"+OK\r\n", answer) as port:
-        client = make_client(port)
-        with ends_in(0.3) as deadline, pytest.raises(StoreError) as caught:
-            client.read("kv/ns/a", [(0, memoryview(bytearray(4)))], deadline)
-        assert str(caught.value).isprintable()
-        client.close()
-
-
 def test_bytes_of_another_value_are_handed_on():
     """The record's checksums are what knows better."""
     with answering(b"+OK\r\n", b"$4\r\nabcd\r\n:4\r\n:1\r\n") as port:
