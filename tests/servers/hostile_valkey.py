@@ -1,4 +1,4 @@
-"""A server that speaks Valkey's protocol, and replies wrongly if told to."""
+"""A server that speaks Valkey's protocol, and attacks its clients with wrong replies if told to."""
 
 from __future__ import annotations
 
@@ -48,13 +48,19 @@ def silent(_right: bytes) -> Iterator[bytes]:
     yield from paced(repeat(b""), 0.05)
 
 
+_MUCH = b"x" * (1 << 20)
 ATTACKS: dict[str, Answer] = {
-    "a value of 512 MiB": sends(b"$536870912\r\n", again=b"x" * (1 << 20)),
+    "a list of 1e9 items": sends(b"*1000000000\r\n", again=b":1\r\n" * 9999),
+    "a list of 4e9 items": sends(b"*4000000000\r\n", again=b"$-1\r\n" * 9999),
+    "a value of 512 MiB": sends(b"$536870912\r\n", again=_MUCH),
     "a value of -5 bytes": sends(b"$-5\r\n"),
     "a value cut short": sends(b"$100\r\nhello"),
     "a list cut short": sends(b"*3\r\n:1\r\n"),
+    "a page of 1e6 names": sends(b"*2\r\n$1\r\n7\r\n*1000000\r\n", again=b"$4\r\nkv/1\r\n" * 9999),
+    "lists in lists": sends(again=b"*1\r\n" * 9999),
     "a move to nowhere": sends(b"-MOVED 1 \x1b[31m:0655359\r\n"),
     "pushes": sends(again=b">2\r\n+invalidate\r\n*-1\r\n" * 999),
+    "null": sends(b"_\r\n" * 99),
     "an error": sends(again=b"-ERR no \x1b[31m\r\n" * 999),
     "it is loading": sends(again=b"-LOADING the dataset\r\n" * 999),
     "no room": sends(again=b"-OOM command not allowed\r\n" * 999),

@@ -1,18 +1,22 @@
 """The client of Valkey and Redis, against servers that answer wrongly: each wrong reply is one line
-in time."""
+in time, and takes no memory for what was not asked."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvferry.errors import StoreError
+from kvferry.store.servers.resp import Connection, command
 from kvferry.store.servers.valkey import Login, ValkeyClient
 from kvferry.store.servers.valkey_nodes import ValkeyNode
 from kvferry.store.url import open_one, open_store
@@ -72,9 +76,39 @@ def test_a_wrong_reply_is_one_line_in_time(fault, cluster):
         client.close()
 
 
+PIECES = st.one_of(
+    st.sampled_from([b"*", b"$", b":", b"+", b"-", b">", b"%", b"_", b"\r\n", b"\n", b"-1", b"?"]),
+    st.sampled_from([b"$3\r\nabc\r\n", b":1\r\n", b"+OK\r\n", b"*2\r\n", b"$-1\r\n", b"*-1\r\n"]),
+    st.integers(-(1 << 65), 1 << 65).map(lambda number: b"%d\r\n" % number),
+    st.binary(max_size=20),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(PIECES, max_size=30).map(b"".join))
+def test_whatever_comes_is_an_answer_or_a_fault(sent):
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), theirs:
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        buffer = bytearray(b"....")
+        asked = [command("a", "b", into=memoryview(buffer)), command("c", "d")]
+        with contextlib.suppress(StoreError, OSError):
+            first, second = Connection(ours).ask(asked, soon())
+            if isinstance(first, memoryview):
+                assert sent.startswith(b"$%d\r\n%b\r\n" % (len(first), first))
+            assert sum(map(len, texts_of(second))) <= len(sent)
+
+
+def texts_of(reply: object) -> list[bytes]:
+    if isinstance(reply, list):
+        return [text for each in reply for text in texts_of(each)]
+    return [reply] if isinstance(reply, bytes) else []
+
+
 @pytest.mark.parametrize(
     "attack",
-    ["a value of 512 MiB", "pushes", "a web page"],
+    ["a list of 1e9 items", "a list of 4e9 items", "pushes", "lists in lists", "null"],
 )
 def test_a_store_that_attacks_is_left_alone_after_three_faults(attack, caplog):
     caplog.set_level(logging.WARNING, logger="kvferry")
@@ -168,4 +202,14 @@ def test_a_list_without_an_end_ends_at_its_deadline():
             for _ in client.scan("kv/", until):
                 pass
         assert time.monotonic() < until + GRACE_SECONDS
+        client.close()
+
+
+@pytest.mark.parametrize("names", [[b"kv/%0130d" % n for n in range(40_000)], [b"kv/" * 1_600_000]])
+def test_a_page_far_larger_than_asked_for_is_an_error(names):
+    with hostile_valkey() as server:
+        server.names = names
+        client = ValkeyClient([(LOCALHOST, server.port)])
+        with pytest.raises(StoreError, match="more than was asked for"):
+            list(client.scan("kv/", soon()))
         client.close()

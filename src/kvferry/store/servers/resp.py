@@ -1,6 +1,7 @@
-"""The protocol of Valkey and Redis (RESP2), with a deadline for each call. Values go from and to
-memory of the caller. What answers at a port may be no Valkey: a reply of another form ends the
-connection.
+"""The protocol of Valkey and Redis (RESP2), read so that no reply takes more memory than expected.
+
+A server announces how much it is going to send, and what answers at its port may be no Valkey. So a
+reply that is larger or deeper than any of ours ends the connection before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ _JOINED_BYTES = 64 * 1024
 _JOINED_WORDS = 1000
 _MAX_LINE_BYTES = 1024
 """Lines hold a number, a word or an error."""
+_MAX_DEPTH = 4
+"""Depth of nested lists: a cluster's slot ranges, their nodes, the attributes of nodes."""
+_ROOM = 4 << 20
+"""Bytes of memory that a reply without `into` may take: 4,000 ranges of a cluster's slots, with a
+replica of each."""
+_ITEM_BYTES = 64
+"""Memory that an item of a list takes besides its bytes."""
 _STRANGE = "it does not speak the protocol of Valkey and Redis"
 _MORE = "it sends more than was asked for"
 
@@ -76,6 +84,7 @@ class Connection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._start = 0
         self._end = 0
+        self._room = 0
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Send commands and return their replies: a number, None, bytes of a short text, the filled
@@ -129,10 +138,13 @@ class Connection:
         line = self._line()
         if asked.into is not None and line[:1] == b"$" and line != b"$-1":
             return self._bulk(asked.into, _number(line))
-        return self._parse(line)
+        self._room = _ROOM
+        return self._parse(line, 0)
 
-    def _parse(self, line: bytes) -> object:
+    def _parse(self, line: bytes, depth: int) -> object:
         kind = line[:1]
+        if depth:
+            self._reserve(len(line))
         if kind == b":":
             return _number(line)
         if kind == b"+":
@@ -143,10 +155,18 @@ class Connection:
             return None
         if kind == b"$":
             size = _number(line)
-            return bytes(self._bulk(memoryview(bytearray(max(0, size))), size))
-        if kind == b"*":
-            return [self._parse(self._line()) for _ in range(_number(line))]
+            self._reserve(size)
+            return bytes(self._bulk(memoryview(bytearray(size)), size))
+        if kind == b"*" and depth < _MAX_DEPTH:
+            count = _number(line)
+            self._reserve(_ITEM_BYTES * count)
+            return [self._parse(self._line(), depth + 1) for _ in range(count)]
         raise StoreError(_STRANGE)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if not 0 <= num_bytes <= self._room:
+            raise StoreError(_MORE)
+        self._room -= num_bytes
 
     def _bulk(self, view: memoryview, size: int) -> memoryview:
         """Read `size` bytes into the first part of `view`; return that part."""
@@ -186,11 +206,13 @@ class Connection:
 
 
 def _number(line: bytes) -> int:
-    """The number after the first character. Raises StoreError if none follows."""
-    try:
-        return int(line[1:])
-    except ValueError:
-        raise StoreError(_STRANGE) from None
+    """The number after the first character. Raises StoreError if none of up to 64 bits follows."""
+    digits = line[1:]
+    if len(digits) <= 20 and digits.removeprefix(b"-").isdigit():
+        number = int(digits)
+        if -(1 << 63) <= number < 1 << 63:
+            return number
+    raise StoreError(_STRANGE)
 
 
 def _pack(commands: Sequence[Command]) -> Iterator[Buffer]:

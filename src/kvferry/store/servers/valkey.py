@@ -4,8 +4,8 @@ A value is a string under one key. It appears by SET NX (by SET, if it replaces 
 goes by UNLINK, expiry or the server's eviction, so kvferry needs no quota. Names share no hash tag,
 so a cluster spreads them.
 
-kvferry has its own client, which must bound each whole call by its deadline and read into given
-memory. `resp.py` reads replies, `valkey_nodes.py` connects.
+kvferry has its own client, which must bound each reply before taking memory for it, and each whole
+call by its deadline. `resp.py` reads replies, `valkey_nodes.py` connects.
 """
 
 from __future__ import annotations
