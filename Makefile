@@ -12,7 +12,9 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 
-# Where SGLang is, for `make proof-wrong-model`: docs/identity.md says how to get it.
+# Where SGLang is, for `make proof-wrong-model`, beside .venv-vllm and .venv-sglang: `make .venv-vllm/.installed-0.32.0
+# .venv-sglang/.installed-0.5.23 && .venv-vllm/bin/python -m pip install --target DIR --no-deps sglang==0.5.23 orjson
+# pybase64 ipython traitlets`.
 SGLANG ?=
 
 # Whose engines `make demo-disaggregated` starts: `embedded` or `vllm`; the latter behind vLLM's own

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [3 + 7 * i % 200 for i in range(150)]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, return_logits=True)
 
-# Each name that a release imports from vLLM, and its import here.
+# Each name that a release imports from vLLM and `kvferry.v1` lacks, and its import here.
 IMPORTS = dict(
     re.findall(
         r"^\| `(\w+)` \| `(from .* import .*)` \|$",
@@ -51,7 +51,8 @@ def with_our_imports(source: str) -> str:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
             indent = " " * node.col_offset
             lines[node.lineno - 1 : node.end_lineno] = [
-                indent + IMPORTS[alias.name] for alias in node.names
+                indent + IMPORTS.get(alias.name, f"from kvferry.v1 import {alias.name}")
+                for alias in node.names
             ]
     return "\n".join(lines)
 
