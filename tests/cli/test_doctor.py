@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,17 +21,16 @@ from kvferry.doctor.findings import Fault, Severity
 from kvferry.doctor.machine import check_pool
 from kvferry.doctor.stores import Model, StoreReport, check, check_room
 from kvferry.doctor.stores import run as run_check
-from kvferry.doctor.vllm import check_config, check_installed
+from kvferry.doctor.vllm import check_installed
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity, Namespace
+from kvferry.keys import ModelIdentity
 from kvferry.store.base import NO_DEADLINE, Store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
-from kvferry.types import KVGroup
 from tests.adapters.transformers.generating import prompt, reuse
 from tests.cli.test_explain import put_prompt, put_row, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
@@ -138,17 +134,12 @@ def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, mod
     assert value["about"]["token_bytes"] == 3 * 2 * 4 * 8 * 4
 
 
-@pytest.mark.parametrize("kind", ["file", "valkey", "s3"])
-def test_nothing_is_wrong_with_a_store_that_transformers_filled(
-    run, found, url_of, url, kind, model_dir
-):
-    place = url if kind == "file" else url_of(kind)
+def test_nothing_is_wrong_with_a_store_that_transformers_filled(run, found, url, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    first = reuse(model, place.partition("?")[0] if kind == "file" else place, prompt(70))
-    assert first.num_saved == 64
+    assert reuse(model, url.partition("?")[0], prompt(70)).num_saved == 64
     options = ["--model", model_dir]
-    assert found(place, *options) == []
-    (store,) = json.loads(run("doctor", place, *options, "--json", "-").out)["stores"]
+    assert found(url, *options) == []
+    (store,) = json.loads(run("doctor", url, *options, "--json", "-").out)["stores"]
     assert [each["read_by_model"] for each in store["namespaces"]] == [True]
 
 
@@ -182,9 +173,8 @@ def test_1_a_server_that_is_down(found):
     assert "correct-horse" not in what
 
 
-@pytest.mark.parametrize("kind", ["valkey", "s3"])
-def test_2_a_server_that_hangs(found, url_of, kind, request):
-    place = url_of(kind)
+def test_2_a_server_that_hangs(found, url_of):
+    place = url_of("valkey")
     port = int(re.search(rf"{LOCALHOST}:(\d+)", place)[1])
     with running_proxy(port) as proxy:
         proxy.black_hole()
@@ -603,19 +593,10 @@ def test_a_host_pool_that_holds_no_two_records_is_found_where_an_engine_refuses_
 # -- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_hostile_descriptions_are_shown_as_they_are(run, url, name):
-    plain = url.partition("?")[0]
-    group_ = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
-    for chunk in (5, 7):
-        identity = ModelIdentity(
-            weights=bytes(32), config={name * 1000: "x" * 100_000, "n": chunk}, name=name * 1000
-        )
-        put_prompt(plain, Namespace.of(identity, (group_,), chunk))
-    ran = run("doctor", url, "--vllm-config", json.dumps({"kv_connector": name, name: 1}))
-    assert ran.code == 1
-    assert is_plain(ran.out)
-    assert len(ran.out) < 20_000
+def test_a_hostile_configuration_is_shown_as_it_is(run):
+    for name in NAMES:
+        ran = run("doctor", "--vllm-config", json.dumps({"kv_connector": name, name: 1}))
+        assert (ran.code, is_plain(ran.out)) == (1, True)
 
 
 def test_an_empty_directory_and_a_store_in_use(run, found, tmp_path, url):
@@ -649,31 +630,6 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
     assert "put_gb_per_second" not in report.facts
     with open_one(url) as store:
         assert list(store.scan()) == []
-
-
-def test_ctrl_c_and_a_reader_that_leaves(url, tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    command = [sys.executable, "-m", "kvferry.cli", "doctor"]
-    with (
-        subprocess.Popen(
-            [*command, "--vllm-config", str(tmp_path / "fifo")],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as process,
-        (tmp_path / "fifo").open("w"),
-    ):  # it opened the file: it is in the command
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"error: interrupted\n")
-    line = f"{' '.join(command)} '{url}' --json - | head -c 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, check=False)
-    assert done.returncode in (0, 141)
-    assert done.stderr == b""
-
-
-def test_the_checks_of_vllm_are_asked_by_their_names():
-    assert check_installed({})[0].where == "vllm"
-    assert check_config(config()).findings == []
 
 
 def test_every_finding_is_in_the_docs_as_in_the_code():

@@ -161,11 +161,8 @@ def test_a_store_in_use(run, arguments, store_in_use):
         assert "Traceback" not in ran.err
 
 
-SPACE = Namespace.of(
-    ModelIdentity(weights=bytes(32), config={}, name="m"),
-    (KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16),),
-    7,
-)
+GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
+SPACE = Namespace.of(ModelIdentity(weights=bytes(32), config={}, name="m"), (GROUP,), 7)
 
 
 def make_large_store(root: Path, num_records: int) -> None:
@@ -318,17 +315,19 @@ def hostile_store(tmp_path) -> str:
     root = tmp_path / "hostile"
     root.mkdir(mode=0o700)
     for number, name in enumerate(NAMES):
-        group = KVGroup(
-            num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16
-        )
-        identity = ModelIdentity(
-            weights=bytes(32), config={name * 100: name * 100_000, "n": number}, name=name * 1000
-        )
-        space = Namespace.of(identity, (group,), 7, tenant=name)
+        deep: object = name
+        for _ in range(50):
+            deep = [deep, 1]
+        config = {name * 100: name * 100_000, "n": number, "deep": deep}
+        identity = ModelIdentity(weights=bytes(32), config=config, name=name * 1000)
+        space = Namespace.of(identity, (GROUP,), 7, tenant=name)
         put_records(root.as_uri(), num_records=2, seed=number, namespace=space.digest)
         with FileStore(root) as store:
             store.describe(space.digest, space.as_text())
             store.discard(ChunkKey(bytes([number]) * 32), name)
+            store.describe(b"d" * 32, "[" * 100_000)
+            none = {"model": None, "description": {"chunk_tokens": 0}}
+            store.describe(b"e" * 32, json.dumps(none))
     return f"{root.as_uri()}?max_bytes=1GiB"
 
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
 import shutil
-import signal
-import struct
-import subprocess
-import sys
-import termios
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +27,7 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import differences
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
-from tests.cli.test_hostile_names import NAMES, is_plain
+from tests.cli.test_hostile_names import is_plain
 from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
 from tests.tokenizers import save_tiny_tokenizer
 
@@ -402,27 +394,6 @@ def test_a_file_that_is_no_journal_is_one_line(run, tmp_path, content):
 # -- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_hostile_descriptions_are_shown_as_they_are(run, url, tokens_file, name):
-    deep: object = name
-    for _ in range(50):
-        deep = [deep, 1]
-    hostile = space_of(name * 1000, **{name: "x" * 100_000, "deep": deep})
-    put_prompt(url, tokens=range(7))
-    put_prompt(url, hostile)
-    with FileStore(Path(url.removeprefix("file://"))) as store:
-        store.describe(b"d" * 32, "[" * 100_000)
-        store.describe(b"e" * 32, json.dumps({"model": None, "description": {"chunk_tokens": 0}}))
-        store.discard(ChunkKey(bytes(32)), name)
-    command = ["explain", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
-    ran = run(*command)
-    assert ran.code == 0
-    assert is_plain(ran.out)
-    assert len(ran.out) < 20_000
-    value = json.loads(run(*command, "--json", "-").out)
-    assert value["reason"] == "other_namespace"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -461,50 +432,6 @@ def test_a_namespace_without_a_description_is_one_line(run, url, tokens_file):
         ran = run("explain", url, "--namespace", digits, "--tokens", tokens_file)
         assert ran.code == 2
         assert "missing or damaged" in ran.error_line
-
-
-def test_a_narrow_terminal(url, tokens_file):
-    """60 columns, as a terminal has them."""
-    put_prompt(url, tokens=TOKENS[:7])
-    command = [sys.executable, "-m", "kvferry.cli", "explain", url, "--namespace"]
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
-    done = subprocess.run(
-        [*command, SPACE.digest.hex(), "--tokens", str(tokens_file)],
-        stdout=follower,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
-        stderr=subprocess.PIPE,
-        check=False,
-    )
-    os.close(follower)
-    text = b""
-    try:
-        while piece := os.read(leader, 1 << 16):
-            text += piece
-    except OSError:  # all is read, and the other end is closed
-        pass
-    os.close(leader)
-    assert done.returncode == 0, done.stderr
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
-    assert lines[0].startswith("absent: the chunk at token 8, ")
-    table = lines[3:-1]
-    assert max(map(len, table)) <= 60, table
-    assert "never stored" in text.decode()
-
-
-def test_ctrl_c_while_the_prompt_is_awaited_is_one_line(tmp_path, url):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    command = [sys.executable, "-m", "kvferry.cli", "explain", url, "--namespace", "00"]
-    with (
-        subprocess.Popen(
-            [*command, "--tokens", str(fifo)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as process,
-        fifo.open("w"),
-    ):  # it opened the file: it is in the command
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"error: interrupted\n")
 
 
 def test_differences_are_fields_by_path():

@@ -94,13 +94,12 @@ def test_a_model_of_such_a_name_is_shown_as_it_is(make_store, run, name):
         assert (value[0] if not options else value["namespaces"][0])["model"] == name
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path, command):
+def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path):
     root = os.fsencode(tmp_path) + b"/caf\xe9"
     os.mkdir(root)
     for url in (b"file://" + root, b"file://" + os.fsencode(tmp_path) + b"/caf%E9"):
         done = subprocess.run(
-            [sys.executable, "-m", "kvferry.cli", *command.split(), url, *COMMANDS[command]],
+            [sys.executable, "-m", "kvferry.cli", "ls", url],
             capture_output=True,
             check=False,
         )
@@ -110,9 +109,8 @@ def test_a_path_that_is_no_text_is_refused_in_one_line(tmp_path, command):
     assert os.listdir(root) == []
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_log_line_that_names_such_a_path_is_one_plain_line(make_store, name):
-    made = make_store(num_records=1, name=name)
+def test_a_log_line_that_names_such_a_path_is_one_plain_line(make_store):
+    made = make_store(num_records=1, name="".join(NAMES))
     (made.root / "index.sqlite3").write_bytes(b"damaged" * 1000)
     command = ["rm", url_of(made.root), "--max-bytes", "1GiB", "--yes"]
     done = subprocess.run(

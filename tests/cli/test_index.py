@@ -48,24 +48,6 @@ def tree(root: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def test_ls_and_stat_name_the_model_of_each_record(make_store, run):
-    space = namespace_of("org/model-7b")
-    made = make_store(num_records=2, namespace=space.digest)
-    with open_store(made.url) as store:
-        store.describe(space.digest, space.as_text())
-    assert {row["model"] for row in asked(run, "ls", made.url)} == {"org/model-7b"}
-    assert asked(run, "ls", made.url, "--by", "namespace")["namespaces"] == [
-        {
-            "namespace": space.digest.hex(),
-            "model": "org/model-7b",
-            "num_records": 2,
-            "num_bytes": 2 * made.schema.record_bytes,
-        }
-    ]
-    assert run("ls", made.url).out.count("org/model-7b") == 1
-    assert run("ls", made.url, "--by", "namespace").out.count("org/model-7b") == 1
-
-
 def test_a_model_without_a_name_is_called_by_its_config(make_store, run):
     space = namespace_of(None, architectures=["LlamaForCausalLM"])
     made = make_store(num_records=1, namespace=space.digest)

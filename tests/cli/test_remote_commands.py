@@ -148,7 +148,7 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
         assert row["last_used"] is None or abs(row["last_used"] - time.time()) < 60
     out = run("ls", made.url, "--limit", 2).out
     assert "2 of 3 records" in out
-    assert "org/model-7b" in out
+    assert out.count("org/model-7b") == 1
 
     shown = asked(run, "ls", made.url, made.keys[1].hex()[:10])
     assert (shown["key"], shown["verdict"]) == (made.keys[1].hex(), "right")
@@ -320,8 +320,7 @@ def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
         assert f"nothing is stored under {scheme}://{host}x;" in ran.error_line
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_server_that_is_not_there_is_one_line(run, command):
+def test_a_server_that_is_not_there_is_one_line(run):
     (port,) = free_ports(1)
     for url, says in {
         f"valkey://me:{SECRET}@{LOCALHOST}:{port}/kv": str(port),
@@ -330,7 +329,7 @@ def test_a_server_that_is_not_there_is_one_line(run, command):
         f"mooncake://{LOCALHOST}:{port}/kv": "admin=http://host:9003",
         f"mooncake://{LOCALHOST}:{port}/kv?admin=http://{LOCALHOST}:{port}": "no list of names",
     }.items():
-        ran = run(*command.split(), url, *COMMANDS[command])
+        ran = run("ls", url)
         assert ran.code == 2
         assert says in ran.error_line
         assert SECRET not in ran.err
@@ -353,14 +352,13 @@ def test_a_metrics_port_that_is_none_is_one_line(url_of, run, admin):
     assert "rect-horse" not in ran.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_bucket_or_secret_is_one_line(url_of, run, monkeypatch, command):
+def test_a_wrong_bucket_or_secret_is_one_line(url_of, run, monkeypatch):
     url = url_of("s3")
-    ran = run(*command.split(), url.replace(BUCKET, "nowhere", 1), *COMMANDS[command])
+    ran = run("ls", url.replace(BUCKET, "nowhere", 1))
     assert ran.code == 2
     assert "s3://nowhere" in ran.error_line
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    ran = run(*command.split(), url, *COMMANDS[command])
+    ran = run("ls", url)
     assert ran.code == 2
     assert "AWS_ACCESS_KEY_ID" in ran.error_line
     assert SECRET not in ran.err
@@ -375,8 +373,7 @@ def guarded():
         yield server
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_password_is_one_line(run, guarded, tmp_path, command):
+def test_a_wrong_password_is_one_line(run, guarded, tmp_path):
     place = f"{LOCALHOST}:{guarded.port}/kv"
     file = tmp_path / "password"
     file.write_text(f"{SECRET}-wrong")
@@ -385,7 +382,7 @@ def test_a_wrong_password_is_one_line(run, guarded, tmp_path, command):
         f"valkey://:{SECRET}-wrong@{place}",
         f"valkey://{place}?password_file={file}",
     ):
-        ran = run(*command.split(), url, *COMMANDS[command])
+        ran = run("ls", url)
         assert ran.code == 2
         assert f"{LOCALHOST}:{guarded.port}" in ran.error_line or "NOAUTH" in ran.error_line
         assert SECRET not in ran.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -241,19 +240,6 @@ def test_layer_hooks_run_around_every_layer(model_dir):
         completions = llm.generate([prompt(70)], GREEDY)
         assert completions[0].num_external_tokens == 64
         assert_same(completions, expected)
-
-
-def test_a_connector_that_never_ends_a_load_does_not_hang_the_engine(model_dir):
-    roles = dict_roles(is_async=True)
-    with LLM(model_dir(), roles=roles, load_deadline_seconds=0.2) as llm:
-        (first,) = llm.generate([prompt(70)], GREEDY)
-        llm.reset_prefix_cache()
-        roles.worker.steps_per_load = 10**9
-        started = time.monotonic()
-        (second,) = llm.generate([prompt(70)], GREEDY)
-        assert second.token_ids == first.token_ids
-        assert second.num_external_tokens == 0
-    assert time.monotonic() - started < 30
 
 
 # ---- sampling

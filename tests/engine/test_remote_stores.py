@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 CHUNK_TOKENS, NUM_TOKENS = 32, 230
 HIT = NUM_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 PLACES = ("valkey", "cluster", "s3", "mooncake", "tiers")
+OF_TWO = "tiers of two ranks"
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True, return_logits=True)
 
 
@@ -50,9 +51,8 @@ def places(valkey_server, valkey_cluster, seaweed, mooncake, tmp_path_factory):
     # were left to another one.
     root = tmp_path_factory.mktemp("tiers")
     servers = AllServers(valkey_server, valkey_cluster, seaweed, mooncake, root)
-    two_ranks = servers.urls(f"{root.name}-two").items()
-    of_two = {f"{name} of two ranks": url for name, url in two_ranks}
-    yield servers.urls(f"{root.name}-one") | of_two
+    of_two = servers.urls(f"{root.name}-two")["tiers"]
+    yield {**servers.urls(f"{root.name}-one"), OF_TWO: of_two}
     patch.undo()
 
 
@@ -65,7 +65,7 @@ def written(model_dir, places):
         {
             "store": places[name],
             "prompt": prompts[name],
-            "tensor_parallel_size": 2 if "ranks" in name else 1,
+            "tensor_parallel_size": 2 if name == OF_TWO else 1,
         }
         for name in places
     ]
@@ -97,14 +97,12 @@ def read(path, store, token_ids, make=LLM):
     return completion, counts
 
 
-@pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize(
-    ("stored_by", "make"),
-    [("", LLM), (" of two ranks", LLM), (" of two ranks", OfTwoRanks)],
-    ids=["one to one", "two to one", "two to two"],
+    ("name", "make"),
+    [*((name, LLM) for name in (*PLACES, OF_TWO)), (OF_TWO, OfTwoRanks)],
 )
-def test_another_process_reads_what_one_stored(model_dir, written, name, stored_by, make, caplog):
-    store, token_ids, logits = written[name + stored_by]
+def test_another_process_reads_what_one_stored(model_dir, written, name, make, caplog):
+    store, token_ids, logits = written[name]
     completion, counts = read(model_dir(), store, token_ids, make)
     assert completion.num_external_tokens == HIT
     assert np.abs(completion.first_logits - logits).max() <= 1e-3
@@ -113,25 +111,7 @@ def test_another_process_reads_what_one_stored(model_dir, written, name, stored_
     assert_said_if_busy(caplog.messages, num_stores=2 * 3)
 
 
-@pytest.mark.parametrize("tier", [0, 1, 2])
-def test_each_tier_has_what_was_stored(model_dir, written, tier):
-    stores, token_ids, logits = written["tiers"]
-    completion, _ = read(model_dir(), stores[tier], token_ids)
-    assert completion.num_external_tokens == HIT
-    assert np.abs(completion.first_logits - logits).max() <= 1e-3
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "valkey",
-        "s3",
-        "mooncake",
-        "valkey of two ranks",
-        "s3 of two ranks",
-        "mooncake of two ranks",
-    ],
-)
+@pytest.mark.parametrize("name", ["valkey", "s3", "mooncake", OF_TWO])
 def test_transformers_reads_what_the_engine_stored(model_dir, written, name):
     store, token_ids, logits = written[name]
     model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)

@@ -25,18 +25,33 @@ def num_chunks(prompts: list[list[int]], chunk: int = 128) -> int:
     return sum(len(prompt) // chunk for prompt in prompts)
 
 
-def test_a_new_process_reads_what_another_stored_and_says_the_same(
+def test_a_new_process_reads_what_another_stored_and_what_it_lacks_and_then_has_it_in_memory(
     tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
     prompts = [make_prompt(n) for n in (300, 385, 777, 1000)]
-    own = oracle(prompts)
+    start = make_prompt(300)
+    longer = make_prompt(900, start=start)
+    own, [own_longer] = oracle(prompts), oracle([longer])
     with first.engine(models["plain"], kvferry(tmp_path)) as engine:
         cold = engine.generate(prompts)
-    wait_for_records(tmp_path, num_chunks(prompts))
+        engine.generate([longer])
+    wait_for_records(tmp_path, num_chunks([*prompts, longer]))
     with second.engine(models["plain"], kvferry(tmp_path)) as engine:
         warm = engine.generate(prompts)
-    assert_reused(own, cold, warm, [expected_hit(len(prompt)) for prompt in prompts])
+        beginning = engine.generate([start])
+        rest = engine.generate([longer])
+        second.call("reset", 30, connector=False)
+        again = engine.generate(prompts)
+    hits = [expected_hit(len(prompt)) for prompt in prompts]
+    assert_reused(own, cold, warm, hits)
+    assert warm.counted("fetch_seconds_count") == num_chunks(prompts)
+    assert_same([own_longer], rest)
+    assert (beginning.external, rest.local, rest.external) == (256, 256, 640)
+    assert_same(own, again)
+    assert [answer.cached for answer in again] == hits
+    assert again.counted("fetch_seconds_count") == 0
+    assert again.counted('hit_tokens_total{"tier": "memory"}') == sum(hits)
 
 
 def test_hits_of_several_requests_in_one_step_are_right(
@@ -57,28 +72,6 @@ def test_hits_of_several_requests_in_one_step_are_right(
     assert hits == [expected_hit(len(prompt)) for prompt in prompts]
     for answers in alone, together:
         assert answers.counted("load_failed", "hook_failed") == 0
-
-
-def test_what_was_read_once_is_of_memory_the_next_time(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (300, 777, 1000)]
-    own = oracle(prompts)
-    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
-        engine.generate(prompts)
-    wait_for_records(tmp_path, num_chunks(prompts))
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        warm = engine.generate(prompts)
-        second.call("reset", 30, connector=False)
-        again = engine.generate(prompts)
-    assert_same(own, warm)
-    assert_same(own, again)
-    hits = [expected_hit(len(prompt)) for prompt in prompts]
-    assert [answer.cached for answer in warm] == [answer.cached for answer in again] == hits
-    assert warm.counted("fetch_seconds_count") == num_chunks(prompts)
-    assert again.counted("fetch_seconds_count") == 0
-    assert again.counted('hit_tokens_total{"tier": "memory"}') == sum(hits)
 
 
 # A hit that comes late is cut short, as on a busy machine.
@@ -183,23 +176,6 @@ def test_without_the_engines_own_prefix_cache_every_hit_is_ours(
     assert_same(own, warm)
     assert_same(own, warmer)
     assert (cold.external, warm.external, warmer.external) == (0, 768, 768)
-
-
-def test_what_the_engine_has_itself_is_not_loaded_again(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    start = make_prompt(300)
-    prompt = make_prompt(900, start=start)
-    [own] = oracle([prompt])
-    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
-        engine.generate([prompt])
-    wait_for_records(tmp_path, 7)
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        beginning = engine.generate([start])
-        rest = engine.generate([prompt])
-    assert_same([own], rest)
-    assert (beginning.external, rest.local, rest.external) == (256, 256, 640)
 
 
 def test_requests_that_are_preempted_and_resumed_say_the_same(

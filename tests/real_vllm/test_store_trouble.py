@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,53 +85,6 @@ def test_a_store_directory_that_goes_away_while_serving_is_a_miss(
         assert lost.counted("vanished", "away", "absent", "failed")
         other = [make_prompt(400) for _ in range(2)]
         assert_same(oracle(other), engine.generate(other))
-
-
-def empty(directory: Path) -> None:
-    """`rm -rf DIRECTORY/*`"""
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@pytest.mark.parametrize("num_tiers", [1, 2])
-@pytest.mark.parametrize("how", [empty, shutil.rmtree])
-def test_a_directory_emptied_under_an_engine_is_a_store_at_the_next_start(
-    how: Callable[[Path], None], num_tiers: int, tmp_path: Path, models: Models,
-    make_prompt: MakePrompt, oracle: Oracle, stored: Stored, first: Process, second: Process,
-) -> None:  # fmt: skip
-    store = stored.copy_to(tmp_path / "store")
-    connector = kvferry([store.as_uri(), (tmp_path / "far").as_uri()][:num_tiers])
-    later = [make_prompt(400) for _ in range(2)]
-    own = oracle(later)
-    with first.engine(models["plain"], connector) as engine:
-        assert engine.generate(stored.prompts[:1]).external == 384
-        how(store)
-        assert_same(stored.own[1:2], engine.generate(stored.prompts[1:2]))
-        assert_same(own, engine.generate(later))
-    with second.engine(models["plain"], connector) as engine:
-        assert_same(own, engine.generate(later))
-    wait_for_records(store, 6)
-    shutil.rmtree(tmp_path / "far", ignore_errors=True)
-    with first.engine(models["plain"], connector) as engine:
-        warm = engine.generate(later)
-    assert_same(own, warm)
-    assert warm.external == 2 * 384
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_foreign_directory_among_two_tiers_costs_that_tier(
-    number: int, tmp_path: Path, models: Models, stored: Stored, second: Process
-) -> None:
-    foreign = tmp_path / "letters"
-    foreign.mkdir()
-    (foreign / "letter.txt").write_text("dear")
-    urls = [stored.copy_to(tmp_path / "store").as_uri()]
-    urls.insert(number, foreign.as_uri())
-    with second.engine(models["plain"], kvferry(urls)) as engine:
-        warm = engine.generate(stored.prompts[:2])
-    assert_same(stored.own[:2], warm)
-    assert warm.external == 2 * 384
-    assert [path.name for path in foreign.iterdir()] == ["letter.txt"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

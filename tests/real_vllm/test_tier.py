@@ -64,33 +64,6 @@ def test_what_was_evicted_comes_back_byte_for_byte_also_after_a_restart(
         assert one.lookup(7) == (LookupResult.HIT, content(7, ROW))
 
 
-def test_damaged_records_are_misses_and_told_as_removed(tmp_path: Path, vllm_config: Any) -> None:
-    with scripted(vllm_config, tmp_path.as_uri()) as one:
-        one.store(1, 2, 3, 4)
-        one.store(5, 6, 7, 8)
-        list(one.manager.take_events())
-        for path in (tmp_path / "records").glob("*/*.safetensors"):
-            held = bytearray(path.read_bytes())
-            held[-1] ^= 1
-            path.write_bytes(held)
-        assert one.lookup(1) == (LookupResult.MISS, None)
-        events = [event for event in one.manager.take_events() if event.removed]
-        assert key(1) in [each for event in events for each in event.keys]
-
-
-def test_a_reset_begins_an_epoch(tmp_path: Path, vllm_config: Any) -> None:
-    with scripted(vllm_config, tmp_path.as_uri()) as one:
-        one.store(1)
-        one.reset()
-        assert one.lookup(1) == (LookupResult.MISS, None)
-        one.store(2, 3, 4, 5)
-        one.store(6, 7, 8, 9)
-        assert one.lookup(2) == (LookupResult.HIT, content(2, ROW))
-    with scripted(vllm_config, tmp_path.as_uri()) as one:
-        assert one.lookup(1) == (LookupResult.HIT, content(1, ROW))
-        assert one.lookup(2) == (LookupResult.MISS, None)
-
-
 @serves_tiers()
 def test_rows_of_another_meaning_are_never_found(
     tmp_path: Path, vllm_config: Any, models: Models
@@ -344,8 +317,6 @@ def test_rows_of_other_ranks_are_found_in_the_canonical_layout_alone(
         ({"store": "file:///x?max_bytes=1KiB"}, "max_bytes=1KiB is .* or lower block_size"),
         ({"store": "file:///dev/null/store"}, "/dev/null/store"),
         ({"load_timeout_seconds": 0}, "must be more than 0"),
-        ({"store": "peer://127.0.0.1:5"}, "hold no rows of this host"),
-        ({"store": ["file:///x", "PEER://127.0.0.1:5"]}, "hold no rows of this host"),
     ],
 )
 def test_a_wrong_option_is_one_line_at_start(
@@ -422,24 +393,6 @@ def test_a_locality_is_the_tiers_and_without_kv_events_none_are_told(
     with scripted(vllm_config, tmp_path.as_uri(), enable_kv_cache_events=False) as one:
         one.store(2)
         assert list(one.tier.take_events()) == []
-
-
-def test_a_promotion_that_fails_in_part_keeps_what_came(tmp_path: Path, vllm_config: Any) -> None:
-    with scripted(vllm_config, tmp_path.as_uri()) as one:
-        one.store(1)
-        (bad,) = (tmp_path / "records").glob("*/*.safetensors")
-        one.store(2, 3)
-        one.store(4, 5, 6, 7)  # memory has four rows
-        bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-        context = one.request()
-        asked = [one.look(number, context)[0] for number in (1, 2, 3)]
-        assert asked == [LookupResult.HIT_PENDING] * 3
-        one.step()
-        one.until(lambda: not one.jobs)
-        found = [one.look(number, context)[0] for number in (1, 2, 3)]
-        assert found == [LookupResult.MISS, LookupResult.HIT, LookupResult.HIT]
-        one.finish(context)
-        one.assert_nothing_is_held()
 
 
 def test_metrics_are_defined_and_come_once(tmp_path: Path, vllm_config: Any) -> None:

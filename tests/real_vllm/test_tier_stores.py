@@ -11,12 +11,10 @@ import pytest
 from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.scripted_tier import (
     HAS_BACKPRESSURE,
-    ROW,
     SECONDS,
     LookupResult,
     Scripted,
     content,
-    key,
     scripted,
 )
 from tests.real_vllm.test_tier_schedules import is_load
@@ -65,28 +63,6 @@ def test_what_was_evicted_comes_back_also_after_a_restart(
             wait_loaded(one, number)
             assert any(map(is_load, one.tier.counters.pop_all()))
             one.assert_nothing_is_held()
-
-
-def test_rows_that_a_quota_evicts_are_told_as_removed(tmp_path: Path, vllm_config: Any) -> None:
-    told: dict[bool, set[bytes]] = {False: set(), True: set()}
-    with scripted(vllm_config, f"{tmp_path.as_uri()}?max_bytes={16 * ROW}") as one:
-
-        def tells() -> set[bytes]:
-            for event in one.manager.take_events():
-                if event.medium.value == "STORAGE":
-                    told[event.removed].update(map(bytes, event.keys))
-            return told[True]
-
-        for first in range(1, 25, 4):
-            one.store(*range(first, first + 4))
-            tells()
-        wait_until(lambda: key(1) in tells(), "an event of removal", SECONDS)
-        assert told[False] == {key(number) for number in range(1, 25)}
-        assert key(20) not in told[True]
-        assert one.lookup(1) == (LookupResult.MISS, None)
-        # The newest that memory has no more.
-        assert one.lookup(20) == (LookupResult.HIT, content(20, ROW))
-        one.assert_nothing_is_held()
 
 
 @pytest.fixture

@@ -45,7 +45,6 @@ class MooncakeServer:
     """A master and a process that lends memory.
 
     Args:
-        segment_bytes: bytes of the memory that is lent.
         has_metadata: whether the master also tells where each lender is; otherwise lenders tell it.
 
     Attributes:
@@ -56,11 +55,8 @@ class MooncakeServer:
         lender: the process that holds the values.
     """
 
-    def __init__(
-        self, root: Path, segment_bytes: int = SEGMENT_BYTES, *, has_metadata: bool = False
-    ) -> None:
+    def __init__(self, root: Path, *, has_metadata: bool = False) -> None:
         self._root = root
-        self._segment_bytes = segment_bytes
         self._rpc, self._admin, self._places = free_ports(3)
         self.metadata = "P2PHANDSHAKE"
         if has_metadata:
@@ -83,7 +79,7 @@ class MooncakeServer:
         self.process = ServerProcess(command, self._root / "master.log")
         self.process.wait_ready(lambda: accepts(self._rpc) and accepts(self._admin))
         self.lender = ServerProcess(
-            [sys.executable, "-c", _LENDER, self.master, self.metadata, str(self._segment_bytes)],
+            [sys.executable, "-c", _LENDER, self.master, self.metadata, str(SEGMENT_BYTES)],
             self._root / "lender.log",
         )
         self.lender.wait_ready(self._has_segment)

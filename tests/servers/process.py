@@ -93,10 +93,6 @@ class ServerProcess:
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def hang_up(self) -> None:
-        """Send SIGHUP, at which many servers read their configuration again."""
-        self._process.send_signal(signal.SIGHUP)
-
     def kill(self) -> None:
         """Kill the server and wait for its end. Idempotent."""
         self._process.kill()

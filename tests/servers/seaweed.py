@@ -28,14 +28,17 @@ class SeaweedServer:
         process: the running server.
     """
 
-    def __init__(self, root: Path, volumes: int = 24, volume_megabytes: int = 64) -> None:
-        """Start a server with room for so many volumes of such a size."""
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._room = [f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_megabytes}"]
         self._ports = free_ports(8)
         self.endpoint = f"http://{LOCALHOST}:{self._ports[0]}"
         self._config = root / "s3.json"
-        self._write_config(SECRET_KEY)
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Read", "Write", "List", "Tagging"],
+        }
+        self._config.write_text(json.dumps({"identities": [identity]}))
         self.start()
 
     @property
@@ -64,19 +67,6 @@ class SeaweedServer:
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # no option moves these
                 left.unlink(missing_ok=True)
 
-    def take_secret(self, secret: str) -> None:
-        """Make the server read its configuration again, and accept only this secret from now on."""
-        self._write_config(secret)
-        self.process.hang_up()
-
-    def _write_config(self, secret: str) -> None:
-        identity = {
-            "name": "tests",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": secret}],
-            "actions": ["Read", "Write", "List", "Tagging"],
-        }
-        self._config.write_text(json.dumps({"identities": [identity]}))
-
     def _command(self, directory: Path) -> list[str]:
         weed = Path(sys.executable).parent / "weed"
         if not weed.exists():
@@ -91,7 +81,7 @@ class SeaweedServer:
             f"-s3.config={self._config}", f"-s3.localSocket={self._root / 's3.sock'}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false",
             "-master.telemetry=false", "-volume.minFreeSpace=1", "-volume.preStopSeconds=0",
-            *self._room, *ports,
+            "-volume.max=24", "-master.volumeSizeLimitMB=64", *ports,
         ]  # fmt: skip
 
     def _takes_objects(self) -> bool:

@@ -13,13 +13,10 @@ from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.url import open_store
 from kvferry.testing.faults import (
-    CorruptingStore,
     FailingStore,
     Gate,
     StallingStore,
     flip_bit,
-    truncate,
-    zero,
 )
 from tests.adapters.transformers.generating import (
     CHUNK,
@@ -61,22 +58,13 @@ def _replace_by_directory(path: Path) -> None:
     ("damage", "counter"),
     [
         (_flip(40), "records_corrupt"),
-        (_flip(1000), "records_corrupt"),
-        (_flip(4090), "records_corrupt"),
-        (_flip(4096), "miss_bad_leaf"),
         (_flip(-1), "miss_bad_leaf"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "miss_truncated"),
-        (lambda path: path.write_bytes(b""), "miss_truncated"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "miss_trailing_bytes"),
-        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "records_corrupt"),
         (_swap, "miss_wrong_key"),
         (lambda path: path.unlink(), "miss_absent"),
         (_replace_by_directory, "requests_missed"),
     ],
-    ids=[
-        *("header", "padding", "table", "first payload byte", "last payload byte"),
-        *("truncated", "emptied", "longer", "zeroed", "swapped", "deleted", "directory"),
-    ],
+    ids=["header", "payload", "truncated", "swapped", "deleted", "directory"],
 )
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_broken_record_ends_the_prefix(load_model, store_url, damage, counter, chunk):
@@ -94,30 +82,17 @@ def test_a_broken_record_ends_the_prefix(load_model, store_url, damage, counter,
     assert_same_as_cold(model, prompt(65), again)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, None], ids=["empty", "one byte", "whole"])
-def test_a_prompt_whose_records_are_all_wrong_heals_at_once(load_model, store_url, num_bytes):
+def test_a_prompt_whose_records_are_all_wrong_heals_at_once(load_model, store_url):
     model = load_model()
     input_ids = prompt(20 * CHUNK + 5)
     reuse(model, store_url, input_ids)
     for path in records(store_url):
-        path.write_bytes(b"x" * (path.stat().st_size if num_bytes is None else num_bytes))
+        path.write_bytes(b"x" * path.stat().st_size)
     broken = reuse(model, store_url, input_ids)
     assert (broken.num_loaded, broken.num_saved) == (0, 20 * CHUNK)
     assert_same_as_cold(model, input_ids, broken)
     again = reuse(model, store_url, input_ids)
     assert (again.num_loaded, again.num_saved) == (20 * CHUNK, 0)
-
-
-@pytest.mark.parametrize("damage", [flip_bit(8 * 5000), truncate(-1), zero(4096, 5000)])
-def test_a_medium_that_returns_other_bytes_is_never_believed(load_model, damage):
-    model = load_model()
-    counts = Counters()
-    store = CorruptingStore(open_store("memory://x"), damage=damage)
-    with StoredKV(model, store, chunk_tokens=CHUNK, observer=counts) as kv:
-        assert loaded(kv, prompt(65)) == 0
-        assert counts["put_stored"] == 4
-        assert loaded(kv, prompt(65)) == 0
-    assert 1 <= counts["records_corrupt"] <= 4
 
 
 def test_a_store_that_cannot_be_read_is_a_miss(load_model, store_url):

@@ -182,35 +182,6 @@ def test_ranks_of_two_read_what_one_wrote_and_back(engine):
         assert engine(world=reader).run("warm", prompt(seed)).hit == whole_blocks(NUM_TOKENS)
 
 
-def test_a_broken_record_is_a_miss_on_every_release(engine, tmp_path):
-    host = engine()
-    host.run("cold", prompt())
-    host.settle()
-    host.shutdown()
-    records = sorted(tmp_path.glob("store/**/*.safetensors"))
-    assert len(records) == NUM_TOKENS // CHUNK
-    for record in records:
-        content = bytearray(record.read_bytes())
-        content[-1] ^= 1
-        record.write_bytes(content)
-    host = engine()
-    assert host.run("warm", prompt()).hit == 0
-    assert host.counters["records_corrupt"] >= 1
-
-
-def test_an_aborted_request_leaves_nothing_behind(engine):
-    host = engine()
-    request = host.add("never ran", prompt())
-    host.finish(request)
-    host.settle()
-    request = host.add("partly", prompt())
-    host.admit(request)
-    host.step([(request, 11)])
-    host.finish(request)
-    host.settle()
-    assert host.run("whole", prompt()).hit <= 8
-
-
 def test_blocks_of_unknown_kernels_are_kept_whole_and_for_their_like_only(
     release, engine, plugin, model, tmp_path
 ):
