@@ -1,4 +1,4 @@
-"""Settings of the process in which tests run: threads, signals, Triton, Hypothesis."""
+"""Settings of the process in which tests run (threads, signals, Triton, Hypothesis); servers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores interrupts in its background jobs, and the processes of a test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# One definition of each fixture, so that one server serves all tests of a process.
+pytest_plugins = ["tests.servers.mooncake", "tests.servers.seaweed", "tests.servers.valkey"]
 
 # Registered before any test module imports these, so that their plain asserts show both sides.
 pytest.register_assert_rewrite("kvferry.testing", "tests.store.file.storing")

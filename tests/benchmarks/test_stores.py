@@ -12,10 +12,7 @@ import pytest
 
 from benchmarks import Options, stores
 from kvferry.errors import ConfigError, KVError
-from tests.servers.mooncake import mooncake
-from tests.servers.valkey import running_valkey, valkey_server
-
-__all__ = ["mooncake", "valkey_server"]
+from tests.servers.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]
 

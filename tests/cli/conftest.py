@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -18,9 +19,15 @@ from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
+from kvferry.testing.models import make_tiny_model
 from kvferry.types import ChunkKey, KVGroup
+from tests.servers.process import LOCALHOST
+from tests.servers.seaweed import BUCKET
+from tests.tokenizers import save_tiny_tokenizer
 
 CHUNK_TOKENS = 7
+TOKENS = range(100, 130)
+"""Of a prompt of four chunks and an end of two tokens."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +128,43 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
         return Ran(code, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(TOKENS)))
+    return path
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture
+def url_of(request, monkeypatch, tmp_path):
+    """The URL of a store by its kind, with a prefix of the test."""
+
+    def url(kind: str) -> str:
+        prefix = tmp_path.name
+        if kind == "file":
+            return (tmp_path / "store").as_uri()
+        if kind == "valkey":
+            return f"valkey://{LOCALHOST}:{request.getfixturevalue('valkey_server').port}/{prefix}"
+        if kind == "mooncake":
+            server = request.getfixturevalue("mooncake")
+            return f"mooncake://{server.master}/{prefix}?admin={server.admin}"
+        server = request.getfixturevalue("seaweed")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{BUCKET}/{prefix}?endpoint={server.endpoint}&region=us-east-1"
+
+    return url

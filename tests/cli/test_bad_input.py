@@ -12,15 +12,6 @@ import pytest
 
 from kvferry.engine import LLM
 from kvferry.errors import ConfigError
-from kvferry.testing.models import make_tiny_model
-from tests.tokenizers import save_tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> Path:
-    directory = make_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
-    save_tiny_tokenizer(directory)
-    return directory
 
 
 def _make_newer(root: Path) -> None:

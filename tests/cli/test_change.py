@@ -20,21 +20,6 @@ from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import ExtraKeys
 from tests.cli.test_explain import SPACE, TOKENS, put_prompt, space_of
-from tests.cli.test_remote_commands import mooncake, seaweed, set_idle, url_of, valkey_server
-
-__all__ = ["mooncake", "seaweed", "set_idle", "url_of", "valkey_server"]
-
-
-@pytest.fixture
-def url(tmp_path):
-    return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture
-def tokens_file(tmp_path):
-    path = tmp_path / "tokens.json"
-    path.write_text(json.dumps(list(TOKENS)))
-    return path
 
 
 def count(url: str) -> int:

@@ -21,9 +21,6 @@ from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import ChunkKey, ExtraKeys
 from tests.cli.test_explain import SPACE, TOKENS, put_prompt, space_of
-from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
-
-__all__ = ["seaweed", "url_of", "valkey_server"]
 
 READER = """
 import json, sys
@@ -43,21 +40,14 @@ for store in given["stores"]:
 
 
 @pytest.fixture
-def url(tmp_path):
-    return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture
 def other(tmp_path):
     return (tmp_path / "other").as_uri()
 
 
 @pytest.fixture
-def prompt(tmp_path):
+def prompt(tokens_file):
     """The options that choose what `put_prompt` stores."""
-    path = tmp_path / "tokens.json"
-    path.write_text(json.dumps(list(TOKENS)))
-    return ["--namespace", SPACE.digest.hex(), "--tokens", path]
+    return ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
 
 
 @pytest.fixture
@@ -81,6 +71,7 @@ def values(url: str, keys: list[ChunkKey], space: Namespace = SPACE) -> list[byt
     return found
 
 
+@pytest.mark.slow
 def test_engines_of_another_process_hit_what_was_copied_from_store_to_store(
     run, url, url_of, tmp_path
 ):

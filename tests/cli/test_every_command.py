@@ -190,6 +190,7 @@ def make_large_store(root: Path, num_records: int) -> None:
 LARGE = int(os.environ.get("KVFERRY_TEST_LARGE_STORE", "10000"))
 
 
+@pytest.mark.slow
 def test_a_large_store(tmp_path, arguments):
     """By commands that change nothing, within memory that no list of all records fits into."""
     root = tmp_path / "large"
@@ -268,6 +269,7 @@ def url_of(scheme: str, server: socket.socket) -> str:
     return f"s3://bucket/kv?endpoint=http://{place}" if scheme == "s3" else f"{scheme}://{place}/kv"
 
 
+@pytest.mark.slow
 def test_every_command_gives_up_on_a_server_that_accepts_and_says_nothing(tmp_path, arguments):
     put_records((tmp_path / "store").as_uri(), num_records=1)
     prompts = str(tmp_path / "prompts")

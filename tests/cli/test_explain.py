@@ -27,16 +27,12 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import differences
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
+from tests.cli.conftest import CHUNK_TOKENS as CHUNK
+from tests.cli.conftest import TOKENS
 from tests.cli.test_hostile_names import is_plain
-from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
 from tests.tokenizers import save_tiny_tokenizer
 
-__all__ = ["seaweed", "url_of", "valkey_server"]
-
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
-TOKENS = range(100, 130)
-CHUNK = 7
-"""Of a prompt of 30 tokens, four chunks and an end of two tokens."""
 
 
 def space_of(tenant: str = "", **config: object) -> Namespace:
@@ -67,18 +63,6 @@ def put_prompt(
             stored = put_record(store, schema, key, number * size, table, image)
             assert stored is PutResult.STORED
     return keys.keys
-
-
-@pytest.fixture
-def url(tmp_path):
-    return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture
-def tokens_file(tmp_path):
-    path = tmp_path / "tokens.json"
-    path.write_text(json.dumps(list(TOKENS)))
-    return path
 
 
 def without_age(text: str) -> str:
@@ -262,13 +246,6 @@ def test_files_are_explained_without_a_listing(url, asked, monkeypatch):
 
 
 # -- by model -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
-    save_tiny_tokenizer(directory)
-    return directory
 
 
 def test_a_prompt_of_an_engine_is_found_by_its_model(run, model_dir, tmp_path, url):

@@ -37,11 +37,10 @@ from tests.cache.deciding.test_audits import be_another_model, settled_run
 from tests.cache.keeping import PROMPT, assert_settles, keys_of, wait_for
 from tests.cli.test_explain import SPACE, TOKENS, put_prompt, without_age
 from tests.cli.test_explain import space_of as namespace_of
-from tests.cli.test_remote_commands import seaweed, url_of, valkey_server
 from tests.servers.process import LOCALHOST
 from tests.servers.proxy import running_proxy
 
-__all__ = ["make_host", "seaweed", "url_of", "valkey_server"]
+__all__ = ["make_host"]
 
 KINDS = ["file", "valkey", "s3"]
 SECOND, THIRD = list(range(200, 241)), list(range(300, 341))

@@ -14,13 +14,6 @@ from tests.tokenizers import save_tiny_tokenizer
 PROMPT = "the statement was executed, and " * 20
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
-    save_tiny_tokenizer(directory)
-    return directory
-
-
 def test_the_second_run_reads_what_the_first_computed(run, model_dir, tmp_path):
     options = ["--store", (tmp_path / "store").as_uri(), "--chunk-tokens", 16, "--max-tokens", 4]
     cold = run("generate", model_dir, PROMPT, *options, "--json", tmp_path / "cold.json")

@@ -23,14 +23,11 @@ from kvferry.survey import UNREADABLE
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS, put_records
 from tests.servers import patience
-from tests.servers.mooncake import mooncake
 from tests.servers.places import client_of
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
-from tests.servers.seaweed import BUCKET, seaweed
-from tests.servers.valkey import make_certificate, running_valkey, valkey_cluster, valkey_server
-
-__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
+from tests.servers.seaweed import BUCKET
+from tests.servers.valkey import make_certificate, running_valkey
 
 SERVERS = ["valkey", "s3", "mooncake"]
 KINDS = ["file", *SERVERS]
@@ -81,27 +78,6 @@ class Filled:
 def _patient_calls(monkeypatch):
     """A call whose deadline the store sets does not fail because the machine is busy."""
     patience.make_patient(monkeypatch)
-
-
-@pytest.fixture
-def url_of(request, monkeypatch, tmp_path):
-    """The URL of a store by its kind, with a prefix of the test."""
-
-    def url(kind: str) -> str:
-        prefix = tmp_path.name
-        if kind == "file":
-            return (tmp_path / "store").as_uri()
-        if kind == "valkey":
-            return f"valkey://{LOCALHOST}:{request.getfixturevalue('valkey_server').port}/{prefix}"
-        if kind == "mooncake":
-            server = request.getfixturevalue("mooncake")
-            return f"mooncake://{server.master}/{prefix}?admin={server.admin}"
-        server = request.getfixturevalue("seaweed")
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        return f"s3://{BUCKET}/{prefix}?endpoint={server.endpoint}&region=us-east-1"
-
-    return url
 
 
 @pytest.fixture

@@ -14,9 +14,6 @@ import pytest
 
 from tests.cli.conftest import put_records
 from tests.servers.process import LOCALHOST
-from tests.servers.valkey import valkey_server
-
-__all__ = ["valkey_server"]
 
 
 def started(*arguments, **given):

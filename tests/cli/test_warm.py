@@ -16,22 +16,8 @@ import pytest
 
 from kvferry.store.file.store import FileStore
 from kvferry.store.url import open_one
-from kvferry.testing.models import make_tiny_model
 from tests.cli.test_hostile_names import is_plain
 from tests.servers.process import LOCALHOST, free_ports
-from tests.tokenizers import save_tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
-    save_tiny_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture
-def url(tmp_path):
-    return (tmp_path / "store").as_uri()
 
 
 @pytest.fixture

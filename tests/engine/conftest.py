@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.models import make_tiny_model
-from tests.servers.mooncake import mooncake
-from tests.servers.seaweed import seaweed
-from tests.servers.valkey import valkey_cluster, valkey_server
-
-__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,6 @@ import pytest
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.damage import DAMAGES, by_position
 from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_records
-from tests.servers.mooncake import mooncake
-from tests.servers.seaweed import seaweed
-from tests.servers.valkey import valkey_cluster, valkey_server
-
-__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 

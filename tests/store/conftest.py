@@ -3,10 +3,6 @@
 import pytest
 
 from tests.servers import patience
-from tests.servers.mooncake import mooncake
-from tests.servers.seaweed import seaweed
-
-__all__ = ["mooncake", "seaweed"]
 
 
 @pytest.fixture

@@ -15,9 +15,6 @@ from kvferry.store.url import open_one, open_store
 from kvferry.testing.stores import make_key
 from tests.record.samples import schema_of
 from tests.servers.places import AllServers, client_of, name_of
-from tests.servers.valkey import valkey_cluster, valkey_server
-
-__all__ = ["valkey_cluster", "valkey_server"]
 
 SCHEMA = schema_of([(2, 2, 16, "float32", None)], 128)
 ROWS = RowRange(0, 0, 4)

@@ -11,14 +11,10 @@ import pytest
 
 from tests.adapters.sglang import host
 from tests.adapters.vllm import fakes
-from tests.servers.mooncake import mooncake
-from tests.servers.seaweed import seaweed
-from tests.servers.valkey import valkey_cluster, valkey_server
 
 with host.installed():
     from kvferry.adapters.sglang import KVFerryStorage, identity
 
-__all__ = ["mooncake", "seaweed", "valkey_cluster", "valkey_server"]
 
 Attach = Callable[..., host.Controller]
 SECONDS = 60.0

@@ -34,17 +34,8 @@ from kvferry.testing.stores import (
 )
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
-from tests.servers.valkey import (
-    ValkeyCluster,
-    ValkeyServer,
-    make_certificate,
-    running_valkey,
-    valkey_cluster,
-    valkey_server,
-)
+from tests.servers.valkey import ValkeyCluster, ValkeyServer, make_certificate, running_valkey
 from tests.store.servers.real_clients import ClientTests
-
-__all__ = ["valkey_cluster", "valkey_server"]
 
 pytestmark = pytest.mark.usefixtures("patient_calls")
 

@@ -14,10 +14,7 @@ from kvferry.testing.stores import ProbeTests, RemoteStoreTests
 from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET
-from tests.servers.valkey import valkey_server
 from tests.store.tiers.test_tiered import OfNearest
-
-__all__ = ["valkey_server"]
 
 SPACE = b"t" * 32
 
