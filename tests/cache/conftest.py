@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from tests.simulated_host import SimulatedHost
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
 from .pools import held_keys
+
+OF_HOSTS = frozenset(signature(make_shared_storage_host).parameters)
 
 
 class Host(SimulatedHost):
@@ -36,62 +38,29 @@ class Host(SimulatedHost):
 
 @pytest.fixture
 def make_host() -> Iterator[Any]:
-    """Factory of hosts, closed at the end; other keywords are options of the connector."""
+    """Factory of hosts, closed at the end. Keywords are those of `make_shared_storage_host`; all
+    others are options of the connector."""
     hosts: list[Any] = []
 
     def make(
         *,
         store: Any = "memory://test",
-        groups: Any = None,
-        tables: Any = None,
-        world_size: int = 1,
-        num_blocks: int = 256,
         num_slots: int = 256,
-        weights: bytes = b"w" * 32,
-        config: Any = None,
-        carries_worker_meta: bool = True,
-        recomputes: bool = False,
-        fills: bool = False,
-        multi_process: bool = False,
-        data_parallel_index: int = 0,
-        loads: bool = True,
-        saves: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = lambda: 0.5,
-        observer: Counters | None = None,
         rank_stores: Sequence[Any] = (),
-        engine_id: str | None = None,
-        **options: Any,
+        **given: Any,
     ) -> Any:
-        groups = groups or make_groups()
-        observer = observer or Counters()
-        options.setdefault("chunk_tokens", 8)
+        of_host = {name: given.pop(name) for name in OF_HOSTS & given.keys()}
+        groups = of_host["groups"] = of_host.get("groups") or make_groups()
+        observer = of_host["observer"] = of_host.get("observer") or Counters()
+        options = {"chunk_tokens": 8, **given}
         options.setdefault(
             "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
         )
         are_urls = isinstance(store, str | list)
-        stores = rank_stores or (() if are_urls else (store,))
-        url = store if are_urls else store.url
         host, parts = make_shared_storage_host(
-            {"store": url, **options},
-            groups=groups,
-            tables=tables,
-            world_size=world_size,
-            num_blocks=num_blocks,
-            weights=weights,
-            config=config,
-            observer=observer,
-            carries_worker_meta=carries_worker_meta,
-            recomputes=recomputes,
-            fills=fills,
-            multi_process=multi_process,
-            data_parallel_index=data_parallel_index,
-            loads=loads,
-            saves=saves,
-            stores=stores,
-            clock=clock,
-            draw=draw,
-            engine_id=engine_id,
+            {"store": store if are_urls else store.url, **options},
+            stores=rank_stores or (() if are_urls else (store,)),
+            **{"num_blocks": 256, **of_host},
         )
         host.__class__ = Host
         host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer

@@ -63,22 +63,10 @@ def test_only_what_the_engine_lacks_is_loaded(make_host):
     assert host.observer["loaded_tokens"] - loaded == 16
 
 
-@pytest.mark.parametrize("kept", [0, 8, 12])
-def test_a_host_that_evicts_while_a_hit_is_fetched_gets_all_of_it(make_host, kept: int):
-    host = make_host(chunk_tokens=8)
-    prompt = list(range(40))
-    host.run("first", prompt)
-    host.settle()
-    host.forget_memory()
-    request = host.add("waits", prompt)
-    assert host.scheduler.lookup(request, 20).num_tokens is None
-    host.settle()
-    assert host.admit(request, num_local_tokens=kept) == 36 - kept
-    host.prefill(request)
-    assert not host.invalid_block_ids
-
-
-def test_tokens_evicted_while_a_hit_is_fetched_and_not_stored_are_no_hit(make_host):
+@pytest.mark.parametrize(("kept", "lost", "hit"), [(0, 0, 36), (8, 0, 28), (12, 0, 24), (4, 1, 4)])
+def test_a_host_that_evicts_while_a_hit_is_fetched_gets_what_is_stored(
+    make_host, kept: int, lost: int, hit: int
+):
     host = make_host(chunk_tokens=8)
     prompt = list(range(40))
     host.run("first", prompt)
@@ -89,8 +77,9 @@ def test_tokens_evicted_while_a_hit_is_fetched_and_not_stored_are_no_hit(make_ho
     host.settle()
     keys = ChunkKeys(host.parts[0].schema.namespace, 8)
     keys.extend(prompt)
-    host.parts[0].store.delete(keys.keys[1])
-    assert host.admit(request, num_local_tokens=4) == 4
+    for key in keys.keys[1 : 1 + lost]:
+        host.parts[0].store.delete(key)
+    assert host.admit(request, num_local_tokens=kept) == hit
     host.prefill(request)
     assert not host.invalid_block_ids
 

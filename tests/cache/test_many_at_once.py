@@ -67,6 +67,17 @@ def new_process(
     return host
 
 
+def stalled_process(make_host, directory: Path, world_size: int) -> tuple[Any, Gate]:
+    """One whose reads of what another process stored wait at a gate."""
+    write(make_host, directory, world_size)
+    gate = Gate()
+
+    def stalling(store: Any) -> StallingStore:
+        return StallingStore(store, gate=gate, operations={"read"})
+
+    return new_process(make_host, directory, world_size, stalling), gate
+
+
 def opened(host: Any) -> list[Counter]:
     return [store.opened for store in host.stores]
 
@@ -99,14 +110,7 @@ def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
 def test_requests_that_are_aborted_leave_the_reads_to_the_others(
     make_host, tmp_path: Path, world_size: int
 ):
-    write(make_host, tmp_path, world_size)
-    gate = Gate()
-    host = new_process(
-        make_host,
-        tmp_path,
-        world_size,
-        lambda store: StallingStore(store, gate=gate, operations={"read"}),
-    )
+    host, gate = stalled_process(make_host, tmp_path, world_size)
     requests = arrive(host)
     host.step([])
     assert gate.wait_for_arrival()
@@ -127,14 +131,7 @@ def test_requests_that_are_aborted_leave_the_reads_to_the_others(
 def test_when_all_are_aborted_the_reads_are_cancelled_and_the_slots_come_back(
     make_host, tmp_path: Path, world_size: int
 ):
-    write(make_host, tmp_path, world_size)
-    gate = Gate()
-    host = new_process(
-        make_host,
-        tmp_path,
-        world_size,
-        lambda store: StallingStore(store, gate=gate, operations={"read"}),
-    )
+    host, gate = stalled_process(make_host, tmp_path, world_size)
     for request in arrive(host):
         if request.request_id == "r0":
             host.step([])

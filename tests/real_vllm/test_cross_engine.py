@@ -55,28 +55,21 @@ def as_answer(completion: Completion) -> Answer:
     )
 
 
-def test_the_embedded_engine_reads_what_vllm_stored(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, first: Process
-) -> None:
-    prompts = [make_prompt(n) for n in LENGTHS]
-    own = oracle(prompts)
+def test_vllm_and_the_embedded_engine_read_each_other(
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    of_vllm, of_embedded = ([make_prompt(n) for n in LENGTHS] for _ in range(2))
+    own, own_of_embedded = oracle(of_vllm), oracle(of_embedded)
     with first.engine(models["plain"], kvferry(tmp_path)) as engine:
-        engine.generate(prompts)
+        engine.generate(of_vllm)
     wait_for_records(tmp_path, 2 + 3 + 6)
+    prompts = [*of_vllm, *of_embedded]
     completions = embedded(models["plain"], tmp_path, prompts, prefix_caching=False)
-    assert [c.num_external_tokens for c in completions] == [256, 384, 768]
-    assert_same(own, [as_answer(completion) for completion in completions])
-
-
-def test_vllm_reads_what_the_embedded_engine_stored(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, second: Process
-) -> None:
-    prompts = [make_prompt(n) for n in LENGTHS]
-    own = oracle(prompts)
-    cold = embedded(models["plain"], tmp_path, prompts)
-    assert_same(own, [as_answer(completion) for completion in cold])
-    wait_for_records(tmp_path, 2 + 3 + 6)
+    assert [c.num_external_tokens for c in completions] == [256, 384, 768, 0, 0, 0]
+    assert_same([*own, *own_of_embedded], [as_answer(completion) for completion in completions])
+    wait_for_records(tmp_path, 2 * (2 + 3 + 6))
     with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        warm = engine.generate(prompts)
+        warm = engine.generate(of_embedded)
     assert warm.external == 256 + 384 + 768
-    assert_same(own, warm)
+    assert_same(own_of_embedded, warm)

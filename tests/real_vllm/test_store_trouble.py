@@ -27,8 +27,6 @@ from tests.real_vllm.stalled_file import stalled
 
 Models = dict[str, Path]
 
-POLICIES = ["fail", "recompute"]
-
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
@@ -42,15 +40,14 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 def test_a_full_disk_means_not_storing(
-    policy: str, full_disk: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    full_disk: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
     prompts = [make_prompt(900) for _ in range(4)]  # 14 MiB of KV
     own = oracle(prompts)
     store = full_disk / "store"
-    with first.engine(models["plain"], kvferry(store, policy)) as engine:
+    with first.engine(models["plain"], kvferry(store)) as engine:
         cold = engine.generate(prompts)
         assert_same(own, cold)
         again = engine.generate(prompts, together=True)
@@ -60,21 +57,20 @@ def test_a_full_disk_means_not_storing(
     assert any("no_space" in name for name in ours), ours
     stored = len(records(store))
     assert 0 < stored <= 6
-    with second.engine(models["plain"], kvferry(store, policy)) as engine:
+    with second.engine(models["plain"], kvferry(store)) as engine:
         warm = engine.generate(prompts)
     assert_same(own, warm)
     assert warm.external <= stored * 128
 
 
 @pytest.mark.parametrize("becomes", ["nothing", "a_file"])
-@pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_directory_that_goes_away_while_serving_is_a_miss(
-    policy: str, becomes: str, tmp_path: Path, models: Models, make_prompt: MakePrompt,
+    becomes: str, tmp_path: Path, models: Models, make_prompt: MakePrompt,
     oracle: Oracle, stored: Stored, second: Process,
 ) -> None:  # fmt: skip
     store = stored.copy_to(tmp_path / "store")
     prompts, own = stored.prompts[:4], stored.own[:4]
-    with second.engine(models["plain"], kvferry(store, policy)) as engine:
+    with second.engine(models["plain"], kvferry(store)) as engine:
         assert engine.generate(prompts[:1]).external == 384
         shutil.rmtree(store)
         if becomes == "a_file":
@@ -87,9 +83,8 @@ def test_a_store_directory_that_goes_away_while_serving_is_a_miss(
         assert_same(oracle(other), engine.generate(other))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
-    policy: str, tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
+    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     stored: Stored, pool: Pool,
 ) -> None:  # fmt: skip
     store = stored.copy_to(tmp_path / "store")
@@ -99,7 +94,7 @@ def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
     _, second, third = (store / file for file in stored.files[0])
     process = pool.get("stalled")
     with stalled(second) as one, stalled(third) as other:  # as many as there are I/O threads
-        process.start(models["plain"], kvferry(store, policy))
+        process.start(models["plain"], kvferry(store))
         engine = Engine(process)
         late = engine.generate(prompts[:1], deadline=60)
         assert one.asked.is_set()
@@ -114,7 +109,7 @@ def test_a_store_that_stalls_in_the_middle_of_a_load_is_waited_for_only_so_long(
         assert_same(own, engine.generate(prompts))
         assert not engine.metrics().get("vllm:kvferry_records_corrupt_total")
         process.call("stop", STOP_SECONDS)
-    with process.engine(models["plain"], kvferry(store, policy)) as engine:
+    with process.engine(models["plain"], kvferry(store)) as engine:
         healed = engine.generate(prompts)
     assert_same(own, healed)
     # The unknown one is not stored if a slow machine computes it when the store is away already.
