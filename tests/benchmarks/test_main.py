@@ -97,7 +97,8 @@ ROWS = {
     "step": ([32], {"layers", "us_per_step"}),
 }  # fmt: skip
 """The first value of each row, and all names. A machine may add rows, of its tmpfs and its GPU."""
-SLOW = {"handover"}
+SLOW = {"device", "handover"}
+"""`test_device` runs the parts of the former."""
 
 
 def test_every_benchmark_is_run_here_but_those_of_vllm():
