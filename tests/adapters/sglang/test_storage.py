@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 from tests.adapters.sglang import host
 from tests.adapters.sglang.conftest import SECONDS, Attach
 from tests.adapters.sglang.host import HostPool, PoolHitPolicy, PoolName, PoolTransfer, chain
-from tests.servers.places import AllServers, name_of
+from tests.servers.places import AllServers, name_of, valkey_place
 
 KEYS = chain(3)
 PAGES = [4, 0, 2]
@@ -181,13 +181,15 @@ def test_a_damaged_page_is_a_miss_and_is_replaced(attach: Attach, tmp_path: Path
     assert_comes_back(second, written)
 
 
-def test_a_server_that_is_away_costs_misses_alone(attach: Attach, valkey_server) -> None:
-    controller = attach(store=f"valkey://127.0.0.1:{valkey_server.port}/kv", load_timeout_seconds=1)
-    fill(controller)
-    valkey_server.process.kill()
-    assert controller.prefetch(KEYS, [1, 3, 5]) == 0
-    assert controller.backend.batch_set_v1(chain(2, prompt=1), host.indices([0, 1])) == [False] * 2
-    assert controller.backend.counters["hook_failed"] == 0
+def test_a_server_that_is_away_costs_misses_alone(attach: Attach) -> None:
+    with valkey_place() as place:
+        controller = attach(store=place.url, load_timeout_seconds=1)
+        fill(controller)
+        place.kill()
+        assert controller.prefetch(KEYS, [1, 3, 5]) == 0
+        asked = chain(2, prompt=1), host.indices([0, 1])
+        assert controller.backend.batch_set_v1(*asked) == [False] * 2
+        assert controller.backend.counters["hook_failed"] == 0
 
 
 def test_a_quota_is_kept(attach: Attach, tmp_path: Path) -> None:
