@@ -81,9 +81,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
     # nevertheless: only then does its upkeep go on comparing a complete index with the files.
     store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
     await_answer(store)
-    until = time.monotonic() + INDEX_SECONDS
-    while not store.stat().index_complete and time.monotonic() < until:
-        time.sleep(0.005)
+    store.wait_indexed(INDEX_SECONDS)
     return store
 
 

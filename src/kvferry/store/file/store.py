@@ -328,7 +328,7 @@ class FileStore(Catalogue):
             self._known.add(key)
 
     def wait_indexed(self, timeout: float) -> bool:
-        return self._known.tracks_keys and self.index.all_known.wait(timeout)
+        return self.index.all_known.wait(timeout)
 
     def maintain(self) -> None:
         """Do all upkeep now, on this thread: for stores opened with `background=False`."""
