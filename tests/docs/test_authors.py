@@ -22,7 +22,7 @@ from tests.tokenizers import save_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [3 + number * number % 80 for number in range(700)]
-PATIENT = ServerBounds(call_seconds=120, probe_seconds=120, delete_seconds=120)
+PATIENT = ServerBounds(call_seconds=120, probe_seconds=120, quick_seconds=120)
 
 
 def example(name: str) -> ModuleType:

@@ -7,7 +7,7 @@ import pytest
 from kvferry.store.kind import ServerBounds
 from kvferry.store.servers import mooncake, objects, valkey
 
-PATIENT = ServerBounds(delete_seconds=20.0, describe_seconds=20.0, check_seconds=20.0)
+PATIENT = ServerBounds(quick_seconds=20.0)
 """No call whose deadline the store sets fails because the machine is busy."""
 
 

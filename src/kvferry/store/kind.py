@@ -38,18 +38,14 @@ class ServerBounds:
         call_seconds: longest time of a read or a put, also of one without a deadline.
         probe_seconds: timeout of a probe, which asks which keys exist. It is longer than a look-up
             waits, as a late answer serves the next look-up.
-        describe_seconds: how long an engine's start waits while the description of its namespace
-            is stored.
-        delete_seconds: timeout of a delete.
-        check_seconds: how long opening a store waits for the check of its bucket.
+        quick_seconds: longest time of a delete, of storing a namespace's description, and of the
+            check of a bucket that is opened. An engine's start waits for the latter two.
         max_text_bytes: longest description of a namespace; a longer one is read as empty text.
     """
 
     call_seconds: float = 30.0
     probe_seconds: float = 1.0
-    describe_seconds: float = 2.0
-    delete_seconds: float = 2.0
-    check_seconds: float = 2.0
+    quick_seconds: float = 2.0
     max_text_bytes: int = 1 << 20
 
 

@@ -464,7 +464,7 @@ def _open_url(url: StoreUrl, options: ObjectOptions, opening: Opening) -> Remote
     try:
         # A server that is down may come back; a wrong bucket or secret stays wrong.
         with suppress(StoreError):
-            until = time.monotonic() + opening.bounds.check_seconds
+            until = time.monotonic() + opening.bounds.quick_seconds
             client.check(until, f"{url.path}/" if url.path else "")
     except BaseException:
         client.close()

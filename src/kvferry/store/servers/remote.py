@@ -160,7 +160,7 @@ class RemoteStore(ServerStore):
         self._keys.forget(key)
         if self._closed:
             return False
-        until = self._clock() + self._bounds.delete_seconds
+        until = self._clock() + self._bounds.quick_seconds
         try:
             return self._client.delete(self.name_of(key), until)
         except StoreError:
@@ -224,7 +224,7 @@ class RemoteStore(ServerStore):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
-        until = self._clock() + self._bounds.describe_seconds
+        until = self._clock() + self._bounds.quick_seconds
         said = None
         with suppress(StoreError):
             size = None if self._closed else self._client.read(name, (), until)
