@@ -16,7 +16,6 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -105,7 +104,8 @@ class _ChildProcess:
     ) -> None:
         pairs = [socket.socketpair() for _ in range(num_lanes)]
         num_bytes = num_lanes * lane_bytes
-        memory = _shared_memory(num_bytes)
+        memory = os.memfd_create("kvferry")  # its pages are taken only once written
+        os.ftruncate(memory, num_bytes)
         theirs = [end.fileno() for _, end in pairs]
         given = {**options, "sockets": theirs, "memory": memory, "lane_bytes": lane_bytes}
         try:
@@ -144,17 +144,6 @@ class _ChildProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _shared_memory(num_bytes: int) -> int:
-    """Return the file descriptor of new memory, whose pages are taken only once written."""
-    if hasattr(os, "memfd_create"):
-        memory = os.memfd_create("kvferry")
-    else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
-    os.ftruncate(memory, num_bytes)
-    return memory
 
 
 class ChildClient(RemoteClient):

@@ -286,15 +286,11 @@ class ValkeyCluster:
             raise StoreError(f"valkey server {asked}: it answered {reply}")
         nodes: dict[Place, ValkeyNode] = {}
         owners: list[ValkeyNode | None] = [None] * _NUM_SLOTS
-        left = _NUM_SLOTS
         for each in reply if isinstance(reply, list) else [reply]:
             match each:
                 case [int(first), int(last), [host, int(port), *_], *_] if (
                     0 <= first <= last < _NUM_SLOTS and (host is None or isinstance(host, bytes))
                 ):
-                    left -= last - first + 1
-                    if left < 0:
-                        _refuse(asked)
                     place = _place((host or b"").decode("utf-8", "replace"), port, asked)
                     if place not in nodes:
                         nodes[place] = self._nodes.get(place) or self._new_node(*place)
