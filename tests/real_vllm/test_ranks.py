@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_vllm.conftest import Pool
+from kvferry.testing.models import make_tiny_model
+from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.damage import by_position, flip_in_payload
 from tests.real_vllm.harness import (
     Answer,
@@ -147,3 +148,22 @@ def test_a_rank_that_is_killed_ends_its_engine_and_breaks_no_record(outcome: Run
     assert_same(outcome.own["killed"], outcome.runs["2 killed -> 1"])
     assert outcome.runs["2 killed -> 1"].external > 0
     assert not outcome.wrong
+
+
+def test_ranks_that_hold_the_same_head_share_what_one_of_them_moves(
+    tmp_path: Path, pool: Pool, make_prompt: MakePrompt
+) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 4096}
+    model = make_tiny_model(tmp_path / "model", seed=3, num_key_value_heads=1, **shape)
+    prompts = [make_prompt(num_tokens) for num_tokens in LENGTHS]
+    store, connector = tmp_path / "store", kvferry(tmp_path / "store")
+    alone = Oracle(model, pool.get("second"))
+    own = alone(prompts)
+    alone.close()
+    with pool.get("ranks").engine(model, connector, **TWO_RANKS) as engine:
+        assert_same(own, engine.generate(prompts))
+        wait_for_records(store, 2 + 3 + 6)
+    with pool.get("ranks").engine(model, connector, **TWO_RANKS) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, warm)
+    assert warm.external == sum(expected_hit(n) for n in LENGTHS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import TierRows
 from kvferry.errors import ConfigError
 from kvferry.identity.resolved import Use
+from tests.late import GatedWeights
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.scripted_tier import (
     ROW,
@@ -62,6 +64,33 @@ def test_what_was_evicted_comes_back_byte_for_byte_also_after_a_restart(
         assert "put_stored" in str(stats.data)
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         assert one.lookup(7) == (LookupResult.HIT, content(7, ROW))
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_rows_are_kept_once_the_weights_are_hashed(
+    tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
+) -> None:
+    weights = GatedWeights(threading.Event())
+    monkeypatch.setattr("kvferry.adapters.vllm.tier.LateWeights", lambda: weights)
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        one.store(1, 2, 3, 4)
+        one.store(5, 6, 7, 8)
+        assert one.lookup(1) == (LookupResult.MISS, None)
+        assert not list(tmp_path.glob("records/*/*"))
+        if is_reset:
+            one.reset()
+        weights.become_known()
+        assert one.lookup(9) == (LookupResult.MISS, None)  # a request makes the tier look
+        one.until(lambda: all(each.state == "up" for each in one.tier._rows._store.tiers()))
+        one.store(11, 12, 13, 14)
+        one.store(15, 16, 17, 18)
+        assert one.lookup(11) == (LookupResult.HIT, content(11, ROW))
+        assert one.lookup(1) == (LookupResult.MISS, None)
+        one.assert_nothing_is_held()
+    monkeypatch.undo()
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        found = LookupResult.MISS if is_reset else LookupResult.HIT
+        assert one.lookup(12)[0] is found
 
 
 @serves_tiers()

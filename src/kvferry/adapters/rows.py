@@ -10,6 +10,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -88,12 +89,19 @@ def adapters_name(options: RowsOptions, logger: logging.Logger) -> str | None:
 
 
 def open_rows(
-    options: RowsOptions, namespace: Namespace, observer: Observer, *, sized_by: str
+    options: RowsOptions,
+    namespace: Namespace,
+    observer: Observer,
+    *,
+    sized_by: str,
+    late: Future[Namespace] | None = None,
 ) -> tuple[Catalogue, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Args:
         sized_by: the host's option that says how large rows are, for messages.
+        late: gets the namespace once the weights are hashed, if `namespace` is without them. The
+            store is opened then. Until then the schema's namespace is a random one.
 
     Raises:
         ConfigError: the store cannot be used.
@@ -103,15 +111,21 @@ def open_rows(
     assert isinstance(row_bytes, int), "a namespace of rows has both"
     assert isinstance(chunk_tokens, int), "a namespace of rows has both"
     schema = RecordSchema.for_rows(
-        namespace=namespace.digest, chunk_tokens=chunk_tokens, row_bytes=row_bytes
+        namespace=namespace.digest if late is None else secrets.token_bytes(32),
+        chunk_tokens=chunk_tokens,
+        row_bytes=row_bytes,
     )
+
+    def named() -> tuple[bytes, str | None]:
+        name = namespace if late is None else late.result()
+        return name.digest, name.as_text()
+
     store = open_store(
         options.store,
         observer=observer,
-        namespace=namespace.digest,
         check=value_check(schema)._replace(sized_by=sized_by),
-        description=namespace.as_text(),
-        start_seconds=options.start_timeout_seconds,
+        named=named,
+        start_seconds=options.start_timeout_seconds if late is None else 0.0,
     )
     store.wait_indexed(INDEX_SECONDS)
     return store, schema

@@ -6,6 +6,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,8 @@ from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
-from kvferry.errors import ConfigError
-from kvferry.keys import Namespace
+from kvferry.errors import ConfigError, StoreError
+from kvferry.keys import UNREAD, Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Catalogue
@@ -66,10 +67,14 @@ class PrefixCache:
         config = build_config(SharedStorageConfig, options, where=where)
         self.spec = spec
         self.config = config
+        self._named: Future[Namespace] = Future()
+        self._to_name: list[Callable[[bytes], None]] = []
         version = config.weights_version
         self._first_namespace = self._namespace(
             spec.identity.weights_version if version is None else version
         )
+        if self.is_named:
+            self._named.set_result(self._first_namespace)
         self.schema = RecordSchema.for_groups(
             namespace=self._first_namespace.digest,
             chunk_tokens=config.chunk_tokens,
@@ -108,24 +113,42 @@ class PrefixCache:
         Raises:
             ConfigError: it cannot be used.
         """
-        spec, namespace = self.spec, self._first_namespace
-        listen = self._listen()
+        spec, listen = self.spec, self._listen()
+
+        def named() -> tuple[bytes, str | None]:
+            name = self._named.result()
+            # Described once per engine, by the process of the scheduler role.
+            return name.digest, name.as_text() if index and spec.saves else None
+
         return open_store(
             self.config.store if listen is None else _others(self.config.store, listen),
             observer=self.observer,
             multi_process=spec.multi_process or spec.shard.world_size > 1,
             index=index,
-            namespace=namespace.digest,
             check=value_check(self.schema),
-            # Described once per engine, by the process of the scheduler role.
-            description=namespace.as_text() if index and spec.saves else None,
-            start_seconds=self.config.start_timeout_seconds,
+            named=named,
+            start_seconds=self.config.start_timeout_seconds if self.is_named else 0.0,
         )
 
     def _listen(self) -> Listen | None:
         """Where peers are served; None if they are not. Raises ConfigError."""
         serve, index = self.config.serve, self.spec.data_parallel_index
         return None if serve is None else Listen.parse(serve).for_engine(index)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the namespace is known: the digest of the weights is."""
+        return self.spec.identity.weights != UNREAD
+
+    def take_up(self, weights: bytes) -> None:
+        """Take the digest of weights that were `UNREAD`, and open the store. Until then the host
+        must show the scheduler role no request that may be cached. Call it between steps."""
+        self.spec = replace(self.spec, identity=replace(self.spec.identity, weights=weights))
+        self._first_namespace = self._first_namespace.of_weights(weights)
+        self.schema = self.schema.with_namespace(self._first_namespace.digest)
+        for take_up in self._to_name:
+            take_up(self.schema.namespace)
+        self._named.set_result(self._first_namespace)
 
     @property
     def block_multiple(self) -> int:
@@ -141,15 +164,19 @@ class PrefixCache:
         """Close the server of peers and the store. Idempotent."""
         if self._server is not None:
             self._server.close()
+        if not self._named.done():
+            self._named.set_exception(StoreError("closed before the weights were hashed"))
         self.store.close()
 
     def _namespace(self, weights_version: str | None) -> Namespace:
-        return Namespace.of(
+        name = Namespace.of(
             replace(self.spec.identity, weights_version=weights_version),
             self.spec.groups,
             self.config.chunk_tokens,
             self.config.tenant,
         )
+        # Whatever would go wrong, no other engine finds what is stored under it.
+        return name if self.is_named else name.of_weights(secrets.token_bytes(32))
 
     def _next_epoch(self) -> bytes:
         """A namespace that no stored record has, for new weights that came without a version."""
@@ -194,7 +221,7 @@ class PrefixCache:
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(lambda: _pool_gauges(pool))
         recent = None
-        if prefetch_recent and self.spec.loads and self.num_slots > 1:
+        if prefetch_recent and self.spec.loads and self.num_slots > 1 and self.is_named:
             recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
@@ -204,6 +231,7 @@ class PrefixCache:
             recent=recent,
             shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
+        self._to_name = [ranks.take_up, scheduler.take_up]
         listen = self._listen()
         if listen is not None:
             requests = scheduler.requests
@@ -220,7 +248,12 @@ class PrefixCache:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
         rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
-        return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
+        namespace = self.schema.namespace if self.is_named else b""
+        worker = SharedStorageWorker(
+            self.context, rows, self.num_slots, setup or DeviceSetup(), namespace
+        )
+        self._to_name = [worker.take_up]
+        return worker
 
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:

@@ -161,7 +161,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     sealed: tuple[Sealed, ...] = ()
     saved: tuple[Saved, ...] = ()
     region: SlotRegion | None = None
-    """The rank's slots; in every report, since the scheduler role may start later than the rank."""
+    """The rank's slots; in every report, since the scheduler role may start later than the rank.
+    None while the rank hashes the weights."""
     timed: int = 0
     """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
     off: str = ""

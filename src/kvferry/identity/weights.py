@@ -19,8 +19,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
@@ -118,15 +117,46 @@ def weights_digest(
         except OSError as error:
             raise ConfigError(f"cannot read the weights in {path}: {error.strerror}") from error
 
-    threads = ThreadPoolExecutor(_NUM_THREADS, "kvferry-weights")
     hasher = blake3(WEIGHTS_TAG)
-    try:
-        for name, digest in zip(files, threads.map(digest_of, files.values()), strict=True):
-            hasher.update(canonical([name, digest.hex()]))
-    finally:  # also if this thread is interrupted, or one file cannot be read
-        stopped.set()
-        threads.shutdown(cancel_futures=True)
+    for name, digest in _digests(files, digest_of, stopped).items():
+        hasher.update(canonical([name, digest.hex()]))
     return hasher.digest()
+
+
+def _digests(
+    files: Mapping[str, Path], digest_of: Callable[[Path], bytes], stopped: threading.Event
+) -> dict[str, bytes]:
+    """Digest files on threads, several at a time; return them in order. At the first error, or if
+    this thread is interrupted, set `stopped`. The threads are daemons: a process that ends does not
+    wait until terabytes are hashed."""
+    digests = dict.fromkeys(files, b"")
+    errors: list[BaseException] = []
+    waiting = iter(files.items())
+
+    def work() -> None:
+        try:
+            for name, path in waiting:
+                if stopped.is_set():
+                    return
+                digests[name] = digest_of(path)
+        except BaseException as error:  # raised below
+            errors.append(error)
+            stopped.set()
+
+    threads = [
+        threading.Thread(target=work, name=f"kvferry-weights-{number}", daemon=True)
+        for number in range(min(_NUM_THREADS, len(files)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stopped.set()
+    if errors:
+        raise errors[0]
+    return digests
 
 
 def weights_state(model_dir: Path) -> object:

@@ -2,11 +2,12 @@
 
 from kvferry.keys.chain import KEY_VERSION, ChunkKeys
 from kvferry.keys.encoding import JsonValue
-from kvferry.keys.namespace import ModelIdentity, Namespace, relevant_config
+from kvferry.keys.namespace import UNREAD, ModelIdentity, Namespace, relevant_config
 from kvferry.keys.opaque import opaque_key, opaque_namespace
 
 __all__ = [
     "KEY_VERSION",
+    "UNREAD",
     "ChunkKeys",
     "JsonValue",
     "ModelIdentity",

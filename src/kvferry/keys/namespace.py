@@ -55,12 +55,16 @@ IRRELEVANT_FIELDS = frozenset(
 ones: a needless miss costs time, but a wrong hit gives wrong output."""
 
 
+UNREAD = b"weights that are not hashed yet."
+"""Stands for the digest of weights that are still being hashed. Nothing is stored under it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
     """The model that produced the KV, identified by its content.
 
     Attributes:
-        weights: 32-byte digest of the weights' content (`weights_digest`).
+        weights: 32-byte digest of the weights' content (`weights_digest`), or `UNREAD`.
         config: the model config as the engine effectively runs it: overrides, dtype, quantisation
             and rope settings applied, fields of `IRRELEVANT_FIELDS` dropped.
         weights_version: version of weights that change in place; None for weights as loaded.
@@ -88,6 +92,10 @@ class Namespace:
     digest: bytes
     description: Mapping[str, JsonValue] = field(compare=False)
     model: str | None = field(default=None, compare=False)
+
+    def of_weights(self, weights: bytes) -> Namespace:
+        """Return the namespace that differs in the weights alone."""
+        return Namespace.described({**self.description, "weights": weights.hex()}, self.model)
 
     @classmethod
     def of(

@@ -7,7 +7,7 @@ import importlib
 import math
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from urllib.parse import unquote
@@ -206,7 +206,7 @@ def open_store(
     index: bool = True,
     namespace: bytes = bytes(32),
     check: ValueCheck | None = None,
-    description: str | None = None,
+    named: Callable[[], tuple[bytes, str | None]] | None = None,
     start_seconds: float | None = None,
 ) -> Catalogue:
     """Open the store that `url` names, or several stores as the tiers of one. A single store is
@@ -224,7 +224,8 @@ def open_store(
         namespace: namespace of the values on a server; other stores find values by key alone.
         check: finds wrong values before they are copied between tiers (see `TieredStore`). A quota
             below its value size is refused; a `put` to a server replaces a value of another size.
-        description: text that says what the namespace is; each store keeps it once it is open.
+        named: in place of `namespace`, returns it and a text that says what it is, which the store
+            keeps. It may wait: it is called on the thread that opens a store.
         start_seconds: how long to wait for stores to open. Goes on without a store that takes
             longer, or whose medium does not answer. None: waits for each, and raises for a single
             store whose medium does not answer. Of several stores, those in whose place stands
@@ -247,14 +248,15 @@ def open_store(
         namespace=namespace,
         value_bytes=None if check is None else check.num_bytes,
     )
-    return _open_tiers(parse_tiers(url), opening, check, description, start_seconds)
+    named = named or (lambda: (namespace, None))
+    return _open_tiers(parse_tiers(url), opening, check, named, start_seconds)
 
 
 def _open_tiers(
     parsed: Sequence[StoreUrl],
     opening: Opening,
     check: ValueCheck | None,
-    description: str | None,
+    named: Callable[[], tuple[bytes, str | None]],
     start_seconds: float | None,
 ) -> Catalogue:
     """See `open_store`."""
@@ -263,9 +265,10 @@ def _open_tiers(
             refuse_small_quota(each, check.num_bytes, check.sized_by)
 
     def opened(url: StoreUrl, may_create: bool = True) -> Catalogue:
-        store = open_one(url, replace(opening, may_create=may_create))
+        namespace, description = named()
+        store = open_one(url, replace(opening, namespace=namespace, may_create=may_create))
         if description is not None:
-            store.describe(opening.namespace, description)
+            store.describe(namespace, description)
         return store
 
     is_local = len(parsed) == 1 and not kind_of(parsed[0].scheme).hosts
@@ -286,6 +289,6 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
     opening = Opening() if opening is None else opening
     tiers = _each_host(parse_store_url(url))
     if len(tiers) > 1:
-        return _open_tiers(tiers, opening, None, None, None)
+        return _open_tiers(tiers, opening, None, lambda: (opening.namespace, None), None)
     kind = kind_of(tiers[0].scheme)
     return kind.open(tiers[0], read_options(tiers[0]), opening)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +94,7 @@ class OneRole:
         item_identity: ItemIdentity = str,
         hands_over: bool = True,
         drafts: bool = False,
+        unread: Callable[[], str] = str,
     ) -> None:
         """Take the role that this instance shows to the host.
 
@@ -101,13 +102,19 @@ class OneRole:
             role: the scheduler role in the scheduler's process, the worker role in a worker.
             block_size: number of tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-            lora_identity, item_identity, hands_over, drafts: see `kvferry.v1.host`.
+            lora_identity, item_identity, hands_over, drafts, unread: see `kvferry.v1.host`.
         """
         if isinstance(role, SchedulerRole):
             guarded = GuardedScheduler(role, observer, block_size=block_size)
             self._half = SchedulerHalf(
                 guarded,
-                HostRequests(lora_identity, item_identity, hands_over=hands_over, drafts=drafts),
+                HostRequests(
+                    lora_identity,
+                    item_identity,
+                    hands_over=hands_over,
+                    drafts=drafts,
+                    unread=unread,
+                ),
                 PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
             )
         else:

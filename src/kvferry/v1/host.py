@@ -123,6 +123,8 @@ class HostRequests:
             another connector hands over and answers.
         drafts: whether the host decodes speculatively. vLLM 0.32 then keeps the KV of drafts behind
             a stop token as that of a session's next piece, so sessions that grow are not cached.
+        unread: says why the model has no identity yet; empty if it has one. Requests that come
+            before are not cached.
     """
 
     def __init__(
@@ -132,8 +134,10 @@ class HostRequests:
         *,
         hands_over: bool = True,
         drafts: bool = False,
+        unread: Callable[[], str] = str,
     ) -> None:
         self._hands_over = hands_over
+        self._unread = unread
         self._drafts = drafts
         self._lora_identity = lora_identity
         self._item_identity = item_identity
@@ -152,6 +156,9 @@ class HostRequests:
             if options.explain and not self._hands_over:
                 options = msgspec.structs.replace(options, explain=False)
             view = self._views[request.request_id] = HostRequestView(request, handover, options)
+            why = self._unread()
+            if why:
+                view.extra_keys = ExtraKeys(cacheable=False, reason=LookupMiss.HASHING, why=why)
         if view.extra_keys.cacheable:
             self._follow(view)
         if is_lookup:

@@ -29,6 +29,7 @@ from kvferry.identity import (
     identify,
     length_dependent_rope,
     newest_change,
+    weights_digest,
     written_config,
 )
 from kvferry.keys import ModelIdentity, relevant_config
@@ -73,6 +74,7 @@ def model_identity(
     vllm_config: Any,  # noqa: ANN401 - the host's, as all here
     weights_version: str | None,
     load_config: ConfigReader | None = None,
+    hashed: Callable[[Callable[[], bytes]], bytes] = lambda read: read(),
 ) -> ModelIdentity:
     """Return the identity of the model that `vllm_config` describes.
 
@@ -80,30 +82,15 @@ def model_identity(
         weights_version: the operator's name for the weights, used where they cannot be hashed.
         load_config: reader of the model's written configuration; None for the reader of the vLLM in
             this process. Without any, all of the running configuration enters the identity.
+        hashed: gets a function that hashes the weights, after all else, and returns their digest.
 
     Raises:
         ConfigError: KV that cannot be identified, or weights that cannot be read and have no
             `weights_version`.
     """
     model = vllm_config.model_config
-    load_format = _load_format(vllm_config)
     source = local_model(vllm_config)
-    is_known = load_format in _FROM_FILES + _FROM_OTHER_FILES
-    weights = None
-    if load_format == "dummy" or (not is_known and weights_version is None):
-        logger.warning(
-            "load_format=%s: weights are not those of the files, so nothing is shared with other "
-            "processes",
-            load_format,
-        )
-        weights = secrets.token_bytes(32)
-    elif source is None or not is_known:
-        if weights_version is None:
-            raise ConfigError(
-                f"the weights of {model.model!r} are not on this machine's disk and so have no "
-                'digest; set "weights_version" to a name that changes whenever they do'
-            )
-        weights = blake3(f"{model.model}\0{weights_version}".encode()).digest()
+    weights = _weights_elsewhere(vllm_config, source, weights_version)
     if source is not None and (source / "config.json").is_file():
         config, is_written = written_config(source), True
     else:  # another format: as vLLM reads it
@@ -112,26 +99,59 @@ def model_identity(
     if code is not None:
         config["code"] = code
     path = Path(str(model.model))
-    identity = identify(
+    is_own = weights is None and weights_version is None and source == path
+    before = newest_change(path) if is_own else math.inf
+
+    def read() -> bytes:
+        digest = weights_digest(source or path, weights_version=weights_version)
+        if is_own:
+            _refuse_recent(path, "weights", newest_change(path), before)
+        return digest
+
+    return identify(
         source or path,
         dtype=_dtype(model),
         deviations=_deviations(vllm_config, is_written, load_config or _config_reader())
         | _quantization_of_files(source),
         weights_version=weights_version,
         name=str(model.model),
-        weights=weights,
+        weights=weights or hashed(read),
         config=config,
     )
-    if weights is None and weights_version is None and source == path:
-        _refuse_recent(path, "weights", newest_change(path))
-    return identity
 
 
-def _refuse_recent(source: Path, files: str, changed: float) -> None:
+def _weights_elsewhere(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    source: Path | None,
+    weights_version: str | None,
+) -> bytes | None:
+    """Return what stands for weights that are not those of files on this disk; None if they are."""
+    load_format = _load_format(vllm_config)
+    is_known = load_format in _FROM_FILES + _FROM_OTHER_FILES
+    if load_format == "dummy" or (not is_known and weights_version is None):
+        logger.warning(
+            "load_format=%s: weights are not those of the files, so nothing is shared with other "
+            "processes",
+            load_format,
+        )
+        return secrets.token_bytes(32)
+    if source is None or not is_known:
+        name = vllm_config.model_config.model
+        if weights_version is None:
+            raise ConfigError(
+                f"the weights of {name!r} are not on this machine's disk and so have no "
+                'digest; set "weights_version" to a name that changes whenever they do'
+            )
+        return blake3(f"{name}\0{weights_version}".encode()).digest()
+    return None
+
+
+def _refuse_recent(source: Path, files: str, changed: float, before: float = math.inf) -> None:
     """Refuse files that changed since the engine's process started: hosts load a model before they
-    ask for its identity. Hub snapshots are content-addressed and are not checked. Nor is an engine
-    inside a caller's process: it may have started long after that process."""
-    if is_engine_process() and changed > process_start():
+    ask for its identity. Hub snapshots are content-addressed and are not checked. An engine inside
+    a caller's process may have started long after it: there, files are refused that changed after
+    `before`, when they were looked at first."""
+    if changed > (process_start() if is_engine_process() else before):
         raise ConfigError(
             f"the {files} in {source} changed after this process started, so it may load others "
             "than it hashed: start again when they are complete"

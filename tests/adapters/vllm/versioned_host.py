@@ -134,7 +134,9 @@ class VersionedHost:
         self.finish(request)
         return request
 
-    def add(self, request_id: str, tokens: Sequence[int]) -> Running:
+    def add(
+        self, request_id: str, tokens: Sequence[int], params: dict[str, Any] | None = None
+    ) -> Running:
         view = self.release.record(
             "Request",
             request_id=request_id,
@@ -150,7 +152,7 @@ class VersionedHost:
             mm_features=[],
             mm_hashes=[],
             mm_positions=[],
-            kv_transfer_params=None,
+            kv_transfer_params=params,
             skip_reading_prefix_cache=False,
             block_hashes=[],
         )

@@ -36,6 +36,7 @@ from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
+from kvferry.v1.late_weights import LateWeights
 from kvferry.v1.running_model import local_model, model_identity
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class FerryConnector(OneRole):
         self._gauges_at = 0.0
         self._lora_identities = LoraIdentities()
         self._host_config = vllm_config
+        self._weights = LateWeights()
         self._kv_caches: dict[str, torch.Tensor] = {}  # the host's, as registered
         self._is_worker = role.name == "WORKER"
         self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -131,12 +133,24 @@ class FerryConnector(OneRole):
             cpu_kernels(config, sizes),
             self._options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS),
             lambda: model_identity(
-                config, self._options.get("weights_version"), self.host.load_config
+                config,
+                self._options.get("weights_version"),
+                self.host.load_config,
+                self._weights.hashed,
             ),
         )
         if not computes_like_others(config):
             spec = replace(spec, loads=False, saves=False, disabled=True)
         return spec
+
+    def _why_unread(self) -> str:
+        """Take up the weights' digest if it has become known. Return why there is none, or empty
+        text. Runs between steps; never waits."""
+        digest = self._weights.take()
+        if digest is not None:
+            self._cache.take_up(digest)
+            logger.info("kvferry: namespace %s", self._cache.schema.namespace.hex()[:16])
+        return self._weights.why
 
     def _open(self, spec: EngineSpec) -> None:
         """Open the cache, and take this half's role of it."""
@@ -160,6 +174,7 @@ class FerryConnector(OneRole):
             item_identity=ItemIdentities(config, local_model(config)),
             hands_over=self._hands_over,
             drafts=getattr(config, "speculative_config", None) is not None,
+            unread=self._why_unread,
         )
         if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
@@ -169,6 +184,7 @@ class FerryConnector(OneRole):
     # its workers: its half takes their description before the first request.
 
     def get_handshake_metadata(self) -> WorkerSpec | None:
+        self._why_unread()
         return None if shares_handshake(self) else WorkerSpec(self._cache.spec)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
@@ -234,6 +250,10 @@ class FerryConnector(OneRole):
         modules = self._host_config.compilation_config.static_forward_context
         layout = self._cache.spec.kv_layout
         super().register_kv_caches(layer_views(kv_caches, modules, self._layers, layout))
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:  # noqa: ANN401 - the host's
+        self._why_unread()
+        super().bind_connector_metadata(connector_metadata)
 
     # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
     # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.
@@ -355,7 +375,7 @@ def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
-        schema.namespace.hex()[:16],
+        schema.namespace.hex()[:16] if cache.is_named else "not known yet",
         format_size(schema.record_bytes),
         len(spec.groups),
         len({part.table for part in spec.table_parts}),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
-from kvferry.keys import JsonValue, ModelIdentity
+from kvferry.keys import UNREAD, JsonValue, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
 
@@ -122,6 +122,7 @@ def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec |
         ConfigError: the workers disagree among themselves.
     """
     specs = sorted((each.spec for each in told), key=lambda spec: spec.shard.rank)
+    specs = [_hashed_as(spec, specs[0]) for spec in specs]
     for spec in specs[1:]:
         if spec.identity.weights != specs[0].identity.weights:
             raise ConfigError(
@@ -134,7 +135,16 @@ def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec |
                 f"ranks {specs[0].shard.rank} and {spec.shard.rank} describe the model's KV "
                 "differently, so no record would hold both; serve this model without kvferry"
             )
-    return specs[0] if specs and _of_all_ranks(specs[0]) != _of_all_ranks(own) else None
+    first = _hashed_as(specs[0], own) if specs else own
+    return first if _of_all_ranks(first) != _of_all_ranks(own) else None
+
+
+def _hashed_as(spec: EngineSpec, other: EngineSpec) -> EngineSpec:
+    """Return `spec` with the weights of `other` while one of them does not know its own. These are
+    compared once a rank reports them (`kvferry.cache.messages.SlotRegion`)."""
+    if UNREAD not in (spec.identity.weights, other.identity.weights):
+        return spec
+    return replace(spec, identity=replace(spec.identity, weights=other.identity.weights))
 
 
 def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:

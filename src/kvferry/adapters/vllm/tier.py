@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +46,7 @@ from kvferry.contract.rules import HookFaults
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
+from kvferry.v1.late_weights import LateWeights
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -88,8 +90,17 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self.counters = Counters()
         self.faults = HookFaults(type(self).__name__, self.counters)
         rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
-        namespace = self._namespace(config, rows.shape[1])
-        store, schema = open_rows(config, namespace, self.counters, sized_by="block_size")
+        self._weights = LateWeights()
+        self._named: Future[Namespace] = Future()
+        self._namespace = self._identify(config, rows.shape[1])
+        self._is_reset = False
+        store, schema = open_rows(
+            config,
+            self._namespace,
+            self.counters,
+            sized_by="block_size",
+            late=self._named if self._weights.why else None,
+        )
         self._rows = TierRows(
             store,
             schema,
@@ -103,12 +114,12 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         logger.info(
             "kvferry: tier in store %s; namespace %s of %s; %s per row",
             store.url,
-            namespace.digest.hex()[:16],
-            namespace.title,
+            self._weights.why or self._namespace.digest.hex()[:16],
+            self._namespace.title,
             format_size(rows.shape[1]),
         )
 
-    def _namespace(self, options: RowsOptions, row_bytes: int) -> Namespace:
+    def _identify(self, options: RowsOptions, row_bytes: int) -> Namespace:
         found = constructing()
         if found is None:
             raise ConfigError(
@@ -124,6 +135,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             str(__version__),
             options,
             row_bytes=row_bytes,
+            hashed=self._weights.hashed,
         )
 
     # ---- look-ups
@@ -139,15 +151,23 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        digest = self._weights.take()
+        if digest is not None:
+            name = self._namespace.of_weights(digest)
+            self._named.set_result(name)
+            if not self._is_reset:
+                self._rows.begin_epoch(name.digest)
         if not self._keeps_all and not adds_request_of_adapter():
             setattr(req_context, _IS_KEPT, True)
         return RequestOffloadingContext()
 
     def _is_kept(self, req_context: Any) -> bool:
-        """Whether the rows of a request are stored and read. Those under a LoRA adapter are not,
-        unless the operator names the weights: the host's hashes cover no adapter's content, and
-        another may be loaded in place under the same name and path."""
-        return self._keeps_all or getattr(req_context, _IS_KEPT, False)
+        """Whether the rows of a request are stored and read: none before the weights are hashed.
+        Those under a LoRA adapter are not, unless the operator names the weights: the host's hashes
+        cover no adapter's content, and another may be loaded in place under the same name and
+        path."""
+        is_kept = self._keeps_all or getattr(req_context, _IS_KEPT, False)
+        return is_kept and not self._weights.why
 
     @guarded()
     def on_request_finished(self, req_context: Any) -> None:
@@ -202,6 +222,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         try:
             self._rows.drain()
         finally:
+            self._is_reset = True  # the weights may not be those that are being hashed
             self._rows.begin_epoch(secrets.token_bytes(32))
 
     @guarded(lambda *_: False)
@@ -210,6 +231,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded()
     def shutdown(self) -> None:
+        self._named.cancel()
         self._rows.close(CLOSE_SECONDS)
 
     # ---- events and metrics

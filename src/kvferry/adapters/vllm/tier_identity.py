@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.adapters.rows import RowsOptions
@@ -49,6 +49,7 @@ def rows_namespace(
     options: RowsOptions,
     *,
     row_bytes: int,
+    hashed: Callable[[Callable[[], bytes]], bytes] = lambda read: read(),
 ) -> Namespace:
     """Return the namespace of the rows that a vLLM hands to its tiers.
 
@@ -57,11 +58,12 @@ def rows_namespace(
         kv_cache_config: what this vLLM made of it, as its scheduler gets it.
         config: the engine's `OffloadingConfig`.
         release: vLLM's version.
+        hashed: see `model_identity`.
 
     Raises:
         ConfigError: KV that cannot be identified.
     """
-    identity = model_identity(vllm_config, options.weights_version, host.load_config)
+    identity = model_identity(vllm_config, options.weights_version, host.load_config, hashed)
     first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
     return opaque_namespace(
         identity,

@@ -185,10 +185,11 @@ class Accounts:
 
 
 def not_cached(request: RequestView) -> JournalAnswer:
-    """Return the answer to a request that must not be cached: every token is a miss."""
+    """Return the answer to a request that must not be cached: every token is a miss, and none is
+    stored."""
     num_tokens = request.num_prompt_tokens
-    misses = {request.extra_keys.reason: num_tokens} if num_tokens else {}
-    return JournalAnswer(0, {}, misses, request.extra_keys.why)
+    missed = {request.extra_keys.reason: num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, missed, request.extra_keys.why, missed)
 
 
 def explained(

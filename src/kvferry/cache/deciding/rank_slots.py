@@ -47,7 +47,7 @@ class RankSlots:
 
     Args:
         groups: KV groups of the whole model.
-        schema: layout of the records, with the namespace that all ranks must have begun with.
+        schema: layout of the records, with the namespace that all ranks must begin with.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
     """
@@ -63,6 +63,10 @@ class RankSlots:
         self._regions: dict[int, SlotRegion] = {}
         self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
+
+    def take_up(self, namespace: bytes) -> None:
+        """Take the namespace that the ranks must begin with, before any of them did."""
+        self._schema = self._schema.with_namespace(namespace)
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it

@@ -464,6 +464,14 @@ class SharedStorageScheduler(SchedulerRole):
         self._begin_epoch(self._new_namespace())
         return True
 
+    def take_up(self, namespace: bytes) -> None:
+        """Take the namespace of the first epoch, which begins now unless a reset ended it: after
+        that, the weights may be others."""
+        was_first = self.requests.namespace == self._first_namespace
+        self._first_namespace = namespace
+        if was_first:
+            self._begin_epoch(namespace)
+
     def _begin_epoch(self, namespace: bytes) -> None:
         for request_id, state in self.requests.by_id.items():
             self._lookup.release(state)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
@@ -83,7 +84,7 @@ class _Ended:
     def output(self, region: SlotRegion) -> WorkerOutput:
         report = RankReport(
             rank=region.shard.rank,
-            region=region,
+            region=region if region.namespace else None,
             pool=self.pool,
             filled=tuple(self.filled),
             sealed=tuple(self.sealed),
@@ -106,6 +107,7 @@ class SharedStorageWorker(WorkerRole):
         rows: which bytes of a record this rank holds.
         num_slots: number of slots, the same on every rank.
         setup: how the device of the engine's tensors is used.
+        namespace: digest that this rank begins with; empty while it is not known.
 
     Attributes:
         io: what the slots hold, and the reads and writes under way.
@@ -115,7 +117,12 @@ class SharedStorageWorker(WorkerRole):
     """
 
     def __init__(
-        self, context: RoleContext, rows: RankRows, num_slots: int, setup: DeviceSetup
+        self,
+        context: RoleContext,
+        rows: RankRows,
+        num_slots: int,
+        setup: DeviceSetup,
+        namespace: bytes,
     ) -> None:
         self._rows = rows
         self._observer = context.observer
@@ -126,7 +133,7 @@ class SharedStorageWorker(WorkerRole):
             self._memory.process,
             self._memory.fd,
             context.spec.shard,
-            rows.schema.namespace,
+            namespace,
             self._replicas.loads_only,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
@@ -139,6 +146,14 @@ class SharedStorageWorker(WorkerRole):
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
         self._off = ""
+
+    def take_up(self, namespace: bytes) -> None:
+        """Take the namespace that this rank begins with. Before, it loads and saves nothing."""
+        self._region = msgspec.structs.replace(self._region, namespace=namespace)
+
+    @property
+    def _is_off(self) -> bool:
+        return bool(self._off) or not self._region.namespace
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
@@ -189,7 +204,7 @@ class SharedStorageWorker(WorkerRole):
             self._to_begin.popleft()
 
     def _fetch(self, fetch: Fetch) -> None:
-        if self._off:
+        if self._is_off:
             self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
         elif self._replicas.loads_only:
             self.io.hold(fetch.chunk, fetch.groups)
@@ -212,7 +227,7 @@ class SharedStorageWorker(WorkerRole):
         self._saved = True
         if not self._plan.saves:
             return
-        if self._off:
+        if self._is_off:
             for save in self._plan.saves:
                 self._end_early(save, NOT_DONE)
             return

@@ -1,0 +1,68 @@
+"""Weights that take longer to hash than a host's start may wait.
+
+A host gives its engine some minutes to start, and ends it then. So a start waits a short time for
+the digest; after that the engine serves without the cache until a thread has hashed the weights.
+Adapters give `LateWeights.hashed` to `model_identity`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from kvferry.keys import UNREAD
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_SECONDS = 20.0
+"""How long a start waits for the weights to be hashed."""
+
+
+class LateWeights:
+    """The digest of the weights of one process of a host.
+
+    Attributes:
+        why: why there is no digest; empty if there is one, or none is needed.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._digest: Future[bytes] = Future()
+        self._is_taken = False
+
+    def hashed(self, read: Callable[[], bytes]) -> bytes:
+        """Return what `read` returns or raises; `UNREAD` if that takes long, and a thread goes on.
+        That is a daemon: a process that ends does not wait for it."""
+
+        def run() -> None:
+            try:
+                self._digest.set_result(read())
+            except BaseException as error:  # whoever wants the digest gets it
+                self._digest.set_exception(error)
+
+        threading.Thread(target=run, name="kvferry-weights", daemon=True).start()
+        if wait([self._digest], WEIGHTS_SECONDS).done:
+            return self._digest.result()
+        self.why = "the weights are being hashed"
+        logger.warning(
+            "kvferry: the weights are not hashed after %g s; the engine starts, and nothing is "
+            "loaded or stored until they are",
+            WEIGHTS_SECONDS,
+        )
+        return UNREAD
+
+    def take(self) -> bytes | None:
+        """Return the digest, once, if it became known after `hashed` gave up. Never waits."""
+        if not self.why or self._is_taken or not self._digest.done():
+            return None
+        self._is_taken = True
+        error = self._digest.exception()
+        if error is not None:
+            self.why = "the weights have no digest"
+            logger.error("kvferry is off: the weights have no digest: %s", error)
+            return None
+        self.why = ""
+        logger.info("kvferry: the weights are hashed")
+        return self._digest.result()

@@ -1,0 +1,34 @@
+"""Weights that are hashed only once a test lets them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
+from unittest.mock import patch
+
+from kvferry.testing.stores.hooks import PATIENCE_SECONDS
+from kvferry.v1 import late_weights
+from kvferry.v1.late_weights import LateWeights
+
+
+class GatedWeights(LateWeights):
+    """Gives up at once, and goes on hashing once `gate` is set. `found` stands for the digest."""
+
+    def __init__(self, gate: threading.Event, found: Callable[[], bytes] | None = None) -> None:
+        super().__init__()
+        self._gate = gate
+        self._found = found
+
+    def hashed(self, read: Callable[[], bytes]) -> bytes:
+        def gated() -> bytes:
+            assert self._gate.wait(PATIENCE_SECONDS)
+            return (self._found or read)()
+
+        with patch.object(late_weights, "WEIGHTS_SECONDS", 0.0):
+            return super().hashed(gated)
+
+    def become_known(self) -> None:
+        """Hash, and wait until the next step could take up what was found."""
+        self._gate.set()
+        assert wait([self._digest], PATIENCE_SECONDS).done
