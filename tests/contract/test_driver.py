@@ -132,11 +132,21 @@ def test_a_part_of_a_step_outside_of_one_is_refused(part):
     assert run.worker.calls == []
 
 
-def test_layer_hooks_are_offered_by_a_worker_that_has_them_only():
-    worker = RecordingLayerwiseWorker()
-    StepDriver(worker).layerwise.wait_for_layer_load("a")
-    assert worker.calls == []  # outside of a step
+def test_layer_hooks_reach_a_worker_that_has_them_within_its_steps():
     assert StepDriver(RecordingWorker()).layerwise is None
+    worker = RecordingLayerwiseWorker()
+    driver = StepDriver(worker)
+
+    def layer() -> list[str]:
+        worker.calls.clear()
+        driver.layerwise.wait_for_layer_load("a")
+        driver.layerwise.save_layer("a", None, None)
+        return worker.calls
+
+    assert layer() == []
+    with driver.step(Plan(), ids()):
+        assert layer() == ["wait a", "save a"]
+    assert layer() == []  # as in a warm-up run
 
 
 def test_an_output_that_says_nothing_is_the_shared_empty_one():
@@ -214,6 +224,14 @@ def test_a11_a_failure_reported_before_the_end_of_its_load_is_not_lost():
     output = run.step()
     assert output.finished_recving == output.failed_recving == {"r"}
     assert run.violations == 1
+
+
+def test_a11_a_failed_load_says_nothing_of_the_next_one():
+    done = WorkerOutput(finished_recving=ids("r"))
+    run = Run(WorkerOutput(failed_recving=ids("r")), done, done)
+    run.step(loads=["r"])
+    assert run.step().failed_recving == {"r"}
+    assert run.step(loads=["r"]) == done
 
 
 def test_a11_the_failure_of_a_load_that_was_never_started_is_dropped():

@@ -302,10 +302,34 @@ def test_a9_overdue_frees_of_two_plans_wait_for_one_report():
     for request_id in ("stuck", "too"):
         driver.begin(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
         driver.end()
-        assert not driver.is_idle
     output = driver.no_forward(LoadPlan(), frozenset({"stuck", "too"}))
     assert output.finished_sending == {"stuck", "too"}
     assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("plan", "report"),
+    [
+        (RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9})), EMPTY_OUTPUT),
+        (RepairedPlan(plan=LoadPlan(), lost_request_ids=frozenset({"q"})), EMPTY_OUTPUT),
+        (RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"q"})), EMPTY_OUTPUT),
+        (LoadPlan(), WorkerOutput(finished_sending=frozenset({"q"}))),
+    ],
+    ids=["lost blocks", "a lost load", "an overdue free", "a report that came early"],
+)
+def test_a_worker_is_not_idle_while_something_is_due(plan, report):
+    class Idle(RecordingWorker):
+        is_idle = True
+
+    driver = StepDriver(Idle(report))
+    assert driver.is_idle
+    driver.begin(plan)
+    if report is not EMPTY_OUTPUT:
+        driver.collect(frozenset())
+    driver.end()
+    assert not driver.is_idle
+    assert driver.no_forward(LoadPlan(), frozenset({"q"})) is not EMPTY_OUTPUT
+    assert driver.is_idle
 
 
 def test_a9_freed_requests_that_the_role_never_reports_do_not_pile_up(monkeypatch):
