@@ -28,8 +28,6 @@ MAX_KEYS = 1 << 16
 """Once this many keys are expected, further prompts miss, and keys whose time is over are
 forgotten."""
 
-CLOSE_SECONDS = 2.0
-
 
 class _ExpectedPrompt(NamedTuple):
     keys: tuple[ChunkKey, ...]
@@ -110,9 +108,9 @@ class ExpectedKeys:
             self.add((key,), until, final=key in self._final)
 
     def close(self) -> None:
-        """Stop the thread. Idempotent; takes at most `CLOSE_SECONDS`."""
+        """Stop the thread, in bounded time. Idempotent."""
         self._ends.set()
-        self._thread.close(CLOSE_SECONDS)
+        self._thread.close()
 
     def _missing(self, prompt: _ExpectedPrompt) -> _ExpectedPrompt | None:
         """The rest of a prompt from its first missing key on; None if all came or time is over."""

@@ -136,7 +136,7 @@ class IOPool:
                 ended.acquire()
         return errors
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float = 2.0) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
 
         A thread stuck in a system call stays behind as a daemon. Whoever submitted its job must

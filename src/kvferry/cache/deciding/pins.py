@@ -18,8 +18,6 @@ from kvferry.types import ChunkKey
 MAX_WAITING = 1 << 16
 """Most chunks whose pins may wait for their save. With one more, the oldest is forgotten."""
 
-CLOSE_SECONDS = 2.0
-
 
 class RequestPins:
     """The pins of an engine's requests, and the thread that makes them. `add` and `stored` run in
@@ -56,4 +54,4 @@ class RequestPins:
 
     def close(self) -> None:
         """Make the pins that are due, in bounded time."""
-        self._thread.close(CLOSE_SECONDS)
+        self._thread.close()

@@ -305,11 +305,8 @@ class Call:
         except _Gone as error:
             raise self._client.lost(self.lane, self.what, str(error)) from None
         except StoreError:
-            raise self.late() from None
-
-    def late(self) -> StoreError:
-        seconds = max(0.0, self._deadline - self._started)
-        return self.failed(f"did not end within {seconds:.1f} s")
+            seconds = max(0.0, self._deadline - self._started)
+            raise self.failed(f"did not end within {seconds:.1f} s") from None
 
     def failed(self, why: str) -> StoreError:
         return StoreError(f"{self._client._where}: {self.what} {why}")

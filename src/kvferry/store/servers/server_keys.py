@@ -43,8 +43,6 @@ FIRST_EXPECTED = 4
 """The same for expected keys. Fewer, as these are asked for again and again while they are stored
 one by one, and a bucket needs a request for each key."""
 
-CLOSE_SECONDS = 2.0
-
 
 class _Known(NamedTuple):
     until: float
@@ -226,8 +224,8 @@ class ServerKeys:
                     self._absent[key] = until
 
     def close(self) -> None:
-        """Stop the threads; abandon a question that still hangs after `CLOSE_SECONDS`."""
-        self._threads.close(CLOSE_SECONDS)
+        """Stop the threads; abandon a question that hangs."""
+        self._threads.close()
 
 
 class ServerStore(Catalogue):
