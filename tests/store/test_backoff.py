@@ -14,8 +14,6 @@ from kvferry.testing.clock import FakeClock
         ({}, "fffff", [1, 1, 1, 1, 1]),
         ({"longest": 5.0}, "fffff", [1, 2, 4, 5, 5]),
         ({"longest": 5.0}, "ffsff", [1, 2, 0, 1, 2]),
-        ({"longest": 5.0, "free": 2}, "ffff", [0, 0, 1, 2]),
-        ({"longest": 5.0, "free": 1}, "ffsff", [0, 1, 0, 0, 1]),
         ({}, "", []),
     ],
 )

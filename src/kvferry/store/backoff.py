@@ -1,7 +1,7 @@
 """When something that failed is tried again.
 
-Used for a store that is away or refuses writes, a medium that fails, reads that bring nothing, a
-child process that crashed, and keys that have not come.
+Used for a store that is away or refuses writes, reads that bring nothing, a child process that
+crashed, and keys that have not come.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class Backoff:
         clock: clock that gives monotonic seconds.
         first: the first pause, in seconds.
         longest: the longest pause, in seconds; None: all are as long as the first.
-        free: number of failures in a row that no pause follows.
 
     Attributes:
         pause: last pause, in seconds; 0 after a success.
@@ -25,17 +24,11 @@ class Backoff:
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float],
-        first: float,
-        longest: float | None = None,
-        *,
-        free: int = 0,
+        self, clock: Callable[[], float], first: float, longest: float | None = None
     ) -> None:
         self._clock = clock
         self._first = first
         self._longest = first if longest is None else longest
-        self._free = self._left = free
         self.pause = 0.0
         self.until = -math.inf
 
@@ -45,10 +38,8 @@ class Backoff:
         return self._clock() >= self.until
 
     def failed(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            self.pause = min(2 * self.pause or self._first, self._longest)
-            self.until = self._clock() + self.pause
+        self.pause = min(2 * self.pause or self._first, self._longest)
+        self.until = self._clock() + self.pause
 
     def succeeded(self) -> None:
-        self._left, self.pause, self.until = self._free, 0.0, -math.inf
+        self.pause, self.until = 0.0, -math.inf

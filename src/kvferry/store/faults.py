@@ -1,4 +1,6 @@
-"""What a directory store does when its medium fails: answer, count, log, and rest from writing."""
+"""What a directory store does when its medium fails: answer, count, log. The `Health` of its tier
+says when it is written to again.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,16 @@ import threading
 from collections.abc import Callable
 
 from kvferry.observe import Observer
-from kvferry.store.backoff import Backoff
 from kvferry.store.base import PutResult
 
 logger = logging.getLogger(__name__)
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOG_EVERY_SECONDS = 60.0
-_FREE_FAILURES = 2
-_FIRST_REST_SECONDS = 1.0
-_LONGEST_REST_SECONDS = 60.0
 
 
 class MediumFaults:
-    """The failures of one medium: turns each `OSError` into an answer, a count and a log line, and
-    holds writes back after repeated failures, so that a full or broken disk costs nothing.
+    """The failures of one medium: turns each `OSError` into an answer, a count and a log line.
     Thread-safe.
 
     Attributes:
@@ -34,36 +31,16 @@ class MediumFaults:
         self.observer = observer
         self.clock = clock
         self._lock = threading.Lock()
-        self._rest = Backoff(clock, _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS, free=_FREE_FAILURES)
-        self._last_result = PutResult.FAILED
         self.refusal = ""
         self._logged: dict[tuple[str, int | None], float] = {}
-
-    def resting(self) -> PutResult | None:
-        """Return the answer to a write that is not to be tried now; None if it may be tried."""
-        with self._lock:
-            if self._rest.is_over:
-                return None
-            result = self._last_result
-        self.observer.count("store_put_skipped")
-        return result
 
     def write_failed(self, error: OSError) -> PutResult:
         """Count a failed write and name its outcome."""
         no_space = error.errno in _NO_SPACE
-        result = PutResult.NO_SPACE if no_space else PutResult.FAILED
-        with self._lock:
-            self._rest.failed()
-            self._last_result = result
-            self.refusal = "" if no_space else error.strerror or type(error).__name__
+        self.refusal = "" if no_space else error.strerror or type(error).__name__
         self.observer.count("store_put_no_space" if no_space else "store_put_failed")
         self._log("write", error)
-        return result
-
-    def write_succeeded(self) -> None:
-        """Note that a write succeeded: the next failure counts as the first."""
-        with self._lock:
-            self._rest.succeeded()
+        return PutResult.NO_SPACE if no_space else PutResult.FAILED
 
     def failed(self, what: str, error: OSError) -> None:
         """Count and log any other operation that failed."""

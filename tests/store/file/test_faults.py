@@ -1,9 +1,8 @@
-"""A medium that refuses: answers, counts, rest, and no exception."""
+"""A medium that refuses: answers, counts, and no exception."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 
@@ -11,7 +10,8 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.file.writing import Writing
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.stores import make_key, make_value, read_value
 from tests.store.file import storing
 
@@ -65,24 +65,6 @@ def test_of_values_put_together_none_is_tried_after_one_that_failed(bench):
     assert bench.io.calls["pwritev"] == before + 1
 
 
-def test_a_disk_that_takes_small_values_alone_is_left_alone_after_a_while(bench, monkeypatch):
-    store, tried, write = bench.open(), [], Writing.write
-
-    def full(writing, views):
-        tried.append(views[0].nbytes)
-        if views[0].nbytes > 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(writing, views)
-
-    monkeypatch.setattr(Writing, "write", full)
-    for batch in range(5):
-        keys = [make_key(10 * batch + number) for number in range(8)]
-        sizes = [100] + [200] * 7
-        store.put_all([(key, [make_value(n)]) for key, n in zip(keys, sizes, strict=True)])
-    assert tried == [100, 200] * 3
-    assert store.stat().num_records == 3
-
-
 def test_a_key_that_is_none_leaves_nothing_of_the_values_before_it(bench):
     store = bench.open()
     with pytest.raises(ValueError, match="32 bytes"):
@@ -101,25 +83,25 @@ def test_values_put_together_share_a_transaction(bench):
     assert store.stat().num_records == 9
 
 
-def test_a_full_disk_costs_nothing_after_a_while(bench, caplog):
-    store = bench.open()
-    bench.io.fail["pwritev"] = errno.ENOSPC
-    for number in range(50):
-        assert store.put(make_key(number), [b"x"]) is PutResult.NO_SPACE
-    assert bench.io.calls["link"] == 0
-    assert bench.counters["store_put_no_space"] == 3
-    assert bench.counters["store_put_skipped"] == 47
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    bench.clock.advance(1.1)
-    assert store.put(make_key(0), [b"x"]) is PutResult.NO_SPACE
-    bench.clock.advance(1.1)  # the rest doubles
-    assert store.put(make_key(0), [b"x"]) is PutResult.NO_SPACE
-    assert bench.counters["store_put_no_space"] == 4
-    bench.io.fail.clear()
-    bench.clock.advance(60.0)
-    assert store.put(make_key(0), [b"x"]) is PutResult.STORED
-    assert store.put(make_key(1), [b"x"]) is PutResult.STORED
+def test_a_full_disk_costs_nothing(bench, caplog):
+    """Its tier leaves it alone for a while."""
+    with TieredStore([bench.open()], bench.counters, clock=bench.clock) as store:
+        bench.io.fail["pwritev"] = errno.ENOSPC
+        for number in range(50):
+            assert not store.put(make_key(number), [b"x"]).is_there
+        assert bench.io.calls["link"] == 0
+        assert bench.counters["store_put_no_space"] == 1
+        assert bench.counters["tier_writes/file/skipped"] == 49
+        for tries in range(2, 9):
+            bench.clock.advance(Patience().longest_pause_seconds)
+            assert not store.put(make_key(0), [b"x"]).is_there
+            assert not store.put(make_key(0), [b"x"]).is_there
+            assert bench.counters["store_put_no_space"] == tries
+        bench.io.fail.clear()
+        bench.clock.advance(Patience().longest_pause_seconds)
+        assert store.put(make_key(0), [b"x"]) is PutResult.STORED
+        assert store.put(make_key(1), [b"x"]) is PutResult.STORED
+    assert sum("file" in each.getMessage() for each in caplog.records) == 2  # of store and tier
 
 
 def test_without_hard_links_records_are_renamed_into_place(bench):

@@ -401,10 +401,7 @@ class FileStore(Catalogue):
                     self._miss(key)
                     found.append(refusal)
             written = [each for each in found if isinstance(each, Writing)]
-            ended = self._finish(written) if written else []
-            if ended and refusal is None and all(each.is_there for each in ended):
-                self._faults.write_succeeded()
-            rest = iter(ended)
+            rest = iter(self._finish(written) if written else ())
             return [next(rest) if isinstance(each, Writing) else each for each in found]
         finally:
             for each in found:
@@ -416,8 +413,6 @@ class FileStore(Catalogue):
         refuses."""
         if not self._writes():
             return PutResult.FAILED
-        if (resting := self._faults.resting()) is not None:
-            return resting
         writing = Writing(self.directory, key)
         try:
             if writing.is_taken():
