@@ -40,6 +40,7 @@ DEFECTS = {
     "a request that hit stores nothing": "hit-then-more",
     "a resumed request loads by another key than it looked up": "random-walk",
     "blocks of a local hit are written again": "local-blocks",
+    "blocks of a hit that was not taken whole are written": "part-of-a-promise",
     "look-ups ask the file system": "quick-look-ups",
     "without attention metadata a promised load is skipped": "no-attention-metadata",
     "a file that is gone ends the engine": "removed",

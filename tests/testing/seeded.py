@@ -223,6 +223,36 @@ class LoadsWhatWasNotTaken(Ours):
         super().update_state_after_alloc(request, blocks, count)
 
 
+@found_by("part-of-a-promise")
+class LoadsAllOfWhatWasTakenInPart(Ours):
+    def answer(self, count, request, num_local):
+        self.promised = getattr(self, "promised", {})
+        self.promised[request.request_id] = count
+        return count, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        count = self.promised.pop(request.request_id, 0) if num_external_tokens else 0
+        super().update_state_after_alloc(request, blocks, count)
+
+
+@found_by("repeated-reports")
+class CountsReportsOfEnds(Ours):
+    def request_finished_all_groups(self, request, block_ids):
+        _, params = super().request_finished_all_groups(request, block_ids)
+        self.sending = getattr(self, "sending", set()) | {request.request_id}
+        return True, params
+
+    def get_transfer_results(self, finished_req_ids):
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_sending = set(finished_req_ids)
+        return results
+
+    def update_connector_output(self, connector_output):
+        super().update_connector_output(connector_output)
+        for name in connector_output.finished_sending or ():
+            self.sending.remove(name)
+
+
 # --- bytes ---
 
 

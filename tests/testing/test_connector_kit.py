@@ -91,20 +91,19 @@ def test_blocks_that_are_promised_hold_nothing_until_they_are_loaded(lab):
     host = lab.start()
     stored = lab.store_prompt(lab.ask(69))
     seen = []
-    host.watch.after_promise = lambda: seen.append(values(host, *host.watch.promised.values()))
+    host.after_promise = lambda: seen.append(values(host, *host.promised.values()))
     lab.expect(lab.again(stored), 64)
     assert seen == [{EMPTIED}]
 
 
 def test_blocks_that_a_request_lost_are_overwritten_in_the_next_step(lab):
     host = lab.start()
-    ask = lab.ask(69, max_tokens=9)
-    host.add(ask)
+    row = host.add(lab.ask(69, max_tokens=9))
     host.step(3)
     host.preempt()
     lost = host.lost
     assert len(lost) == 5
-    host.abort(ask.name)  # else it gets the same blocks again
+    host.abort(row)  # else it gets the same blocks again
     host.step()
     assert values(host, lost) == {EMPTIED}
 

@@ -26,6 +26,7 @@ from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
     AttentionMetadata,
     ForwardContext,
+    KVConnectorOutput,
     KVConnectorRole,
     NewRequestData,
     SchedulerOutput,
@@ -166,7 +167,7 @@ def _describe(output: SchedulerOutput, request: V1Request, block_ids: BlockTable
 
 
 def _require_role(connector: KVConnectorBase_V1, role: KVConnectorRole) -> None:
-    if connector.role is not role:
+    if connector.role.name != role.name:  # vLLM's classes have a role of vLLM's
         raise ConfigError(
             f"{type(connector).__name__} was built as {connector.role.name}, {role.name} is needed:"
             f" pass KVConnectorRole.{role.name} to its constructor"
@@ -397,7 +398,9 @@ class V1WorkerRole(WorkerRole):
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         connector = self._connector
-        results = connector.get_transfer_results(set(finished_request_ids))
+        results: Any = connector.get_transfer_results(set(finished_request_ids))
+        if not isinstance(results, KVConnectorOutput):  # vLLM's, with fewer fields
+            results = KVConnectorOutput(**vars(results))
         for request_id in results.finished_recving or ():
             loaded = self._recving.pop(request_id, frozenset())
             for name in self._memory.tensors:

@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 from difflib import get_close_matches
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,77 +22,51 @@ from kvferry.testing.connector.runner import CaseOutcome, Runner, Target
 COMMAND = "python -m kvferry.testing.connector"
 
 
-class CaseReport:
-    """Prints outcomes as they come, and writes them as files."""
-
-    def __init__(self, target: Target, seed: int) -> None:
-        self._target, self._seed = target, seed
-        self._found: list[tuple[Rule, CaseOutcome]] = []
-        self.versions = versions(target.module)
-        said = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        print(f"{target.module}:{target.name}, seed {seed}, {said}")
-
-    def replay(self, rule: Rule) -> str:
-        """The command that runs one case again."""
-        words = [f"{self._target.module}:{self._target.name}"]
-        if self._target.options:
-            words += ["--config", json.dumps(self._target.options)]
-        return f"{COMMAND} {shlex.join([*words, '--seed', str(self._seed), '--case', rule.name])}"
-
-    def add(self, rule: Rule, outcome: CaseOutcome) -> None:
-        self._found.append((rule, outcome))
-        print(f"{outcome.verdict:11} {rule.name:22} {outcome.detail}".rstrip())
-        for note in outcome.notes:
-            print(f"{'':11} {'':22} {note}")
-        if not rule.is_kept(outcome.verdict):
-            print(f"{'':11}   rule:   {rule.expects} [{rule.source}]")
-            print(f"{'':11}   replay: {self.replay(rule)}", flush=True)
-
-    def end(self) -> int:
-        """Print the sum; return the exit status."""
-        broken = [rule.name for rule, outcome in self._found if not rule.is_kept(outcome.verdict)]
-        skipped = sum(outcome.verdict == "not run" for _, outcome in self._found)
-        kept = len(self._found) - len(broken) - skipped
-        print(f"{kept} rules kept, {len(broken)} broken, {skipped} not run here")
-        return 1 if broken else 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "connector": f"{self._target.module}:{self._target.name}",
-            "options": self._target.options,
-            "seed": self._seed,
-            "versions": self.versions,
-            "cases": [
-                {
-                    "name": rule.name, "chapter": rule.chapter, "verdict": outcome.verdict,
-                    "kept": rule.is_kept(outcome.verdict), "detail": outcome.detail,
-                    "notes": list(outcome.notes), "expects": rule.expects, "source": rule.source,
-                    "replay": self.replay(rule),
-                }
-                for rule, outcome in self._found
-            ],
-        }  # fmt: skip
-
-    def as_junit(self) -> str:
-        suite = ElementTree.Element("testsuite", name="kvferry.testing.connector")
-        for rule, outcome in self._found:
-            names = {"classname": rule.chapter, "name": rule.name}
-            case = ElementTree.SubElement(suite, "testcase", names)
-            message = f"{outcome.verdict}: {outcome.detail}"
-            if outcome.verdict == "not run":
-                ElementTree.SubElement(case, "skipped", message=message)
-            elif not rule.is_kept(outcome.verdict):
-                failure = ElementTree.SubElement(case, "failure", message=message)
-                failure.text = f"{rule.expects} [{rule.source}]\n{self.replay(rule)}"
-        return ElementTree.tostring(suite, encoding="unicode")
-
-
-def versions(module: str) -> dict[str, str]:
+def _versions(module: str) -> dict[str, str]:
     """What decides a run's results: the package of the connector, and the host."""
     packages = metadata.packages_distributions()
     names = {name for root in (module.partition(".")[0], "vllm") for name in packages.get(root, ())}
     found = {name: metadata.version(name) for name in sorted(names)}
     return found | {"Python": platform.python_version()}
+
+
+def _begin(target: Target, seed: int) -> dict[str, Any]:
+    """The report of a run, without cases."""
+    name, versions = f"{target.module}:{target.name}", _versions(target.module)
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{name}, seed {seed}, {said}")
+    options = target.options
+    return {"connector": name, "options": options, "seed": seed, "versions": versions, "cases": []}
+
+
+def _add(report: dict[str, Any], rule: Rule, outcome: CaseOutcome) -> None:
+    """Add a case to the report, and print it, with the command that runs it again."""
+    config = ["--config", json.dumps(report["options"])] if report["options"] else []
+    words = [report["connector"], *config, "--seed", str(report["seed"]), "--case", rule.name]
+    replay, kept = f"{COMMAND} {shlex.join(words)}", rule.is_kept(outcome.verdict)
+    said = {"chapter": rule.chapter, "expects": rule.expects, "source": rule.source}
+    case = {"name": rule.name, **outcome._asdict(), "kept": kept, **said, "replay": replay}
+    report["cases"].append(case)
+    print(f"{outcome.verdict:11} {rule.name:22} {outcome.detail}".rstrip())
+    for note in outcome.notes:
+        print(f"{'':34} {note}")
+    if not kept:
+        print(f"{'':11}   rule:   {rule.expects} [{rule.source}]")
+        print(f"{'':11}   replay: {replay}", flush=True)
+
+
+def _as_junit(cases: list[dict[str, Any]]) -> str:
+    suite = ElementTree.Element("testsuite", name="kvferry.testing.connector")
+    for case in cases:
+        names = {"classname": case["chapter"], "name": case["name"]}
+        element = ElementTree.SubElement(suite, "testcase", names)
+        message = f"{case['verdict']}: {case['detail']}"
+        if case["verdict"] == "not run":
+            ElementTree.SubElement(element, "skipped", message=message)
+        elif not case["kept"]:
+            failure = ElementTree.SubElement(element, "failure", message=message)
+            failure.text = f"{case['expects']} [{case['source']}]\n{case['replay']}"
+    return ElementTree.tostring(suite, encoding="unicode")
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
@@ -124,7 +99,7 @@ def _read(given: argparse.Namespace) -> tuple[Target, int, list[Rule]]:
         if each not in rules:
             near = get_close_matches(each, rules, 1) or ["reuse"]
             raise ConfigError(f"there is no case {each!r}; did you mean {near[0]!r}?")
-    chosen = [rules[each] for each in given.case] if given.case else RULES
+    chosen = [rules[each] for each in given.case or rules]
     return Target(module, name, options), int(given.seed), chosen
 
 
@@ -138,19 +113,24 @@ def main(words: list[str]) -> int:
             started = runner.run_case(RULES[0])
             if started.verdict == "refused":
                 raise ConfigError(f"{target.name} does not start here: {started.detail}")
-            report = CaseReport(target, seed)
+            report = _begin(target, seed)
             if RULES[0] in rules or started.verdict != "right":
-                report.add(RULES[0], started)
+                _add(report, RULES[0], started)
             if started.verdict == "right":
-                runner.run([rule for rule in rules if rule is not RULES[0]], report.add)
+                rest = [rule for rule in rules if rule is not RULES[0]]
+                runner.run(rest, partial(_add, report))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.json:
-        given.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if given.junit:
-        given.junit.write_text(report.as_junit(), encoding="utf-8")
-    return report.end()
+        given.junit.write_text(_as_junit(report["cases"]), encoding="utf-8")
+    skipped = sum(case["verdict"] == "not run" for case in report["cases"])
+    broken = sum(not case["kept"] for case in report["cases"])
+    kept = len(report["cases"]) - broken - skipped
+    print(f"{kept} rules kept, {broken} broken, {skipped} not run here")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""KV whose every number is a function of all tokens before it, and the memory that holds it.
+"""Requests, and KV whose every number is a function of all tokens before it.
 
 A block that was left out, shifted, damaged or taken from another request holds other numbers, so a
 check names the token, layer and head where a connector went wrong.
@@ -6,13 +6,16 @@ check names the token, layer and head where a connector went wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 
+HEADS, HEAD_DIM, LAYERS = 2, 8, 2
+LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+_CONTENT = 2 * HEAD_DIM
 _PRIME = 2_147_483_629
 _MODULI = {"float32": 16_777_213, "bfloat16": 251}
 """By dtype: all smaller integers are exact in it."""
@@ -22,68 +25,101 @@ _MARKS = {
     -3.0: "KV computed from wrong KV",
 }
 UNWRITTEN, EMPTIED, SPOILED = _MARKS
-_MOST_HEADS = 8
 
 
-def layer_name(layer: int) -> str:
-    return f"model.layers.{layer}.self_attn.attn"
-
-
-class Group(NamedTuple):
-    """Layers with one block table. `window`: tokens that they see; None: all."""
-
-    layers: tuple[int, ...]
-    window: int | None
-
-
-class Shape(NamedTuple):
-    """The KV memory of one rank. `content`: numbers per token and head, K and V together.
-    `keys_across`: vLLM's CPU kernels keep the keys of a block transposed, then the values."""
-
-    groups: tuple[Group, ...]
-    num_blocks: int
-    block_size: int
-    num_heads: int
-    content: int
-    dtype: str
-    keys_across: bool
-
-    @property
-    def layers(self) -> range:
-        return range(sum(len(group.layers) for group in self.groups))
-
-
-@dataclass
-class RequestRow:
-    """A request as a model runner knows it.
-
-    Attributes:
-        identity: what decides KV besides tokens: model, salt, adapter, embeddings.
-        shown: numbers that stand for image content, by token position.
-        tables: block ids of each group.
-    """
+class Item(NamedTuple):
+    """An image of a prompt. Its tokens are all the same placeholder."""
 
     name: str
-    identity: str
-    tokens: list[int]
-    shown: Mapping[int, int] = field(default_factory=dict)
-    tables: tuple[list[int], ...] = ()
-    _seeds: list[int] = field(default_factory=list)
+    offset: int
+    length: int = 8
+
+
+class LoraAdapter(NamedTuple):
+    """A LoRA adapter. `content`: what its files hold."""
+
+    name: str
+    number: int
+    path: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request. `embeds`, the seed of prompt embeddings, replaces the tokens. `grows`: it is a
+    session that takes more tokens when it has answered."""
+
+    name: str
+    tokens: tuple[int, ...]
+    max_tokens: int = 1
+    salt: str | None = None
+    adapter: LoraAdapter | None = None
+    items: tuple[Item, ...] = ()
+    embeds: int | None = None
+    grows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How an engine runs."""
+
+    directory: str  # of the model
+    identity: str  # what decides the model's KV
+    block_size: int = 16
+    num_blocks: int = 64
+    budget: int = 512  # most tokens of a step
+    ranks: int = 1
+    in_flight: int = 1  # steps that are scheduled before the first one's results are in
+    runner: int = 1  # or 2: vLLM's model runners show steps differently
+    # Whether hooks are called around layers, even of a class that does not ask for piecewise
+    # graphs, and connectors see attention metadata. Replayed graphs have neither.
+    hooks: bool = True
+    attention_metadata: bool = True
+    late_rank: int = 0  # steps by which the last rank's reports of ended transfers come later
+    dtype: str = "float32"
+    windows: tuple[int | None, ...] = (None,) * LAYERS  # by layer: tokens that it sees; None: all
+
+    @property
+    def groups(self) -> dict[int | None, list[int]]:
+        """The layers of each block table, by their window."""
+        windows = dict.fromkeys(self.windows)
+        return {w: [i for i in range(LAYERS) if self.windows[i] == w] for w in windows}
+
+
+class Row:
+    """A request as an engine runs it, with a model of this identity."""
+
+    def __init__(self, ask: Ask, identity: str) -> None:
+        self.ask = ask
+        self.tokens = list(ask.tokens)  # all that the engine knows
+        self.said: list[int] = []  # the answer
+        self.reason: str | None = None  # why it ended
+        self.hits: list[int] = []  # tokens that the connector brought, by admission
+        self.tables: tuple[list[int], ...] = ()  # block ids of each group
+        self._shown = {
+            item.offset + place: place + int.from_bytes(item.name.encode()) + 1
+            for item in ask.items
+            for place in range(item.length)
+        }
+        decides = repr((identity, ask.salt, ask.adapter and ask.adapter.content, ask.embeds))
+        self._seeds = [int.from_bytes(blake2b(decides.encode(), digest_size=4).digest(), "little")]
+
+    @property
+    def hit(self) -> int:
+        return self.hits[0] if self.hits else 0
 
     def seeds(self, stop: int) -> list[int]:
         """A number for each of the first `stop` tokens that depends on all tokens up to it."""
-        before = blake2b(self.identity.encode(), digest_size=4).digest()
-        seed = self._seeds[-1] if self._seeds else int.from_bytes(before, "little")
-        for position in range(len(self._seeds), stop):
-            shown = 1_009 * self.shown.get(position, 0)
-            seed = (seed * 1_000_003 + 7_919 * self.tokens[position] + shown + 1) % _PRIME
-            self._seeds.append(seed)
-        return self._seeds[:stop]
+        for position in range(len(self._seeds) - 1, stop):
+            seed = self._seeds[-1] * 1_000_003 + 7_919 * self.tokens[position] + 1
+            self._seeds.append((seed + 1_009 * self._shown.get(position, 0)) % _PRIME)
+        return self._seeds[1 : stop + 1]
 
     def update(self, tokens: Sequence[int]) -> None:
         """Take the tokens that the engine knows now."""
-        if list(tokens[: len(self._seeds)]) != self.tokens[: len(self._seeds)]:
-            self._seeds.clear()
+        known = len(self._seeds) - 1
+        if list(tokens[:known]) != self.tokens[:known]:
+            del self._seeds[1:]
         self.tokens = list(tokens)
 
     def next_token(self, position: int) -> int:
@@ -93,10 +129,10 @@ class RequestRow:
         return self.tokens[position]
 
 
-class ComputedPart(NamedTuple):
+class Part(NamedTuple):
     """The tokens `[start, stop)` of a request, which a step computes."""
 
-    row: RequestRow
+    row: Row
     start: int
     stop: int
 
@@ -105,61 +141,54 @@ class Memory:
     """The KV tensors of one rank, `[blocks, heads, tokens, content]` per layer, and a copy of what
     they hold where no connector may write."""
 
-    def __init__(self, shape: Shape, rank: int) -> None:
-        self.shape, self.rank = shape, rank
-        size = (shape.num_blocks, shape.num_heads, shape.block_size, shape.content)
-        self._dtype = getattr(torch, shape.dtype)
+    def __init__(self, setup: Setup, rank: int, *, keys_across: bool) -> None:
+        """`keys_across`: keys of a block are transposed, then come the values, as vLLM's CPU
+        kernels keep them."""
+        self.rank, self._groups, self._size = rank, setup.groups, setup.block_size
+        self._heads = heads = HEADS // setup.ranks
+        self._dtype, self._modulus = getattr(torch, setup.dtype), _MODULI[setup.dtype]
+        shape = (setup.num_blocks, heads, self._size, _CONTENT)
         self.tensors = {
-            layer_name(i): torch.full(size, UNWRITTEN, dtype=self._dtype) for i in shape.layers
+            name: torch.full(shape, UNWRITTEN, dtype=self._dtype) for name in LAYER_NAMES
         }
         self._true = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        every = (len(shape.layers), _MOST_HEADS, shape.content)
-        factors = torch.randint(1, 1 << 30, every, generator=torch.Generator().manual_seed(1))
-        self._factors = factors[:, rank * shape.num_heads : (rank + 1) * shape.num_heads]
-        tokens, numbers = torch.arange(shape.block_size)[:, None], torch.arange(shape.content)
-        self._place = tokens * shape.content + numbers  # in a block and head
-        if shape.keys_across:
-            half = shape.content // 2
-            values = shape.block_size * half + tokens * half + numbers - half
-            self._place = torch.where(numbers < half, numbers * shape.block_size + tokens, values)
+        self._hidden: dict[str, torch.Tensor] = {}
+        source = torch.Generator().manual_seed(1)
+        factors = torch.randint(1, 1 << 30, (LAYERS, HEADS, _CONTENT), generator=source)
+        self._factors = factors[:, rank * heads : (rank + 1) * heads]
+        tokens, numbers = torch.arange(self._size)[:, None], torch.arange(_CONTENT)
+        self._place = tokens * _CONTENT + numbers  # in a block and head
+        if keys_across:
+            values = self._size * HEAD_DIM + tokens * HEAD_DIM + numbers - HEAD_DIM
+            self._place = torch.where(numbers < HEAD_DIM, numbers * self._size + tokens, values)
 
     def content(self, layer: int, seeds: Sequence[int]) -> torch.Tensor:
         """The right KV of tokens with these seeds, `[tokens, heads, content]`."""
         numbers = torch.tensor(seeds, dtype=torch.int64)[:, None, None] * self._factors[layer]
-        return (numbers % _PRIME % _MODULI[self.shape.dtype]).to(self._dtype)
+        return (numbers % _PRIME % self._modulus).to(self._dtype)
 
-    def _table(self, layer: int, row: RequestRow) -> tuple[list[int], int | None]:
-        for group, table in zip(self.shape.groups, row.tables, strict=True):
-            if layer in group.layers:
-                return table, group.window
-        raise IndexError(layer)
-
-    def compute(self, layer: int, part: ComputedPart, *, spoiled: bool) -> None:
+    def compute(self, layer: int, part: Part, *, spoiled: bool) -> None:
         """Write the KV of the part's tokens; if `spoiled`, numbers that no check accepts."""
-        where = self._slots(self._table(layer, part.row)[0], part.start, part.stop)
         values = self.content(layer, part.row.seeds(part.stop)[part.start :])
-        for tensor in (self.tensors[layer_name(layer)], self._true[layer_name(layer)]):
+        where = self._slots(self._table(layer, part.row)[1], part.start, part.stop)
+        for tensor in (self.tensors[LAYER_NAMES[layer]], self._true[LAYER_NAMES[layer]]):
             tensor.flatten(2)[where] = torch.full_like(values, SPOILED) if spoiled else values
 
-    def attend(self, layer: int, part: ComputedPart, rows: Iterable[RequestRow]) -> list[str]:
+    def attend(self, layer: int, part: Part, rows: Iterable[Row]) -> list[str]:
         """Read what the part's first token attends to in a layer. Return what is wrong; `rows`
         explain it."""
-        table, window = self._table(layer, part.row)
+        window, table = self._table(layer, part.row)
         first = 0 if window is None else max(0, part.start - window + 1)
-        where = self._slots(table, first, part.start)
-        found = self.tensors[layer_name(layer)].flatten(2)[where]
+        found = self.tensors[LAYER_NAMES[layer]].flatten(2)[self._slots(table, first, part.start)]
         right = self.content(layer, part.row.seeds(part.start)[first:])
-        bad: list[str] = []
-        for at, head in (found != right).any(-1).nonzero().tolist():
-            text = f"{part.row.name}, token {first + at}, layer {layer}, head {head}"
-            text += f", rank {self.rank}" if self.rank else ""
-            what = self._explain(layer, head, found[at, head], rows) if not bad else ""
-            bad.append(f"{text}: holds {what}")
-        return bad
+        rank = f", rank {self.rank}" if self.rank else ""
+        return [
+            f"{part.row.ask.name}, token {first + at}, layer {layer}, head {head}{rank}: holds "
+            + self._explain(layer, head, found[at, head], rows)
+            for at, head in (found != right).any(-1).nonzero().tolist()
+        ]
 
-    def _explain(
-        self, layer: int, head: int, found: torch.Tensor, rows: Iterable[RequestRow]
-    ) -> str:
+    def _explain(self, layer: int, head: int, found: torch.Tensor, rows: Iterable[Row]) -> str:
         for value, what in _MARKS.items():
             if bool((found == value).all()):
                 return what
@@ -167,7 +196,7 @@ class Memory:
             right = self.content(layer, row.seeds(len(row.tokens)))[:, head]
             same = (right == found).all(-1).nonzero().flatten()
             if len(same):
-                return f"the KV of token {int(same[0])} of {row.name}"
+                return f"the KV of token {int(same[0])} of {row.ask.name}"
         return "no KV of this layer, head and engine"
 
     def empty(self, blocks: Iterable[int]) -> None:
@@ -175,32 +204,32 @@ class Memory:
         for name, tensor in self.tensors.items():
             tensor[list(blocks)] = self._true[name][list(blocks)] = EMPTIED
 
-    def stray_writes(self, allowed: set[int]) -> set[int]:
+    def hide(self, blocks: list[int]) -> None:
+        """Empty blocks until `show`, to see who writes to them meanwhile."""
+        self._hidden = {name: tensor[blocks] for name, tensor in self.tensors.items()}
+        self.empty(blocks)
+
+    def show(self, blocks: list[int]) -> None:
+        for name, kept in self._hidden.items():
+            self.tensors[name][blocks] = self._true[name][blocks] = kept
+
+    def stray_writes(self, allowed: set[int]) -> list[int]:
         """Blocks that changed since the last call though the connector may not write them."""
         changed: set[int] = set()
         for name, tensor in self.tensors.items():
             differs = (tensor != self._true[name]).flatten(1).any(1)
             changed.update(differs.nonzero().flatten().tolist())
             self._true[name].copy_(tensor)
-        return changed - allowed
+        return sorted(changed - allowed)
 
-    def mark(self, blocks: Sequence[int]) -> None:
-        """Change the sign of blocks, to see who writes to them until `unmark`."""
-        for tensor in self.tensors.values():
-            tensor[list(blocks)] *= -1
+    def _table(self, layer: int, row: Row) -> tuple[int | None, list[int]]:
+        """The window of a layer, and a request's block table for it."""
+        groups = zip(self._groups.items(), row.tables, strict=True)
+        return next((window, table) for (window, layers), table in groups if layer in layers)
 
-    def unmark(self, blocks: Sequence[int]) -> list[int]:
-        """Change the sign back; return the blocks that were written meanwhile."""
-        written: set[int] = set()
-        for name, tensor in self.tensors.items():
-            differs = (tensor != -self._true[name]).flatten(1).any(1)
-            written.update(block for block in blocks if differs[block])
-            tensor[list(blocks)] = self._true[name][list(blocks)]
-        return sorted(written)
-
-    def _slots(self, table: Sequence[int], start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    def _slots(self, table: list[int], start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Indices of the numbers `[tokens, heads, content]` in `[blocks, heads, numbers]`."""
-        positions, size = torch.arange(start, stop), self.shape.block_size
-        blocks = torch.tensor(table, dtype=torch.int64)[positions // size]
-        heads = torch.arange(self.shape.num_heads)
-        return blocks[:, None, None], heads[:, None], self._place[positions % size][:, None]
+        positions = torch.arange(start, stop)
+        blocks = torch.tensor(table, dtype=torch.int64)[positions // self._size]
+        heads, places = torch.arange(self._heads), self._place[positions % self._size]
+        return blocks[:, None, None], heads[:, None], places[:, None]

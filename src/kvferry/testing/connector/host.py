@@ -1,4 +1,4 @@
-"""What the kit's two hosts have in common: requests, one rank's forward, a watch on look-ups.
+"""What the kit's two hosts have in common: a step of the ranks, and the eyes on look-ups.
 
 The scheduler is an engine's own (`vllm_host`, `own_host`); only the model is made up (`content`).
 """
@@ -7,306 +7,148 @@ The scheduler is an engine's own (`vllm_host`, `own_host`); only the model is ma
 
 from __future__ import annotations
 
-import os
+import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
 
-from kvferry.testing.connector.content import (
-    ComputedPart,
-    Group,
-    Memory,
-    RequestRow,
-    Shape,
-    layer_name,
-)
+import msgspec
 
-HEADS, HEAD_DIM, LAYERS = 2, 8, 2
+from kvferry.contract.driver import StepDriver
+from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.testing.connector.content import LAYER_NAMES, Ask, Memory, Part, Row, Setup
+from kvferry.v1.driven import Release, V1WorkerRole
+
 IDLE_SECONDS = 0.002
-KILLED = 91
-"""Exit status of a process that a case ended."""
+_ENDS = ("finished_sending", "finished_recving", "failed_recving")
+Verdict = Literal["right", "miss", "refused", "engine dead", "hangs", "wrong", "not run"]
 
 
-class RuleBrokenError(Exception):
-    """The connector gave wrong KV, or did what a host cannot live with."""
+class CaseEnd(Exception):
+    """A case shows something else than that all is right."""
 
-
-class MissedError(Exception):
-    """Nothing wrong, but nothing reused where the rule expects it."""
-
-
-class EngineDeadError(Exception):
-    """An exception of the connector, or of the scheduler about it, reached the engine."""
-
-
-class RefusedError(Exception):
-    """The connector, or the host for it, did not start in this configuration."""
-
-
-class NotHereError(Exception):
-    """This host, or this class, cannot do what the case needs."""
-
-
-class Item(NamedTuple):
-    """An image of a prompt. Its tokens are all the same placeholder."""
-
-    name: str
-    offset: int
-    length: int = 8
-
-
-class LoraAdapter(NamedTuple):
-    """A LoRA adapter. `content`: what its files hold."""
-
-    name: str
-    number: int
-    path: str
-    content: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A request. `embeds`, the seed of prompt embeddings, replaces the tokens. `grows`: it is a
-    session that takes more tokens when it has answered."""
-
-    name: str
-    tokens: tuple[int, ...]
-    max_tokens: int = 1
-    salt: str | None = None
-    adapter: LoraAdapter | None = None
-    items: tuple[Item, ...] = ()
-    embeds: int | None = None
-    grows: bool = False
-
-    def row(self, model: str) -> RequestRow:
-        """The request as a model runner sees it before it has blocks."""
-        content = self.adapter and self.adapter.content
-        shown = {
-            item.offset + place: place + int.from_bytes(item.name.encode()) + 1
-            for item in self.items
-            for place in range(item.length)
-        }
-        identity = repr((model, self.salt, content, self.embeds))
-        return RequestRow(self.name, identity, list(self.tokens), shown)
-
-
-@dataclass
-class Answer:
-    """What became of a request. `hits`: tokens that the connector brought, by admission; `reason`:
-    why it ended."""
-
-    ask: Ask
-    hits: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    reason: str | None = None
-
-    @property
-    def hit(self) -> int:
-        return self.hits[0] if self.hits else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """How a host runs.
-
-    Attributes:
-        directory: of the model; `identity` is what decides its KV.
-        budget: most tokens of a step.
-        in_flight: steps that are scheduled before the first one's results are in.
-        runner: 1 or 2: vLLM's model runners show steps differently.
-        hooks: whether hooks are called around layers, even of a class that does not ask for
-            piecewise graphs; replayed graphs call none.
-        attention_metadata: whether connectors see it; in replayed graphs there is none.
-        late_rank: steps by which the last rank's reports of ended transfers come later.
-        windows: by layer.
-    """
-
-    directory: str
-    identity: str
-    block_size: int = 16
-    num_blocks: int = 64
-    budget: int = 512
-    ranks: int = 1
-    in_flight: int = 1
-    runner: int = 1
-    hooks: bool = True
-    attention_metadata: bool = True
-    late_rank: int = 0
-    dtype: str = "float32"
-    windows: tuple[int | None, ...] = (None,) * LAYERS
-
-    def shape(self, *, keys_across: bool = False) -> Shape:
-        """The memory of one rank."""
-        groups = [
-            Group(tuple(i for i, each in enumerate(self.windows) if each == window), window)
-            for window in dict.fromkeys(self.windows)
-        ]
-        heads = HEADS // self.ranks
-        size = self.num_blocks, self.block_size
-        return Shape(tuple(groups), *size, heads, 2 * HEAD_DIM, self.dtype, keys_across)
-
-
-class LookupWatch:
-    """Stands between a host and its connector's scheduler half: checks what look-ups answer, notes
-    what is promised, and lets a case withhold answers.
-
-    Attributes:
-        hold: requests whose look-ups are answered "ask again".
-        wanted: by request, the hit without which "ask again" is answered while there is hope.
-        refuse: the host takes no hit.
-        waits: the last look-up was answered "ask again" in this hope, which ends in time.
-        around: entered around each look-up.
-        promised: blocks that the connector may write, by request.
-        after_promise: called once the connector knows where to load to.
-    """
-
-    def __init__(self, connector: Any, host: KitHost) -> None:
-        self.hold: set[str] = set()
-        self.wanted: dict[str, int] = {}
-        self.refuse = False
-        self.waits = False
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.promised: dict[str, set[int]] = {}
-        self.after_promise: Callable[[], None] = lambda: None
-        self._host = host
-        self._answers: dict[str, tuple[int, bool]] = {}  # local tokens, is the load async
-        self._lookup = connector.get_num_new_matched_tokens
-        self._update = connector.update_state_after_alloc
-        connector.get_num_new_matched_tokens = self.lookup
-        connector.update_state_after_alloc = self.update
-
-    def lookup(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        name = request.request_id
-        before = (list(request.all_token_ids), request.num_computed_tokens)
-        with self.around():
-            answer = self._lookup(request, num_local)
-        if before != (list(request.all_token_ids), request.num_computed_tokens):
-            raise RuleBrokenError("a look-up changed the request")
-        said = f"look-up of {name} ({request.num_tokens} tokens, {num_local} local): {answer}"
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise RuleBrokenError(f"{said}: not a pair of a count and whether it is async")
-        count, is_async = answer
-        hopes = count is not None and num_local + count < self.wanted.get(name, 0)
-        self.waits = hopes and self._host.is_hopeful()
-        if count is None or name in self.hold or self.waits:
-            return None, False
-        if count < 0:
-            raise RuleBrokenError(f"{said}: a negative count, which vLLM takes as it is")
-        if count == 0 and is_async:
-            raise EngineDeadError(f"{said}: vLLM asserts that an async load brings something")
-        if num_local + count > request.num_tokens - (0 if is_async else 1):
-            raise EngineDeadError(f"{said}: vLLM asserts that the prompt has so many tokens")
-        if not is_async and count % self._host.setup.block_size:
-            raise RuleBrokenError(f"{said}: ends within a block, so no failure can be reported")
-        self._answers[name] = num_local, bool(is_async)
-        return (0, False) if self.refuse else (count, bool(is_async))
-
-    def update(self, request: Any, blocks: Any, num_external: int) -> None:
-        name, size = request.request_id, self._host.setup.block_size
-        local, is_async = self._answers.get(name, (0, False))
-        if num_external:
-            first, last = local // size, -(-(local + num_external) // size)
-            tables = blocks.get_block_ids()
-            self.promised[name] = {b for table in tables for b in table[first:last]} - {0}
-            for memory in self._host.memories:
-                memory.empty(self.promised[name])
-            if self._host.marks_local_blocks and not is_async:
-                self._host.marked = sorted({b for t in tables for b in t[:first]} - {0})
-        if num_external or not is_async:  # else the second call after an async load
-            self._host.answers[name].hits.append(num_external)
-        if not num_external:
-            self._answers.pop(name, None)
-        self._update(request, blocks, num_external)
-        if num_external:
-            self.after_promise()
-
-    def is_loading(self) -> bool:
-        """Whether async loads are under way."""
-        return any(self._answers.get(name, (0, False))[1] for name in self.promised)
+    def __init__(self, verdict: Verdict, text: str) -> None:
+        super().__init__(text)
+        self.verdict = verdict
 
 
 class KitHost(ABC):
-    """An engine's scheduler with a connector and a made-up model.
-
-    Attributes:
-        answers, rows: by request name.
-        memories, worker_halves: by rank.
-        last_stats: what the connector reported last, if it was not empty.
-        is_hopeful: whether a look-up may still find more than now.
-        after_layer: called after each layer's hooks.
-        marks_local_blocks: whether blocks of local hits are watched while sync loads run.
-    """
+    """An engine's scheduler with a connector and a made-up model."""
 
     keys_across: ClassVar[bool] = False
 
-    def __init__(self, setup: Setup, *, has_hooks: bool) -> None:
-        self.setup = setup
-        self.answers: dict[str, Answer] = {}
-        self.rows: dict[str, RequestRow] = {}
-        shape = setup.shape(keys_across=self.keys_across)
-        self.memories = [Memory(shape, rank) for rank in range(setup.ranks)]
-        self.last_stats: Any = None
-        self.is_hopeful: Callable[[], bool] = lambda: False
-        self.after_layer: Callable[[], None] = lambda: None
-        self.marks_local_blocks = False
-        self.marked: list[int] = []
-        self.lost: set[int] = set()
-        self.has_hooks = has_hooks
-        self.watch: LookupWatch
-        self.scheduler_half: Any = None
-        self.worker_halves: list[Any] = []
-
-    # What cases do.
-
-    def add(self, ask: Ask) -> Answer:
-        """Queue a request, or more tokens of a session."""
-        answer = self.answers.setdefault(ask.name, Answer(ask))
-        self.rows.setdefault(ask.name, ask.row(self.setup.identity))
-        with self.blamed():
-            self._add(ask)
-        return answer
-
-    def step(self, count: int = 1) -> None:
-        """Run steps of the engine.
+    def __init__(self, connector: type[Any], options: dict[str, Any], setup: Setup) -> None:
+        """Build the engine and both halves.
 
         Raises:
-            RuleBrokenError, EngineDeadError: the connector's fault.
+            CaseEnd: "not run" if the engine does not run so, "refused" if the class raised.
         """
+        self.setup = setup
+        self.rows: dict[str, Row] = {}
+        self.memories = [
+            Memory(setup, rank, keys_across=self.keys_across) for rank in range(setup.ranks)
+        ]
+        self.promised: dict[str, frozenset[int]] = {}  # blocks that the connector may write
+        self.last_stats: Any = None  # what the connector reported last, if it was not empty
+        self.lost: set[int] = set()  # blocks that a preemption took; the next step overwrites them
+        # What cases may change.
+        self.hold: set[str] = set()  # requests whose look-ups are answered "ask again"
+        # By request, the hit without which "ask again" is answered while there is hope for more.
+        self.wanted: dict[str, int] = {}
+        self.is_hopeful: Callable[[], bool] = lambda: False
+        self.most = 1 << 30  # tokens that the host takes of a hit
+        self.repeats_reports = False  # whether the scheduler half gets each report twice
+        self.hides_local_blocks = False  # while sync loads run, to see who writes to them
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # each look-up
+        self.after_promise: Callable[[], object] = lambda: None
+        self.after_layer: Callable[[], object] = lambda: None
+        self._waits = False  # the last look-up was answered "ask again" in hope, which ends in time
+        self._hidden: list[int] = []
+        self._answers: dict[str, tuple[int, bool]] = {}  # local tokens, is the load async
+        self._starting: dict[str, frozenset[int]] = {}  # async loads of the next step
+        self._late = deque([dict.fromkeys(_ENDS, frozenset[str]())] * setup.late_rank)
+        self.scheduler_half: Any
+        self.worker_halves: list[Any] = []
+        with self.blamed("refused"):
+            self._has_hooks = connector.requires_piecewise_for_cudagraph(options) or setup.hooks
+            self._build(connector, options)
+            release: Release = getattr(connector, "written_for", "0.32")
+            roles = [V1WorkerRole(half, release=release) for half in self.worker_halves]
+            for role, memory in zip(roles, self.memories, strict=True):
+                self._be_rank(memory.rank)
+                role.register_kv_caches(dict(memory.tensors))
+            said = [half.get_handshake_metadata() for half in self.worker_halves]
+            if any(each is not None for each in said):
+                by_rank = {(0, rank): each for rank, each in enumerate(said)}
+                self.scheduler_half.set_xfer_handshake_metadata_pp_aware(by_rank)
+        self._drivers = [StepDriver(role, strict=True) for role in roles]
+        for name, watched in (
+            ("get_num_new_matched_tokens", self._lookup),
+            ("update_state_after_alloc", self._allocated),
+            ("update_connector_output", self._reported),
+        ):
+            setattr(self.scheduler_half, name, partial(watched, getattr(self.scheduler_half, name)))
+
+    # --- what cases do
+
+    def add(self, ask: Ask) -> Row:
+        """Queue a request, or more tokens of a session."""
+        row = self.rows.setdefault(ask.name, Row(ask, self.setup.identity))
+        with self.blamed():
+            self._add(ask)
+        return row
+
+    def step(self, count: int = 1) -> None:
+        """Run steps of the engine. Raises CaseEnd for what the connector did wrong."""
         for _ in range(count):
             with self.blamed():
                 has_tokens = self._step()
             if not has_tokens:
                 time.sleep(IDLE_SECONDS)
 
-    def abort(self, name: str) -> None:
-        if self.answers[name].reason is None:
+    def abort(self, row: Row) -> None:
+        if row.reason is None:
             with self.blamed():
-                self._abort(name)
-            self.answers[name].reason = "abort"
+                self._abort(row.ask.name)
+            row.reason = "abort"
+
+    def preempt(self) -> None:
+        """Take the blocks of all running requests."""
+        rows = [row for row in self.rows.values() if row.reason is None]
+        self.lost = {block for row in rows for table in row.tables for block in table}
+        with self.blamed():
+            self._preempt()
 
     def run(self, max_steps: int = 6_000) -> None:
         """Step until every request has ended and nothing is under way."""
         while self.is_busy():
-            self.watch.waits = False
+            self._waits = False
             self.step()
-            max_steps -= not self.watch.waits
+            max_steps -= not self._waits
             if not max_steps:
-                names = [name for name, answer in self.answers.items() if answer.reason is None]
+                names = [name for name, row in self.rows.items() if row.reason is None]
                 waits = f"requests {names}" if names else "an end that the connector must report"
-                raise RuleBrokenError(f"the engine steps for ever, waiting for {waits}")
+                raise CaseEnd("wrong", f"the engine steps for ever, waiting for {waits}")
         leaked = self.setup.num_blocks - 1 - len(self.free_blocks())
         if leaked:
-            raise RuleBrokenError(f"{leaked} blocks are held though no request is left")
-        for answer in self.answers.values():
-            if answer.reason == "length" and not answer.ask.grows:
-                row = answer.ask.row(self.setup.identity)
-                start = len(row.tokens)
-                right = [row.next_token(start + i) for i in range(answer.ask.max_tokens)]
-                if answer.tokens != right:
-                    raise RuleBrokenError(f"{row.name} got tokens {answer.tokens}, not {right}")
+            raise CaseEnd("wrong", f"{leaked} blocks are held though no request is left")
+        for row in self.rows.values():
+            if row.reason == "length" and not row.ask.grows:
+                again, start = Row(row.ask, self.setup.identity), len(row.ask.tokens)
+                right = [again.next_token(start + i) for i in range(row.ask.max_tokens)]
+                if row.said != right:
+                    said = f"{row.ask.name} got tokens {row.said}, not {right}"
+                    raise CaseEnd("wrong", said)
+
+    def is_loading(self) -> bool:
+        """Whether async loads are under way."""
+        return any(self._answers.get(name, (0, False))[1] for name in self.promised)
 
     def close(self) -> None:
         """Shut both halves of the connector down."""
@@ -315,67 +157,139 @@ class KitHost(ABC):
                 half.shutdown()
 
     @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Turn exceptions of what is run inside into the end of the engine."""
+    def blamed(self, verdict: Verdict = "engine dead") -> Iterator[None]:
+        """Turn exceptions of what is run inside into the end of the case."""
         try:
             yield
-        except (RuleBrokenError, EngineDeadError, NotHereError):
+        except CaseEnd:
             raise
         except Exception as error:
-            raise EngineDeadError(describe(error)) from error
+            raise CaseEnd(verdict, describe(error)) from error
 
-    # A step.
+    # --- between the scheduler and the connector
 
-    def forward(
-        self,
-        memory: Memory,
-        parts: Sequence[ComputedPart],
-        wait: Callable[[str], Any],
-        save: Callable[[str, Any], Any],
-    ) -> list[str]:
-        """Compute the parts of a step on one rank. `wait` and `save` are the layer hooks."""
-        found: list[str] = []
-        rewritten = memory.unmark(self.marked)
-        if rewritten:
-            raise RuleBrokenError(f"a load wrote blocks {rewritten} of a local hit")
+    def _lookup(self, ask: Any, request: Any, num_local: int) -> tuple[int | None, bool]:
+        name = request.request_id
+        before = (list(request.all_token_ids), request.num_computed_tokens)
+        with self.around():
+            answer = ask(request, num_local)
+        if before != (list(request.all_token_ids), request.num_computed_tokens):
+            raise CaseEnd("wrong", "a look-up changed the request")
+        said = f"look-up of {name} ({request.num_tokens} tokens, {num_local} local): {answer}"
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise CaseEnd("wrong", f"{said}: not a pair of a count and whether it is async")
+        count, is_async = answer
+        hopes = count is not None and num_local + count < self.wanted.get(name, 0)
+        self._waits = hopes and self.is_hopeful()
+        if count is None or name in self.hold or self._waits:
+            return None, False
+        if count < 0:
+            raise CaseEnd("wrong", f"{said}: a negative count, which vLLM takes as it is")
+        if count == 0 and is_async:
+            raise CaseEnd("engine dead", f"{said}: vLLM asserts that async loads are not empty")
+        if num_local + count > request.num_tokens - (0 if is_async else 1):
+            raise CaseEnd("engine dead", f"{said}: vLLM asserts that the prompt has so many tokens")
+        if not is_async and count % self.setup.block_size:
+            raise CaseEnd("wrong", f"{said}: ends within a block, so no failure can be reported")
+        count = min(count, self.most)
+        self._answers[name] = num_local, bool(is_async and count)
+        return count, bool(is_async and count)
+
+    def _allocated(self, tell: Any, request: Any, blocks: Any, num_external: int) -> None:
+        name, size = request.request_id, self.setup.block_size
+        local, is_async = self._answers.get(name, (0, False))
+        if num_external:
+            first, last = local // size, -(-(local + num_external) // size)
+            tables = blocks.get_block_ids()
+            self.promised[name] = frozenset(b for t in tables for b in t[first:last]) - {0}
+            for memory in self.memories:
+                memory.empty(self.promised[name])
+            if is_async:
+                self._starting[name] = self.promised[name]
+            elif self.hides_local_blocks:
+                self._hidden = sorted({b for t in tables for b in t[:first]} - {0})
+        if num_external or not is_async:  # else the second call after an async load
+            self.rows[name].hits.append(num_external)
+        if not num_external:
+            self._answers.pop(name, None)
+        tell(request, blocks, num_external)
+        if num_external:
+            self.after_promise()
+
+    def _reported(self, tell: Any, output: Any) -> None:
+        tell(output)
+        if self.repeats_reports:
+            tell(replace(output, kv_connector_stats=None, kv_connector_worker_meta=None))
+
+    # --- a step of the ranks
+
+    def step_ranks(
+        self, parts: Sequence[Part], plan: Plan, finished: Collection[str], *, late: bool = False
+    ) -> list[WorkerOutput]:
+        """Compute the parts of a step on all ranks; return their reports. `late`: loads start after
+        the forward."""
+        found, outputs, message = list[str](), [], pickle.dumps(plan)
+        for memory, driver in zip(self.memories, self._drivers, strict=True):
+            self._be_rank(memory.rank)
+            memory.hide(self._hidden)
+            driver.begin(pickle.loads(message))
+            if not late:
+                driver.start_load()
+            found += self._forward(memory, parts)
+            if late:
+                driver.start_load()
+            driver.save()
+            outputs.append(driver.finish(finished))
+        # After a failure was reported, later KV is wrong, too.
+        if found and not any(output.invalid_block_ids for output in outputs):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise CaseEnd("wrong", found[0] + more)
+        for memory in self.memories:
+            self._check_writes(memory)
+        self.lost, self._hidden, self._starting = set(), [], {}
+        if self._late:
+            *_, last = outputs
+            self._late.append({name: getattr(last, name) for name in _ENDS})
+            outputs[-1] = msgspec.structs.replace(last, **self._late.popleft())
+        return outputs
+
+    def _forward(self, memory: Memory, parts: Sequence[Part]) -> list[str]:
         self._check_writes(memory)
+        memory.show(self._hidden)
         memory.empty(self.lost & self.free_blocks())
-        for layer in memory.shape.layers if parts else ():
-            if self.has_hooks:
-                wait(layer_name(layer))
+        driver, found = self._drivers[memory.rank], list[str]()
+        for layer, name in enumerate(LAYER_NAMES if parts else ()):
+            if self._has_hooks:
+                driver.wait_for_layer_load(name)
             for part in parts:
                 bad = memory.attend(layer, part, self.rows.values())
                 found += bad
                 memory.compute(layer, part, spoiled=bool(bad))
-            if self.has_hooks:
-                save(layer_name(layer), memory.tensors[layer_name(layer)])
+            if self._has_hooks:
+                driver.save_layer(name, memory.tensors[name], SimpleNamespace())
             self.after_layer()
         return found
 
-    def judge(self, found: Sequence[str], invalid: set[int]) -> None:
-        """Raise RuleBrokenError for wrong KV of which no failure was reported, or blocks that the
-        connector wrote without leave. After a failure was reported, later KV is wrong, too."""
-        if found and not invalid:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise RuleBrokenError(found[0] + more)
-        for memory in self.memories:
-            self._check_writes(memory)
-        self.lost = set()
-
     def _check_writes(self, memory: Memory) -> None:
-        stray = memory.stray_writes({0}.union(*self.watch.promised.values()))
+        stray = memory.stray_writes({0}.union(*self.promised.values()))
         if stray:
-            raise RuleBrokenError(f"the connector wrote to blocks {sorted(stray)} unasked")
+            raise CaseEnd("wrong", f"the connector wrote to blocks {stray} unasked")
 
-    def end_step(self, arrived: Iterable[str], stats: Any) -> None:
+    def end_step(self, parts: Iterable[Part], loaded: Iterable[str], stats: Any) -> None:
         """Call when all ranks have reported: loads of these requests are over."""
-        self.marked = []
-        for name in arrived:
-            self.watch.promised.pop(name, None)
+        for name in (*(part.row.ask.name for part in parts), *loaded):
+            self.promised.pop(name, None)
         if stats is not None and not stats.is_empty():
             self.last_stats = stats
 
-    # What the hosts differ in.
+    # --- what the hosts differ in
+
+    @abstractmethod
+    def _build(self, connector: type[Any], options: dict[str, Any]) -> None:
+        """Set `scheduler_half` and `worker_halves`."""
+
+    def _be_rank(self, rank: int) -> None:  # noqa: B027 - one of them needs it
+        """Calls that follow are a rank's."""
 
     @abstractmethod
     def is_busy(self) -> bool: ...
@@ -386,13 +300,6 @@ class KitHost(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
-
-    def preempt(self) -> None:
-        """Take the blocks of all running requests. The next step overwrites them."""
-        rows = [self.rows[name] for name, answer in self.answers.items() if answer.reason is None]
-        self.lost = {block for row in rows for table in row.tables for block in table}
-        with self.blamed():
-            self._preempt()
 
     @abstractmethod
     def _add(self, ask: Ask) -> None: ...
@@ -406,11 +313,6 @@ class KitHost(ABC):
     @abstractmethod
     def _step(self) -> bool:
         """Returns whether there was something to compute."""
-
-
-def die() -> NoReturn:
-    """End this process as a crash would, without any clean-up."""
-    os._exit(KILLED)
 
 
 def describe(error: BaseException) -> str:

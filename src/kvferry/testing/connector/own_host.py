@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
-from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.request import EngineStep, Request
 from kvferry.engine.scheduler import Scheduler
-from kvferry.testing.connector.content import ComputedPart
-from kvferry.testing.connector.host import (
-    Ask,
-    KitHost,
-    LookupWatch,
-    NotHereError,
-    RefusedError,
-    Setup,
-    describe,
-)
+from kvferry.testing.connector.content import Ask, Part
+from kvferry.testing.connector.host import CaseEnd, KitHost
 from kvferry.types import ExtraKeys
-from kvferry.v1.driven import Release, V1SchedulerRole, V1WorkerRole, v1_config
+from kvferry.v1.driven import V1SchedulerRole, v1_config
 from kvferry.v1.types import KVConnectorRole
 
 
@@ -49,51 +38,32 @@ class OwnHost(KitHost):
     A class attribute `written_for` of the connector names its release, see `kvferry.v1.Release`.
     """
 
-    def __init__(self, connector: type[Any], options: dict[str, Any], setup: Setup) -> None:
-        """Build both halves.
-
-        Raises:
-            NotHereError: the embedded engine does not do what `setup` asks for.
-            RefusedError: the class raised.
-        """
-        if setup.in_flight > 1 or setup.runner > 1 or not setup.attention_metadata:
-            raise NotHereError("the embedded engine has no such steps")
-        if len(setup.shape().groups) > 1:
-            raise NotHereError("the embedded engine has one block table")
-        piecewise = connector.requires_piecewise_for_cudagraph(options)
-        super().__init__(setup, has_hooks=piecewise or setup.hooks)
-        release: Release = getattr(connector, "written_for", "0.32")
-        try:
-            self.scheduler_half, *self.worker_halves = self._halves(connector, options)
-            self._workers = [V1WorkerRole(half, release=release) for half in self.worker_halves]
-            for worker, memory in zip(self._workers, self.memories, strict=True):
-                worker.register_kv_caches(dict(memory.tensors))
-        except Exception as error:
-            raise RefusedError(describe(error)) from error
-        self.watch = LookupWatch(self.scheduler_half, self)
-        self._pool = BlockPool(setup.num_blocks)
-        config = EngineConfig(block_size=setup.block_size, max_batched_tokens=setup.budget)
-        self._scheduler = _PreemptingScheduler(
-            config, self._pool, V1SchedulerRole(self.scheduler_half)
-        )
-        self._drivers = [StepDriver(worker, strict=True) for worker in self._workers]
-        self._fold = WorkerOutputFold(setup.ranks)
-        self._requests: dict[str, Request] = {}
-
-    def _halves(self, connector: type[Any], options: dict[str, Any]) -> list[Any]:
+    def _build(self, connector: type[Any], options: dict[str, Any]) -> None:
         setup = self.setup
-        config = v1_config(block_size=setup.block_size, options=options, model=setup.directory)
-        config.model_config.dtype = setup.dtype
+        if setup.in_flight > 1 or setup.runner > 1 or not setup.attention_metadata:
+            raise CaseEnd("not run", "the embedded engine has no such steps")
+        if len(setup.groups) > 1:
+            raise CaseEnd("not run", "the embedded engine has one block table")
+        config = v1_config(
+            block_size=setup.block_size, options=options, model=setup.directory, dtype=setup.dtype
+        )
         config.parallel_config.tensor_parallel_size = setup.ranks
         config.parallel_config.world_size = setup.ranks
         takes_groups = "kv_cache_config" in inspect.signature(connector).parameters
         groups = {"kv_cache_config": None} if takes_groups else {}
-        halves = [connector(config, KVConnectorRole.SCHEDULER, **groups)]
+        self.scheduler_half = connector(config, KVConnectorRole.SCHEDULER, **groups)
         for rank in range(setup.ranks):
             of_rank = deepcopy(config)
             of_rank.parallel_config.rank = rank
-            halves.append(connector(of_rank, KVConnectorRole.WORKER, **groups))
-        return halves
+            self.worker_halves.append(connector(of_rank, KVConnectorRole.WORKER, **groups))
+        self._pool = BlockPool(setup.num_blocks)
+        self._scheduler = _PreemptingScheduler(
+            EngineConfig(block_size=setup.block_size, max_batched_tokens=setup.budget),
+            self._pool,
+            V1SchedulerRole(self.scheduler_half),
+        )
+        self._fold = WorkerOutputFold(setup.ranks)
+        self._requests: dict[str, Request] = {}
 
     def is_busy(self) -> bool:
         return self._scheduler.has_work()
@@ -109,7 +79,7 @@ class OwnHost(KitHost):
 
     def _add(self, ask: Ask) -> None:
         if ask.adapter or ask.items or ask.embeds is not None or ask.grows:
-            raise NotHereError("the embedded engine serves plain text alone")
+            raise CaseEnd("not run", "the embedded engine serves plain text alone")
         most = len(ask.tokens) + ask.max_tokens
         request = Request(ask.name, list(ask.tokens), max_total_tokens=most)
         request.extra_keys = ExtraKeys(cache_salt=ask.salt)
@@ -126,22 +96,15 @@ class OwnHost(KitHost):
             row, start = self.rows[entry.request.request_id], entry.num_computed_tokens
             row.update(entry.request.all_token_ids)
             row.tables = (list(entry.request.block_ids),)
-            parts.append(ComputedPart(row, start, start + entry.num_scheduled_tokens))
-        found: list[str] = []
-        for worker, driver, memory in zip(self._workers, self._drivers, self.memories, strict=True):
-            memory.mark(self.marked)
-            with driver.step(pickle.loads(pickle.dumps(step.plan)), step.finished_request_ids):
-                save = partial(worker.save_layer, attn_metadata=None)
-                found += self.forward(memory, parts, worker.wait_for_layer_load, save)
-        output = self._fold.fold([driver.output for driver in self._drivers])
-        self.judge(found, set(output.invalid_block_ids))
-        self.end_step(output.finished_recving | {part.row.name for part in parts}, None)
+            parts.append(Part(row, start, start + entry.num_scheduled_tokens))
+        output = self._fold.fold(self.step_ranks(parts, step.plan, step.finished_request_ids))
+        self.end_step(parts, output.finished_recving, None)
         self._scheduler.update(step, output, self._sample)
         for name, request in self._requests.items():
             if request.outcome is not None:
-                answer = self.answers[name]
-                answer.reason = answer.reason or str(request.outcome.reason)
-                answer.tokens = list(request.all_token_ids[request.num_prompt_tokens :])
+                row = self.rows[name]
+                row.reason = row.reason or str(request.outcome.reason)
+                row.said = list(request.all_token_ids[request.num_prompt_tokens :])
         return bool(parts)
 
     def _sample(self, request: Request) -> int:

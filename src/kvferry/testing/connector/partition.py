@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
+from kvferry.testing.connector.content import Ask, Item
+from kvferry.testing.connector.lab import Lab
+from kvferry.testing.connector.rules import Case, Changes, Table, flags, restarted
 
-from kvferry.testing.connector.host import Ask, Item, MissedError
-from kvferry.testing.connector.lab import PLACEHOLDER, Lab
-from kvferry.testing.connector.rules import Case, restarted
 
-_UNHASHED = "[vllm#53194: no block hash covers it]"
-TABLE: dict[str, tuple[str, Case]] = {
-    name: (f"{expects} {_UNHASHED}", restarted(first, second))
+def _store(lab: Lab, ask: Ask) -> None:
+    """Store a prompt. The first time may be a miss: an adapter may have to be read first."""
+    with lab.unless("miss"):
+        lab.store_prompt(ask)
+    lab.store_prompt(lab.again(ask))
+
+
+def _apart(stored: Changes, *others: Changes) -> Case:
+    """A case: a prompt is stored with inputs besides its tokens; no other one, which has others,
+    may be given its KV."""
+
+    @flags(may=("miss",))
+    def case(lab: Lab) -> None:
+        def inputs(changes: Changes) -> Changes:
+            adapter = changes.get("adapter")
+            return {**changes, "adapter": lab.adapter(*adapter)} if adapter else changes
+
+        lab.start()
+        ask = lab.ask(69 if stored.keys() <= {"salt", "adapter"} else (0,) * 69, **inputs(stored))
+        try:
+            _store(lab, ask)
+        finally:
+            for changes in others:
+                lab.forget()
+                with lab.during(f"after {stored}, with {changes}"):
+                    lab.serve(lab.again(ask, **inputs(changes)))
+
+    return case
+
+
+TABLE: Table = (
+    *((name, f"{expects} [vllm#53194: no block hash covers it]", restarted(first, second))
     for name, expects, first, second in (
         ("weights", "Other weights of the same shape share nothing.", {}, {"model": "weights"}),
         ("rope", "Another base of the rotary embedding shares nothing.", {}, {"model": "rope"}),
@@ -20,57 +47,26 @@ TABLE: dict[str, tuple[str, Case]] = {
          {"model": "narrow"}),
         ("block_size", "Another block size gets right KV or none.", {}, {"block_size": 32}),
         ("number_of_ranks", "Another number of ranks gets right KV or none.", {}, {"ranks": 2}),
-    )
-}  # fmt: skip
-FLAGS: dict[str, dict[str, Any]] = {
-    **{name: {"may": ("miss", "refused"), "parts": 2} for name in (*TABLE, "lora_version")},
-    "salt": {"may": ("miss",)},
-    "lora": {"may": ("miss",)},
-    "prompt_embeddings": {"may": ("miss",)},
-    "images": {"may": ("miss",)},
-    "image_names": {"may": ("miss",)},
-}
+    )),
+    *((name, f"{expects} [kv_cache_utils.py{more}]", _apart(*inputs))
+    for name, expects, more, *inputs in (
+        ("salt", "Requests with other salts, or none, share nothing.", "; vllm#53495",
+         {"salt": "a"}, {"salt": "b"}, {"salt": None}),
+        ("lora", "An adapter's KV is not the base model's, nor another adapter's.", "; vllm#53495",
+         {"adapter": ("one", "first")}, {"adapter": None}, {"adapter": ("two", "second", 2)}),
+        ("prompt_embeddings", "Prompt embeddings share nothing with others.", "; vllm#53495",
+         {"embeds": 1}, {"embeds": 2}),
+        ("images", "An image shares nothing with others, nor with itself elsewhere.", "",
+         {"items": (Item("aa", 4),)}, {"items": (Item("bb", 4),)}, {"items": (Item("aa", 20),)},
+         {"items": ()}),
+        ("image_names", "Two images share nothing with two others whose names join to the "
+         "same text.", "",
+         {"items": (Item("ab", 4), Item("c", 20))}, {"items": (Item("a", 4), Item("bc", 20))}),
+    )),
+)  # fmt: skip
 
 
-def _apart(lab: Lab, stored: Ask, *others: tuple[str, Ask]) -> None:
-    """Store a prompt; no other one may be given its KV. MissedError if it is not reused at all,
-    even the second time: an adapter may have to be read first."""
-    try:
-        with suppress(MissedError):
-            lab.store_prompt(stored)
-            return
-        lab.store_prompt(lab.again(stored))
-    finally:
-        for what, other in others:
-            lab.forget()
-            with lab.during(what):
-                lab.serve(other)
-
-
-def salt(lab: Lab) -> None:
-    """Requests with other salts, or none, share nothing. [kv_cache_utils.py; vllm#53495]"""
-    lab.start()
-    stored = lab.ask(69, salt="a")
-    others = (
-        ("another salt", lab.again(stored, salt="b")),
-        ("no salt", lab.again(stored, salt=None)),
-    )
-    _apart(lab, stored, *others)
-
-
-def lora(lab: Lab) -> None:
-    """An adapter's KV is not the base model's, nor another adapter's. [kv_cache_utils.py;
-    vllm#53495]"""
-    one, two = lab.adapter("one", "first"), lab.adapter("two", "second", number=2)
-    lab.start()
-    stored = lab.ask(69, adapter=one)
-    others = (
-        ("no adapter", lab.again(stored, adapter=None)),
-        ("another", lab.again(stored, adapter=two)),
-    )
-    _apart(lab, stored, *others)
-
-
+@flags(may=("miss", "refused"), parts=2)
 def lora_version(lab: Lab) -> None:
     """An adapter that was trained on, at the same path, shares nothing with its former self.
     [vllm#53194]"""
@@ -78,34 +74,6 @@ def lora_version(lab: Lab) -> None:
     lab.start()
     ask = lab.ask(69, adapter=adapter)
     if lab.part == 0:
-        _apart(lab, ask)
+        _store(lab, ask)
     else:
         lab.expect_none(ask, "the adapter's next version")
-
-
-def prompt_embeddings(lab: Lab) -> None:
-    """Prompt embeddings share nothing with others. [kv_cache_utils.py; vllm#53495]"""
-    lab.start()
-    stored = lab.ask((0,) * 69, embeds=1)
-    _apart(lab, stored, ("other embeddings", lab.again(stored, embeds=2)))
-
-
-def images(lab: Lab) -> None:
-    """An image shares nothing with others, nor with itself elsewhere. [kv_cache_utils.py]"""
-    lab.start()
-    stored = lab.ask((PLACEHOLDER,) * 69, items=(Item("aa", 4),))
-    others = [
-        ("another image", lab.again(stored, items=(Item("bb", 4),))),
-        ("the image elsewhere", lab.again(stored, items=(Item("aa", 20),))),
-        ("no image", lab.again(stored, items=())),
-    ]
-    _apart(lab, stored, *others)
-
-
-def image_names(lab: Lab) -> None:
-    """Two images share nothing with two others whose names join to the same text.
-    [kv_cache_utils.py]"""
-    lab.start()
-    stored = lab.ask((PLACEHOLDER,) * 69, items=(Item("ab", 4), Item("c", 20)))
-    other = lab.again(stored, items=(Item("a", 4), Item("bc", 20)))
-    _apart(lab, stored, ("images whose names join alike", other))

@@ -11,7 +11,6 @@ import resource
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,35 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.errors import ConfigError
 from kvferry.testing.connector import RULES
-from kvferry.testing.connector.host import (
-    KILLED,
-    EngineDeadError,
-    MissedError,
-    NotHereError,
-    RefusedError,
-    RuleBrokenError,
-    describe,
-)
+from kvferry.testing.connector.faults import KILLED
+from kvferry.testing.connector.host import CaseEnd, Verdict, describe
 from kvferry.testing.connector.lab import Lab, write_models
-from kvferry.testing.connector.rules import Rule, Verdict
+from kvferry.testing.connector.rules import Rule
 
 _CLOCK_SECONDS = 0.1
 """Until processes that start are younger than the models, by clocks that count in hundredths."""
 
 MEMORY_BYTES = 3 << 30
 """What a part may use beyond what it starts with."""
-
-_VERDICTS: dict[type[Exception], Verdict] = {
-    RuleBrokenError: "wrong",
-    MissedError: "miss",
-    EngineDeadError: "engine dead",
-    MemoryError: "engine dead",
-    RefusedError: "refused",
-    NotHereError: "not run",
-    ConfigError: "refused",
-}
 
 
 @dataclass(frozen=True)
@@ -62,22 +43,17 @@ class Target:
     options: dict[str, Any] = field(default_factory=dict)
 
     def load(self) -> type[Any]:
-        """Import the class.
-
-        Raises:
-            ConfigError: it cannot be imported, or is no V1 connector.
-        """
+        """Import the class. Raises CaseEnd ("refused") if that fails, or it is no V1 connector."""
         try:
             found = getattr(importlib.import_module(self.module), self.name)
         except AttributeError as error:
-            raise ConfigError(f"{self.module} has no {self.name}") from error
+            raise CaseEnd("refused", f"{self.module} has no {self.name}") from error
         except Exception as error:
-            raise ConfigError(f"cannot import {self.module}: {describe(error)}") from error
+            said = f"cannot import {self.module}: {describe(error)}"
+            raise CaseEnd("refused", said) from error
         if "KVConnectorBase_V1" not in [base.__name__ for base in getattr(found, "__mro__", ())]:
-            raise ConfigError(
-                f"{self.name} is no V1 connector: it inherits neither from vLLM's "
-                "KVConnectorBase_V1 nor from that of kvferry.v1"
-            )
+            said = "inherits neither from vLLM's KVConnectorBase_V1 nor from that of kvferry.v1"
+            raise CaseEnd("refused", f"{self.name} is no V1 connector: it {said}")
         return found  # type: ignore[no-any-return]
 
 
@@ -89,34 +65,30 @@ class CaseOutcome(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Places(NamedTuple):
-    """Directories of a case, and of the models that all cases run."""
-
-    case: Path
-    models: Path
-
-
 class Limits(NamedTuple):
-    """Seconds: after which a part hangs; and for which a look-up waits while nothing changes."""
+    """Seconds."""
 
-    part: float = 40.0
-    patience: float = 2.0
-
-
-_LIMITS = Limits()
+    part: float = 40.0  # after which a part hangs
+    patience: float = 2.0  # for which a look-up waits while nothing changes
 
 
-# --- in the child ---------------------------------------------------------------------------------
+class _Job(NamedTuple):
+    """A part of a case."""
+
+    target: Target
+    rule: str
+    part: int
+    seed: int
+    directory: Path
+    models: Path
+    patience: float
 
 
-def _child(
-    target: Target, case: tuple[str, int, int], places: Places, limits: Limits, pipe: Connection
-) -> None:
+def _child(job: _Job, pipe: Connection) -> None:
     os.setsid()
     os.umask(0o022)
-    log = os.open(places.case / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     pages = Path("/proc/self/statm")
     if pages.exists():
         most = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
@@ -124,42 +96,33 @@ def _child(
     torch.set_num_threads(1)
     notes: list[str] = []
     try:
-        _run(target, case, places, limits.patience, notes)
+        _run(job, notes)
         outcome = CaseOutcome("right", "", tuple(notes))
-    except tuple(_VERDICTS) as error:
-        with suppress(OSError):  # in a case of a full disk, the log's is full, too
-            traceback.print_exc()
-        verdict = next(v for kind, v in _VERDICTS.items() if isinstance(error, kind))
+    except (CaseEnd, MemoryError) as error:
+        verdict: Verdict = error.verdict if isinstance(error, CaseEnd) else "engine dead"
         outcome = CaseOutcome(verdict, str(error) or describe(error), tuple(notes))
     pipe.send(outcome)
     pipe.close()
     os._exit(0)  # whatever threads there are
 
 
-def _run(
-    target: Target, case: tuple[str, int, int], places: Places, patience: float, notes: list[str]
-) -> None:
-    name, part, seed = case
-    rule = next(each for each in RULES if each.name == name)
-    connector = target.load()
+def _run(job: _Job, notes: list[str]) -> None:
+    rule = next(each for each in RULES if each.name == job.rule)
+    connector, options = job.target.load(), job.target.options
     is_vllms = any(base.__module__.startswith("vllm.") for base in connector.__mro__)
     kind, host = ("VllmHost", "vllm_host") if is_vllms else ("OwnHost", "own_host")
-    module = importlib.import_module(f"kvferry.testing.connector.{host}")
-    make, options = getattr(module, kind), target.options
-    lab = Lab(connector, options, make, places.case, places.models, seed, part, patience, notes)
-    if rule.needs_files and not lab.keeps_files:
-        raise NotHereError("the options name no directory: write {dir} where it belongs")
+    make = getattr(importlib.import_module(f"kvferry.testing.connector.{host}"), kind)
+    lab = Lab(connector, options, make, *job[4:6], job.seed, job.part, job.patience, notes)
+    if rule.chapter == "faults" and "{dir}" not in str(options):
+        raise CaseEnd("not run", "the options name no directory: write {dir} where it belongs")
     rule.run(lab)
     lab.close()
-
-
-# --- in the parent --------------------------------------------------------------------------------
 
 
 class Runner:
     """Runs cases of one connector. A context manager."""
 
-    def __init__(self, target: Target, seed: int = 0, limits: Limits = _LIMITS) -> None:
+    def __init__(self, target: Target, seed: int = 0, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
         self._target, self._seed, self._limits = target, seed, limits
         self._models = tempfile.TemporaryDirectory(prefix="kv-models-")
         # Before any process starts: a connector may refuse weights that change under it.
@@ -185,37 +148,37 @@ class Runner:
 
     def run_case(self, rule: Rule) -> CaseOutcome:
         """Run the parts of a case over one directory, until one shows something."""
-        outcome, notes = CaseOutcome("right"), list[str]()
+        verdict, detail, notes = CaseOutcome("right")
         with tempfile.TemporaryDirectory(prefix="kv-", ignore_cleanup_errors=True) as path:
             for part in range(rule.parts):
-                outcome = self._run_part(rule, part, Path(path))
-                notes += outcome.notes
-                if outcome.verdict != "right":
+                job = _Job(self._target, rule.name, part, self._seed, Path(path),
+                           Path(self._models.name), self._limits.patience)  # fmt: skip
+                verdict, detail, more = self._run_part(job, rule.killed == part)
+                notes += more
+                if verdict != "right":
                     break
-        detail = outcome.detail.replace(path, "{case}").replace(self._models.name, "{models}")
-        return CaseOutcome(
-            outcome.verdict, re.sub(r"0x[0-9a-f]{6,}", "0x...", detail), tuple(notes)
-        )
+        detail = detail.replace(path, "{case}").replace(self._models.name, "{models}")
+        return CaseOutcome(verdict, re.sub(r"0x[0-9a-f]{6,}", "0x...", detail), notes)
 
-    def _run_part(self, rule: Rule, part: int, directory: Path) -> CaseOutcome:
-        places = Places(directory, Path(self._models.name))
+    def _run_part(self, job: _Job, dies: bool) -> CaseOutcome:
         mine, theirs = self._context.Pipe(duplex=False)
-        case = rule.name, part, self._seed
-        process = self._context.Process(
-            target=_child, args=(self._target, case, places, self._limits, theirs)
-        )
+        process = self._context.Process(target=_child, args=(job, theirs))
         process.start()
         theirs.close()
-        outcome = CaseOutcome("hangs", f"no end after {self._limits.part:.0f} s")
         try:
             if mine.poll(self._limits.part):
-                outcome = mine.recv()
+                return mine.recv()  # type: ignore[no-any-return]
+            return CaseOutcome("hangs", f"no end after {self._limits.part:.0f} s")
         except (EOFError, OSError):
             process.join(10)
             status = process.exitcode
-            outcome = CaseOutcome("engine dead", _how_it_ended(status))
-            if status == KILLED and part == rule.killed:
-                outcome = CaseOutcome("right")
+            if status == KILLED and dies:
+                return CaseOutcome("right")
+            if status is not None and status < 0:
+                said = f"the process died of {signal.Signals(-status).name}"
+            else:
+                said = f"the process ended with status {status} in the middle of a case"
+            return CaseOutcome("engine dead", said)
         finally:
             assert process.pid is not None, "it was started"
             with suppress(ProcessLookupError, PermissionError):
@@ -223,10 +186,3 @@ class Runner:
             process.kill()
             process.join()
             mine.close()
-        return outcome
-
-
-def _how_it_ended(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"the process died of {signal.Signals(-status).name}"
-    return f"the process ended with status {status} in the middle of a case"

@@ -16,10 +16,8 @@ class ConnectorTests:
     """One test for each rule. Inherit from it in a test module, as `TestMyConnector`.
 
     Attributes:
-        connector: "module:Class".
-        options: its options; `{dir}` in them stands for a fresh directory.
+        connector: "module:Class"; `options` are its own, with `{dir}` for a fresh directory.
         seed: decides prompts and schedules.
-        limits: see `Limits`.
         known: reasons, by rule, why it is broken; a rule that is kept after all fails the test.
     """
 
