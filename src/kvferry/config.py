@@ -43,8 +43,6 @@ _SIZES = "write a number of bytes such as 4096, 500MB or 10GiB"
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
-DEFAULT_CHUNK_TOKENS = 128
-
 OPTION_NAME = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*", re.ASCII)
 """Form of an option's name; other text may be a secret and is not shown (`unknown`)."""
 
@@ -191,19 +189,19 @@ class ChunkOptions(StoreOptions):
 
     Attributes:
         chunk_tokens: tokens per stored record. Part of the namespace, so records that were stored
-            with another value are not read.
+            with another value are not read. None: what `default_chunk_tokens` returns.
         audit: how often a hit is compared with what the model computes. "first": the first hit; a
             number from 0 to 1: the first, and this part of later hits; "off": never. An audit
             computes two chunks on average; see docs/identity.md.
     """
 
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    chunk_tokens: int | None = None
     audit: Literal["first", "off"] | float = "first"
 
     def __post_init__(self) -> None:
         StoreOptions.__post_init__(self)
         audit = self.audit
-        if self.chunk_tokens < 1:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
         if isinstance(audit, int | float) and not isinstance(audit, bool):
             is_known = 0 <= audit <= 1

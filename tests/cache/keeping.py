@@ -69,8 +69,7 @@ def records(directory: Path) -> list[Path]:
 
 def keys_of(host: Any, prompt: Sequence[int] = PROMPT) -> list[ChunkKey]:
     """Return the keys of a prompt's whole chunks, in order."""
-    config = host.parts[0].config
-    keys = ChunkKeys(host.scheduler.requests.namespace, config.chunk_tokens)
+    keys = ChunkKeys(host.scheduler.requests.namespace, host.parts[0].context.chunk_tokens)
     keys.extend(prompt)
     return list(keys.keys)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,40 @@ def spec_of(*, saves: bool = True) -> EngineSpec:
     )
 
 
-def opened(root: Path, *, spec: EngineSpec | None = None, query: str = "", **options):
+def opened(
+    root: Path, *, spec: EngineSpec | None = None, query: str = "", has_scheduler=True, **options
+):
     options = {"store": f"{root.as_uri()}{query}", **options}
-    return PrefixCache(spec or spec_of(), options, Counters())
+    return PrefixCache(spec or spec_of(), options, Counters(), has_scheduler=has_scheduler)
 
 
 def said_of(root: Path, namespace: bytes) -> Namespace | None:
     with FileStore(root, read_only=True) as store:
         text = store.describe(namespace)
     return None if text is None else Namespace.from_text(namespace, text)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "multiple", "given", "tokens"),
+    [(8, 1, {}, 32), (8, 48, {}, 48), (8, 64, {"chunk_tokens": 128}, 128), (1000, 1, {}, 16)],
+)
+def test_all_ranks_halves_and_block_sizes_choose_the_same_chunks(
+    tmp_path, chunk, multiple, given, tokens
+):
+    heads, layers = 8, 16 * chunk
+    found = set()
+    for world, block_size in ((1, 16), (2, 16), (8, 128)):
+        groups = make_groups(
+            num_layers=layers, num_kv_heads=heads, head_dim=32, block_size=block_size
+        )
+        for rank in range(world):
+            shard = tensor_parallel_shard(groups, rank, world)
+            spec = replace(spec_of(), groups=groups, shard=shard, chunk_multiple=multiple)
+            for schedules in (True, False):
+                parts = opened(tmp_path, spec=spec, has_scheduler=schedules, **given)
+                parts.close()
+                found.add((parts.schema.chunk_tokens, parts.schema.namespace))
+    assert [each for each, _ in found] == [tokens]
 
 
 def test_a_store_knows_the_model_once_an_engine_opened_it(tmp_path):

@@ -25,6 +25,7 @@ from kvferry.doctor.vllm import check_installed
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
+from kvferry.record import schema
 from kvferry.store.base import NO_DEADLINE, Store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -466,6 +467,25 @@ def test_the_default_store_is_looked_at(run, found, monkeypatch, tmp_path):
     assert what.startswith(f"untrusted {root.as_uri()}: ")
     (other,) = found("--vllm-config", config(kv_connector_extra_config={"store": "file:///none"}))
     assert "/none" in other
+
+
+def test_chunks_that_nobody_sized_have_the_size_that_an_engine_gives_them(
+    run, found, url, model_dir, monkeypatch
+):
+    token_bytes = 3 * 2 * 4 * 8 * 4
+    monkeypatch.setattr(schema, "CHUNK_BYTES", 32 * token_bytes)
+    with LLM(model_dir, store=url.partition("?")[0]) as llm:
+        llm.generate([range(3, 70)], SamplingParams(max_tokens=1))
+        assert llm.drain(60)
+    options = [
+        "--model",
+        model_dir,
+        "--vllm-config",
+        config(kv_connector_extra_config={"store": url}),
+    ]
+    assert found(*options) == []
+    value = json.loads(run("doctor", *options, "--json", "-").out)
+    assert 32 * token_bytes < value["about"]["record_bytes"] < 64 * token_bytes
 
 
 @pytest.mark.parametrize("options", [{"chunk_tokens": 32}, {"tenant": "b"}], ids=str)

@@ -13,11 +13,19 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from kvferry.adapters.transformers import StoredKV
+from kvferry.engine import LLM, SamplingParams
+from kvferry.observe import Counters
+from kvferry.record import schema
 from kvferry.store.file.store import FileStore
 from kvferry.store.url import open_one
 from tests.cli.test_hostile_names import is_plain
 from tests.servers.process import LOCALHOST, free_ports
+
+TOKEN_BYTES = 3 * 4 * 16 * 4
+"""KV of a token of the tiny model."""
 
 
 @pytest.fixture
@@ -51,6 +59,40 @@ def test_what_is_stored_is_skipped_the_next_time(run, model_dir, url, prompts, t
     third = json.loads(run(*command, "--store", f"{url}?read_only=true").out)
     assert (third["prompts"], third["failed"]) == (3, [])
     assert third["stored_before"] > again["stored_before"]
+
+
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_chunks_that_nobody_sized_are_shared_by_all_that_read_and_write_them(
+    run, model_dir, url, tmp_path, monkeypatch, tokens
+):
+    monkeypatch.setattr(schema, "CHUNK_BYTES", tokens * TOKEN_BYTES)
+    prompt = list(range(3, 90))
+    (prompts := tmp_path / "prompts.jsonl").write_text(json.dumps(prompt))
+    assert run("warm", model_dir, "--prompts", prompts, "--store", url).code == 0
+    assert count(url) == 87 // tokens
+    hit, counters = 87 // tokens * tokens, Counters()
+    options = {"audit": "off"}
+    with LLM(model_dir, store=url, connector_options=options, observer=counters) as llm:
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+    assert counters["hit_tokens"] == hit
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    with StoredKV(model, url, audit="off") as kv:
+        kv.prefill([prompt])
+        assert kv.num_loaded == hit
+    (ids := tmp_path / "ids.json").write_text(json.dumps(prompt))
+    ask = ["explain", url, "--tokens", ids, "--json", "-"]
+    assert json.loads(run(*ask, "--model", model_dir).out)["hit_tokens"] == hit
+    # For an engine whose operator set another size, they are a miss with its reason.
+    with open_one(url) as store:
+        ours = store.described()
+    LLM(model_dir, store=url, connector_options={"chunk_tokens": 8}).close()
+    with open_one(url) as store:
+        [other] = set(store.described()) - set(ours)
+    missed = json.loads(run(*ask, "--namespace", other.hex()).out)
+    assert (missed["hit_tokens"], missed["reason"]) == (0, "other_namespace")
+    assert (
+        f"{hit} tokens are stored under chunk_tokens {tokens} (asked for: 8)" in missed["summary"]
+    )
 
 
 def test_a_prompt_that_is_too_long_is_named_and_the_others_are_served(run, model_dir, url, prompts):

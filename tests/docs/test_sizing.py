@@ -6,27 +6,28 @@ import json
 from pathlib import Path
 
 from kvferry.cli.doctor import groups_of
-from kvferry.record.schema import RecordSchema
+from kvferry.record.schema import RecordSchema, default_chunk_tokens
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operate.md"
 TOKENS = 32768
-CHUNK = 128
 RATES = {"disk, 3 GB/s": 3e9, "10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
 
 
 def row(name, groups):
-    schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=CHUNK, groups=groups)
+    chunk = default_chunk_tokens(groups)
+    schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk, groups=groups)
     read_bytes = 0.0
     for group, component in zip(groups, schema.components, strict=True):
         # The token after the hit sees window - 1 tokens before it.
-        unseen = 0 if group.window is None else max(0, TOKENS - (group.window - 1)) // CHUNK
-        read_bytes += (TOKENS // CHUNK - unseen) * component.num_bytes / TOKENS
+        unseen = 0 if group.window is None else max(0, TOKENS - (group.window - 1)) // chunk
+        read_bytes += (TOKENS // chunk - unseen) * component.num_bytes / TOKENS
     cells = [
         name,
-        f"{schema.payload_bytes // CHUNK:,}",
+        f"{schema.payload_bytes // chunk:,}",
+        f"{chunk}",
         f"{schema.record_bytes / (1 << 20):.1f}",
-        f"{(1 << 30) // schema.record_bytes * CHUNK:,}",
+        f"{(1 << 30) // schema.record_bytes * chunk:,}",
         f"{read_bytes:,.0f}",
         *(f"{rate / read_bytes:,.0f}" for rate in RATES.values()),
     ]

@@ -164,8 +164,6 @@ def test_impossible_namespaces_are_refused():
         identity(weights=b"")
     with pytest.raises(ConfigError, match="at least one KV group"):
         Namespace.of(identity(), (), 128)
-    with pytest.raises(ConfigError, match="chunk_tokens"):
-        Namespace.of(identity(), (group(),), 0)
 
 
 def test_fields_that_do_not_decide_kv_bytes_are_dropped_at_every_config_level():

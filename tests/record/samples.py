@@ -23,21 +23,23 @@ GOLDEN = {
 }
 
 
+def groups_of(groups):
+    return tuple(
+        KVGroup(
+            num_layers=layers,
+            num_kv_heads=heads,
+            content_size=content,
+            dtype=dtype,
+            block_size=16,
+            window=window,
+        )
+        for layers, heads, content, dtype, window in groups
+    )
+
+
 def schema_of(groups, chunk_tokens, *, namespace=NAMESPACE):
     return RecordSchema.for_groups(
-        namespace=namespace,
-        chunk_tokens=chunk_tokens,
-        groups=tuple(
-            KVGroup(
-                num_layers=layers,
-                num_kv_heads=heads,
-                content_size=content,
-                dtype=dtype,
-                block_size=16,
-                window=window,
-            )
-            for layers, heads, content, dtype, window in groups
-        ),
+        namespace=namespace, chunk_tokens=chunk_tokens, groups=groups_of(groups)
     )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from kvferry.errors import ConfigError, ContractError
 from kvferry.record.check import check_rows
 from kvferry.record.schema import (
     ALIGN,
+    CHUNK_BYTES,
     DIGEST_BYTES,
     LEAF_BYTES,
     MAX_HEADER_BYTES,
@@ -14,11 +17,21 @@ from kvferry.record.schema import (
     Component,
     RecordSchema,
     RowRange,
+    default_chunk_tokens,
     leaf_digests,
     leaf_spans,
 )
 from kvferry.types import KVGroup
-from tests.record.samples import KEY, NAMESPACE, encode, payload_of, read, read_unknown, schema_of
+from tests.record.samples import (
+    KEY,
+    NAMESPACE,
+    encode,
+    groups_of,
+    payload_of,
+    read,
+    read_unknown,
+    schema_of,
+)
 
 SIZES = st.sampled_from([1, 2, 3, 5, 7])
 GROUPS = st.lists(
@@ -176,3 +189,52 @@ def test_a_dtype_that_cannot_be_stored_is_refused():
     group = KVGroup(num_layers=1, num_kv_heads=1, content_size=2, dtype="int4", block_size=16)
     with pytest.raises(ConfigError, match="KV dtype 'int4' cannot be stored"):
         RecordSchema.for_groups(namespace=NAMESPACE, chunk_tokens=4, groups=(group,))
+
+
+# -- the size of a chunk that nobody set -----------------------------------------------------------
+
+EIGHT_B = (32, 8, 256, "bfloat16", None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "multiple", "tokens"),
+    {
+        "8B: 8 MiB, to the byte": ([EIGHT_B], 1, 64),
+        "a layer more": ([(33, *EIGHT_B[1:])], 1, 32),
+        "8B, KV of a byte": ([(32, 8, 256, "float8_e4m3fn", None)], 1, 128),
+        "8B, KV of four": ([(32, 8, 256, "float32", None)], 1, 32),
+        "70B": ([(80, *EIGHT_B[1:])], 1, 16),
+        "16 tokens are more than 8 MiB": ([(1000, *EIGHT_B[1:])], 1, 16),
+        "a tiny model": ([(2, 1, 8, "float32", None)], 1, 128),
+        "latents": ([(61, 1, 576, "bfloat16", None)], 1, 64),
+        "latents and an indexer": (
+            [(61, 1, 576, "bfloat16", None), (61, 1, 132, "uint8", None)], 64, 64,
+        ),
+        "windows count as all tokens": ([EIGHT_B, (32, 8, 256, "bfloat16", 16)], 1, 32),
+        "blocks that divide it": ([EIGHT_B], 16, 64),
+        "blocks that do not": ([EIGHT_B], 48, 96),
+        "blocks above it": ([(80, *EIGHT_B[1:])], 128, 128),
+        "blocks above all": ([(2, 1, 8, "float32", None)], 784, 784),
+    }.values(),
+)  # fmt: skip
+def test_a_chunk_is_the_most_tokens_of_a_power_of_two_that_fit(groups, multiple, tokens):
+    assert default_chunk_tokens(groups_of(groups), multiple) == tokens
+
+
+@given(groups=GROUPS, layers=st.sampled_from([1, 50, 3000]), data=st.data())
+def test_a_chunk_is_as_large_as_its_bound_allows_whatever_its_blocks_and_windows(
+    groups, layers, data
+):
+    groups = [(number * layers, *others) for number, *others in groups]
+    tokens = default_chunk_tokens(groups_of(groups))
+
+    def fits(tokens):
+        return schema_of(groups, tokens).payload_bytes <= CHUNK_BYTES
+
+    assert tokens in (16, 32, 64, 128)
+    assert tokens == 16 or fits(tokens)
+    assert tokens == 128 or not fits(2 * tokens)
+    others = data.draw(st.permutations([(*group[:4], 5) for group in groups]))
+    blocks = data.draw(st.sampled_from([1, 16, 784]))
+    changed = tuple(replace(group, block_size=blocks) for group in groups_of(others))
+    assert default_chunk_tokens(changed) == tokens

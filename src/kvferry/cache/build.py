@@ -27,7 +27,7 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import UNREAD, Namespace
 from kvferry.observe import Gauges, Observer
-from kvferry.record.schema import RecordSchema
+from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import value_check
@@ -69,6 +69,8 @@ class PrefixCache:
         self.config = config
         self._named: Future[Namespace] = Future()
         self._to_name: list[Callable[[bytes], None]] = []
+        chunk_tokens = config.chunk_tokens or default_chunk_tokens(spec.groups, spec.chunk_multiple)
+        self._chunk_tokens = chunk_tokens
         version = config.weights_version
         self._first_namespace = self._namespace(
             spec.identity.weights_version if version is None else version
@@ -77,14 +79,19 @@ class PrefixCache:
             self._named.set_result(self._first_namespace)
         self.schema = RecordSchema.for_groups(
             namespace=self._first_namespace.digest,
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             groups=spec.groups,
         )
         self.num_slots = self._count_slots()
         self.observer = observer
         self.store = store or self._open_store(index=has_scheduler)
         self.context = RoleContext(
-            spec=spec, config=config, store=self.store, observer=observer, tables=Tables(spec)
+            spec=spec,
+            config=config,
+            chunk_tokens=chunk_tokens,
+            store=self.store,
+            observer=observer,
+            tables=Tables(spec),
         )
         self._server: PeerServer | None = None
         role = "scheduler" if has_scheduler else "worker"
@@ -95,7 +102,7 @@ class PrefixCache:
         record_bytes = slot_size(self.schema.record_bytes)
         memory_bytes = self.config.memory_bytes
         if memory_bytes is None:
-            token_bytes = record_bytes / self.config.chunk_tokens
+            token_bytes = record_bytes / self._chunk_tokens
             memory_bytes = default_memory_bytes(token_bytes, self.spec.step_tokens, machine_bytes())
         num_slots = memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit needs two
@@ -172,7 +179,7 @@ class PrefixCache:
         name = Namespace.of(
             replace(self.spec.identity, weights_version=weights_version),
             self.spec.groups,
-            self.config.chunk_tokens,
+            self._chunk_tokens,
             self.config.tenant,
         )
         # Whatever would go wrong, no other engine finds what is stored under it.
@@ -186,12 +193,12 @@ class PrefixCache:
         """Warn if chunks are longer than a window: they are stored only if one step computes them
         whole."""
         windows = (part.window for part in self.spec.table_parts if part.window is not None)
-        smallest = min(windows, default=self.config.chunk_tokens)
-        if self.spec.saves and smallest < self.config.chunk_tokens:
+        smallest = min(windows, default=self._chunk_tokens)
+        if self.spec.saves and smallest < self._chunk_tokens:
             logger.warning(
                 "chunk_tokens=%d is more than the smallest attention window: chunks that two steps "
                 "compute are not stored; set it to at most %d",
-                self.config.chunk_tokens,
+                self._chunk_tokens,
                 smallest,
             )
 

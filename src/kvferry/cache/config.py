@@ -103,6 +103,7 @@ class RoleContext:
     """The values that all parts of a role share.
 
     Attributes:
+        chunk_tokens: tokens of a chunk, set or computed.
         store: where records are; whoever built the roles closes it.
         observer: receives counts.
         tables: block tables of the host.
@@ -114,6 +115,7 @@ class RoleContext:
 
     spec: EngineSpec
     config: SharedStorageConfig
+    chunk_tokens: int
     store: Catalogue
     observer: Observer
     tables: Tables

@@ -22,7 +22,6 @@ from kvferry.cli.output import (
     require_extra,
 )
 from kvferry.cli.prompts import model_identity
-from kvferry.config import DEFAULT_CHUNK_TOKENS
 from kvferry.store.url import read_options
 
 if TYPE_CHECKING:
@@ -118,14 +117,12 @@ def _check_vllm() -> list[Finding]:
 def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
     from kvferry.doctor.stores import Model
-    from kvferry.record.schema import RecordSchema
+    from kvferry.record.schema import RecordSchema, default_chunk_tokens
 
-    chunk_tokens = options.get("chunk_tokens")
+    groups, chunk_tokens = groups_of(directory), options.get("chunk_tokens")
     if not isinstance(chunk_tokens, int):
-        chunk_tokens = DEFAULT_CHUNK_TOKENS
-    schema = RecordSchema.for_groups(
-        namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups_of(directory)
-    )
+        chunk_tokens = default_chunk_tokens(groups)
+    schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)
     config = json_module.loads(read_text("config", directory / "config.json"))
     context = config.get("max_position_embeddings")
     return Model(

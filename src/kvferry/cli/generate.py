@@ -41,7 +41,7 @@ def generate(
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append the prompt's keys to this journal.")
     ] = None,

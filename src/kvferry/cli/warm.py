@@ -62,9 +62,7 @@ def warm(
         bool, typer.Option("--raw", help="Use prompts without the chat template.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per record of the embedded engine.")
-    ] = 128,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Limit for an answer of a server.")
     ] = 600.0,
@@ -166,7 +164,7 @@ Serve = Callable[[Prompt], Warmed]
 
 @contextlib.contextmanager
 def _engine(
-    model: str | None, url: str, dtype: str, chunk_tokens: int, *, raw: bool
+    model: str | None, url: str, dtype: str, chunk_tokens: int | None, *, raw: bool
 ) -> Iterator[Serve]:
     """Serve by the embedded engine, which loads its weights at the first prompt to compute."""
     if model is None:
@@ -176,7 +174,7 @@ def _engine(
     from kvferry.engine.model import load_tokenizer
     from kvferry.keys import ChunkKeys
 
-    namespace = _namespace(Path(model), dtype, chunk_tokens)
+    namespace, size = _namespace(Path(model), dtype, chunk_tokens)
     tokenizer = load_tokenizer(Path(model))
     with contextlib.ExitStack() as closing:
         store = closing.enter_context(open_one(url, Opening(index=False, namespace=namespace)))
@@ -184,16 +182,16 @@ def _engine(
         opened: list[LLM] = []
 
         def is_stored(token_ids: list[int]) -> bool:
-            keys = ChunkKeys(namespace, chunk_tokens)
+            keys = ChunkKeys(namespace, size)
             keys.extend(token_ids)
             return all(store.read(key, ()) is not None for key in keys.keys)
 
         def serve(prompt: Prompt) -> Warmed:
             token_ids = _encode(tokenizer, prompt, raw=raw)
             if is_stored(token_ids):
-                return Warmed(len(token_ids), len(token_ids) // chunk_tokens * chunk_tokens)
+                return Warmed(len(token_ids), len(token_ids) // size * size)
             if not opened:
-                options = {"chunk_tokens": chunk_tokens, "audit": "off"}
+                options = {"chunk_tokens": size, "audit": "off"}
                 llm = LLM(model, store=url, connector_options=options, dtype=dtype)
                 opened.append(closing.enter_context(llm))
             opened[0].generate([token_ids], SamplingParams(max_tokens=1))
@@ -205,17 +203,20 @@ def _engine(
         yield serve
 
 
-def _namespace(model: Path, dtype: str, chunk_tokens: int) -> bytes:
-    """Return the digest of the namespace in which the embedded engine stores."""
+def _namespace(model: Path, dtype: str, chunk_tokens: int | None) -> tuple[bytes, int]:
+    """Return the digest of the namespace in which the embedded engine stores, and the tokens of its
+    chunks."""
     from kvferry.config import build_config
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.connector import engine_spec
     from kvferry.engine.model_config import ModelConfig
     from kvferry.keys import Namespace
+    from kvferry.record.schema import default_chunk_tokens
 
     engine = build_config(EngineConfig, {"dtype": dtype}, where="--dtype")
     spec = engine_spec(ModelConfig(model, engine), engine, deviations={})
-    return Namespace.of(spec.identity, spec.groups, chunk_tokens).digest
+    chunk_tokens = chunk_tokens or default_chunk_tokens(spec.groups)
+    return Namespace.of(spec.identity, spec.groups, chunk_tokens).digest, chunk_tokens
 
 
 def _encode(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:  # noqa: ANN401 - a host's

@@ -35,6 +35,8 @@ class EngineSpec:
             failed in a later step than that of their load. If the report comes in the step that
             completes the prompt, it does so before it samples the first token.
         host_publishes_events: True if the host publishes the events of `SchedulerRole.take_events`.
+        chunk_multiple: chunks are so many tokens or a multiple, because the host has blocks that
+            can only be stored whole.
         engine_id: names this engine, in all its processes. Ranks that hold the same kv heads then
             share host memory; None: each has its own.
         tables: how the host divides the layers over block tables. A scheduler role reads table,
@@ -60,6 +62,7 @@ class EngineSpec:
     disabled: bool = False
     host_recomputes: bool = False
     host_publishes_events: bool = False
+    chunk_multiple: int = 1
     engine_id: str | None = None
     tables: tuple[TablePart, ...] | None = None
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
+from kvferry.config import format_size
 from kvferry.contract.messages import LookupMiss
 from kvferry.doctor.findings import Fault, Finding
 from kvferry.errors import ConfigError, StoreError
@@ -254,9 +254,7 @@ def _try_record(
     store: Catalogue, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
 ) -> None:
     """Write a record, read it and remove it, unless it would evict others."""
-    schema = RecordSchema.for_groups(
-        namespace=os.urandom(32), chunk_tokens=DEFAULT_CHUNK_TOKENS, groups=(_GROUP,)
-    )
+    schema = RecordSchema.for_groups(namespace=os.urandom(32), chunk_tokens=128, groups=(_GROUP,))
     if room < 2 * schema.record_bytes or report.is_over.is_set():
         return
     key = ChunkKey(os.urandom(32))

@@ -195,5 +195,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
         url for url in stores if not is_default or Path(parse_store_url(url).path).exists()
     ]
     found.memory_bytes = config.memory_bytes
-    found.fields = {"chunk_tokens": config.chunk_tokens, "tenant": config.tenant}
+    fields = {"chunk_tokens": config.chunk_tokens, "tenant": config.tenant}
+    # Unset, the chunks' size depends on the dtype of the KV, which vLLM may change.
+    found.fields = {name: value for name, value in fields.items() if value is not None}
     return True

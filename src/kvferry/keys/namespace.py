@@ -105,12 +105,10 @@ class Namespace:
         chunk_tokens: int,
         tenant: str = "",
     ) -> Namespace:
-        """Make the namespace of a model's KV. Raises ConfigError for no groups, `chunk_tokens`
-        below 1, or a config value that has no canonical encoding."""
+        """Make the namespace of a model's KV. Raises ConfigError for no groups, or a config value
+        that has no canonical encoding."""
         if not groups:
             raise ConfigError("a namespace needs at least one KV group")
-        if chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
         description: dict[str, JsonValue] = {
             "format_version": FORMAT_VERSION,
             "key_version": KEY_VERSION,

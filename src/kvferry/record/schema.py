@@ -53,8 +53,27 @@ SAFETENSORS_DTYPE = {
 
 OPAQUE_COMPONENT = "row"
 
+CHUNK_BYTES = 8 << 20
+"""Most KV of a chunk whose size nobody set: above it, records are read and written no faster."""
+
+_FEWEST_TOKENS, _MOST_TOKENS = 16, 128
+
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _RESERVED = frozenset({"root", "leaves"})
+
+
+def default_chunk_tokens(groups: tuple[KVGroup, ...], multiple: int = 1) -> int:
+    """Return the tokens of a chunk where no option sets them: the largest power of two from 16 to
+    128 with at most `CHUNK_BYTES` of KV, rounded up to a multiple of `multiple`.
+
+    All that share a store must return the same, so this depends on the geometry of the whole model,
+    and on nothing of a rank, an engine or a machine.
+    """
+    one = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=1, groups=groups)
+    tokens = _MOST_TOKENS
+    while tokens > _FEWEST_TOKENS and tokens * one.payload_bytes > CHUNK_BYTES:
+        tokens //= 2
+    return -(-tokens // multiple) * multiple
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:

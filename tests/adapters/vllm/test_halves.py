@@ -159,6 +159,7 @@ CHANGES = {
     "groups": (replace(GROUP, dtype="uint8"),),
     "tables": (replace(OWN.tables[0], block_size=8),),
     "kv_layout": "NHD",
+    "chunk_multiple": 64,
     "disabled": True,
 }
 

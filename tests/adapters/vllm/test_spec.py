@@ -344,23 +344,49 @@ def module_of(backend):
     return SimpleNamespace(get_attn_backend=lambda: type(backend, (), {}))
 
 
-def described_with(model, *, backend="RocmAttentionBackend", block_size=4, platform="rocm"):
+def described_with(
+    model, *, backend="RocmAttentionBackend", block_size=4, platform="rocm", cpu_kernels=None
+):
     config = make_config(model)
     config.compilation_config = SimpleNamespace(
         static_forward_context=dict.fromkeys(names(0), module_of(backend))
     )
     cache = KVCacheConfig([Group(names(0), FullAttentionSpec(block_size=block_size))])
     layers = layers_of(config, cache, platform)
-    spec = engine_spec(config, layers, None, 128, lambda: IDENTITY)
+    return engine_spec(config, layers, cpu_kernels, None, lambda: IDENTITY)
+
+
+def digest_with(model, **changes):
+    spec = described_with(model, **changes)
     return Namespace.of(spec.identity, spec.groups, 128).digest
 
 
 def test_blocks_that_are_stored_whole_are_for_their_like_only(model):
     changes = [{}, {"backend": "OtherBackend"}, {"block_size": 8}, {"platform": "xpu"}]
-    assert len({described_with(model, **change) for change in changes}) == len(changes)
+    assert len({digest_with(model, **change) for change in changes}) == len(changes)
     by_token = [{"backend": "FlashAttentionBackend", **change} for change in changes if change]
     by_token[0] = {"backend": "TritonFlashAttentionBackend"}
-    assert len({described_with(model, **change) for change in by_token}) == 1
+    assert len({digest_with(model, **change) for change in by_token}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "multiple"),
+    [
+        ({"block_size": 48}, 48),
+        ({"block_size": 48, "backend": "FlashAttentionBackend"}, 1),
+        ({"block_size": 48, "platform": "cpu", "cpu_kernels": "amx"}, 48),
+        ({"block_size": 48, "platform": "cpu", "cpu_kernels": "vec"}, 1),
+    ],
+    ids=str,
+)
+def test_chunks_nobody_sized_are_whole_blocks_where_blocks_are_stored_whole(
+    model, changes, multiple
+):
+    spec = described_with(model, **changes)
+    assert spec.chunk_multiple == multiple
+    cache = PrefixCache(spec, {"store": "memory://?max_bytes=1GiB"}, Counters())
+    cache.close()
+    assert cache.schema.chunk_tokens == (144 if multiple == 48 else 128)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4])

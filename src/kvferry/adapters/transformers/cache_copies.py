@@ -25,14 +25,15 @@ from kvferry.blocks.rows import RankRows
 from kvferry.engine.kv_pool import pairs_apart, pairs_together
 from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.record.schema import RecordSchema
+from kvferry.record.schema import RecordSchema, default_chunk_tokens
 
 
 def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
     """Return the namespace of a model's records, and where each layer's rows lie in a record."""
-    namespace = Namespace.of(model.identity, model.groups, config.chunk_tokens, config.tenant)
+    chunk_tokens = config.chunk_tokens or default_chunk_tokens(model.groups)
+    namespace = Namespace.of(model.identity, model.groups, chunk_tokens, config.tenant)
     schema = RecordSchema.for_groups(
-        namespace=namespace.digest, chunk_tokens=config.chunk_tokens, groups=model.groups
+        namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=model.groups
     )
     return namespace, RankRows(model.groups, tensor_parallel_shard(model.groups, 0, 1), schema)
 

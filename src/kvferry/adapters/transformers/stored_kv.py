@@ -230,7 +230,7 @@ class StoredKV:
         """Return the stored chunks of each row's first tokens, and how many tokens of a row these
         are, padding included: as many for every row, at most `limit`."""
         deadline = time.monotonic() + self._config.load_timeout_seconds
-        size = self._config.chunk_tokens
+        size = self._rows.schema.chunk_tokens
         known: dict[ChunkKey, memoryview] = {}
         for prompt, keys in rows:
             wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
@@ -252,7 +252,7 @@ class StoredKV:
         Args:
             cache: begins with the KV of these rows, `num_copies` times each.
         """
-        size = self._config.chunk_tokens
+        size = self._rows.schema.chunk_tokens
         wanted: dict[ChunkKey, tuple[int, int, int]] = {}
         for place, (prompt, keys) in enumerate(rows):
             for number in range((len(prompt.token_ids) - prompt.is_whole) // size):
@@ -275,7 +275,7 @@ class StoredKV:
         behind that token, KV depends on more than token ids."""
         if not prompt.is_whole:
             self._observer.count("requests_padded")
-        chain = ChunkKeys(self._rows.schema.namespace, self._config.chunk_tokens)
+        chain = ChunkKeys(self._rows.schema.namespace, self._rows.schema.chunk_tokens)
         chain.extend(prompt.token_ids)
         return chain.keys
 

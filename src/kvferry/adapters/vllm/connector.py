@@ -30,7 +30,8 @@ from kvferry.adapters.vllm.spec import (
     spec_of_workers,
 )
 from kvferry.cache.build import PrefixCache
-from kvferry.config import DEFAULT_CHUNK_TOKENS, format_size
+from kvferry.cache.config import SharedStorageConfig
+from kvferry.config import build_config, format_size
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
@@ -126,17 +127,15 @@ class FerryConnector(OneRole):
         """Describe this engine as this half sees it. All that can be refused without reading the
         weights is."""
         config = self._host_config
+        options = build_config(SharedStorageConfig, self._options, where=WHERE)
         sizes = {layer.block_size for layer in self._layers} or {config.cache_config.block_size}
         spec = engine_spec(
             config,
             self._layers,
             cpu_kernels(config, sizes),
-            self._options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS),
+            options.chunk_tokens,
             lambda: model_identity(
-                config,
-                self._options.get("weights_version"),
-                self.host.load_config,
-                self._weights.hashed,
+                config, options.weights_version, self.host.load_config, self._weights.hashed
             ),
         )
         if not computes_like_others(config):
@@ -369,13 +368,14 @@ def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
     store, schema = cache.store, cache.schema
     stat = store.stat()
     logger.info(
-        "kvferry: store %s with %d records, %s of %s; namespace %s; %s per chunk; %d KV groups in "
-        "%d block tables, layout %s; %s",
+        "kvferry: store %s with %d records, %s of %s; namespace %s; chunks of %d tokens, %s; %d KV "
+        "groups in %d block tables, layout %s; %s",
         stat.url,
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
         schema.namespace.hex()[:16] if cache.is_named else "not known yet",
+        schema.chunk_tokens,
         format_size(schema.record_bytes),
         len(spec.groups),
         len({part.table for part in spec.table_parts}),
@@ -385,7 +385,7 @@ def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
 
 
 def _capacities(cache: PrefixCache) -> str:
-    chunk_tokens, max_bytes = cache.config.chunk_tokens, cache.store.stat().max_bytes
+    chunk_tokens, max_bytes = cache.schema.chunk_tokens, cache.store.stat().max_bytes
     found = [f"memory holds {cache.num_slots * chunk_tokens} tokens"]
     if max_bytes is not None:
         found.append(f"the store {max_bytes // cache.schema.record_bytes * chunk_tokens}")

@@ -7,6 +7,7 @@ starts, `FerryConnector` calls this module, which refuses layers whose KV we can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def engine_spec(
     vllm_config: Any,  # noqa: ANN401 - the host's
     layers: Sequence[Layer],
     cpu_kernels: str | None,
-    chunk_tokens: object,
+    chunk_tokens: int | None,
     model_identity: Callable[[], ModelIdentity],
 ) -> EngineSpec:
     """Return the spec of this engine and this rank.
@@ -44,7 +45,7 @@ def engine_spec(
         layers: from `layers_of`; empty for hosts that do not pass a `kv_cache_config`. All layers
             then form one full-attention group.
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
-        chunk_tokens: tokens of a record, as the operator set them.
+        chunk_tokens: tokens of a record, as the operator set them; None: not set.
         model_identity: reads the model's files; not called before all else is checked.
 
     Raises:
@@ -55,7 +56,12 @@ def engine_spec(
         groups, tables = _sorted_layers(layers)
     else:
         groups, tables = (_only_group(vllm_config),), None
-    layout, whole_blocks = _order_in_blocks(layers, groups, tables, cpu_kernels, chunk_tokens)
+    layout, whole_blocks, multiple = _order_in_blocks(layers, groups, tables, cpu_kernels)
+    if chunk_tokens is not None and chunk_tokens % multiple:
+        raise ConfigError(
+            f"chunk_tokens={chunk_tokens} is no multiple of the block size {multiple}, and these "
+            "blocks can only be stored whole; use a multiple, or leave the option out"
+        )
     parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
@@ -76,6 +82,7 @@ def engine_spec(
         saves=transfer.kv_role != "kv_consumer",
         host_publishes_events=events is not None and bool(events.enable_kv_cache_events),
         step_tokens=getattr(step, "max_num_batched_tokens", None),
+        chunk_multiple=multiple,
         engine_id=getattr(transfer, "engine_id", None),
         tables=tables,
     )
@@ -86,33 +93,23 @@ def _order_in_blocks(
     groups: Sequence[KVGroup],
     tables: Sequence[TablePart] | None,
     cpu_kernels: str | None,
-    chunk_tokens: object,
-) -> tuple[str, dict[str, JsonValue]]:
-    """Return the layout of the host's tensors, and what identity says of blocks that can only be
-    stored whole."""
-    sizes = sorted({part.block_size for part in tables or groups})
+) -> tuple[str, dict[str, JsonValue], int]:
+    """Return the layout of the host's tensors, what identity says of blocks that can only be
+    stored whole, and the tokens of which a chunk is a multiple for their sake."""
     whole: dict[str, JsonValue] = {}
-    layout = _BY_TOKEN
+    layout, multiple = _BY_TOKEN, 1
     if cpu_kernels in _ACROSS_KERNELS and all(g.dtype in _PLAIN_DTYPES for g in groups):
         layout = _KEYS_ACROSS
     elif cpu_kernels is not None:
         layout = _WHOLE_BLOCKS
-        _refuse_part_blocks(chunk_tokens, sizes, f"CPU kernels {cpu_kernels!r} need")
+        sizes = sorted({part.block_size for part in tables or groups})
+        multiple = math.lcm(*sizes)
         whole["cpu_blocks"] = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
     kept_whole = [layer for layer in layers if layer.whole_blocks is not None]
     if kept_whole:
-        sizes = sorted({layer.block_size for layer in kept_whole})
-        _refuse_part_blocks(chunk_tokens, sizes, f"layer {kept_whole[0].name} needs")
+        multiple = math.lcm(multiple, *(layer.block_size for layer in kept_whole))
         whole["whole_blocks"] = sorted({str(layer.whole_blocks) for layer in kept_whole})
-    return layout, whole
-
-
-def _refuse_part_blocks(chunk_tokens: object, sizes: Sequence[int], who: str) -> None:
-    if isinstance(chunk_tokens, int) and any(chunk_tokens % size for size in sizes):
-        raise ConfigError(
-            f"chunk_tokens={chunk_tokens} is no multiple of the block size {sizes[-1]}, which "
-            f"{who}; use a multiple"
-        )
+    return layout, whole, multiple
 
 
 def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec | None:
@@ -148,7 +145,10 @@ def _hashed_as(spec: EngineSpec, other: EngineSpec) -> EngineSpec:
 
 
 def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
-    return spec.identity, spec.groups, spec.tables, spec.kv_layout, spec.disabled
+    return (
+        *(spec.identity, spec.groups, spec.tables, spec.kv_layout),
+        *(spec.chunk_multiple, spec.disabled),
+    )
 
 
 def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:

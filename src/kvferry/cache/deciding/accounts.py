@@ -54,7 +54,7 @@ class Accounts:
         self._observer = context.observer
         self._log = context.log
         self._token_bytes = schema.record_bytes / schema.chunk_tokens
-        self._chunk = context.config.chunk_tokens
+        self._chunk = context.chunk_tokens
         self._journal = journal
 
     def admitted(

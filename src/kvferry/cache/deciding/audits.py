@@ -124,7 +124,7 @@ class Audits:
             slot is not None and slot.is_save
             for slot in (self._pool.find(keys[later]) for later in range(number + 1, whole.stop))
         )
-        copy = self._pool.spare(number * self._context.config.chunk_tokens)
+        copy = self._pool.spare(number * self._context.chunk_tokens)
         if copy is None:
             return False
         self._pool.pin(record)
@@ -188,7 +188,7 @@ class Audits:
         audit = self._expected[request_id]
         record, copy = audit.record, audit.copy
         first = record.first_token
-        stop = first + self._context.config.chunk_tokens
+        stop = first + self._context.chunk_tokens
         if item.num_computed_tokens + item.num_scheduled_tokens < stop:
             return None
         try:
@@ -272,7 +272,7 @@ class Audits:
 
 def _why_not(context: RoleContext) -> str | None:
     """Why hits cannot be audited; None if they can."""
-    chunk = context.config.chunk_tokens
+    chunk = context.chunk_tokens
     if not {group.dtype for group in context.spec.groups} <= TOLERANCE.keys():
         return "no tolerance is known for KV of this dtype"
     if not tolerances_for(context.spec.identity.config):

@@ -80,7 +80,7 @@ class Lookup:
         policy: LoadPolicy,
         audits: Audits,
     ) -> None:
-        self._chunk = context.config.chunk_tokens
+        self._chunk = context.chunk_tokens
         self._store = context.store
         self._observer = context.observer
         self._tables = context.tables

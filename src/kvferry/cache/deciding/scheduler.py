@@ -111,15 +111,15 @@ class SharedStorageScheduler(SchedulerRole):
         self.policy = LoadPolicy(config.load_timeout_seconds, context.clock)
         journal = None
         if config.record is not None:
-            journal = Journal(Path(config.record), config.chunk_tokens)
-        self.requests = Requests(schema.namespace, config.chunk_tokens, context.clock)
+            journal = Journal(Path(config.record), schema.chunk_tokens)
+        self.requests = Requests(schema.namespace, schema.chunk_tokens, context.clock)
         self._first_namespace, self._new_namespace = schema.namespace, new_namespace
         self._weights = WeightsFile(config.weights_version_file, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
         announcer = (
-            Announcer(context.store, config.chunk_tokens) if spec.host_publishes_events else None
+            Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
         self.saves = SavePlan(context, pool, self.requests, shared_writes, announcer)
         self._handovers = Handovers(context, self.requests, self.saves)
