@@ -11,8 +11,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+from kvferry.errors import ConfigError
+from kvferry.identity import weights_digest
 from kvferry.keys import UNREAD
+from kvferry.v1.running_model import local_model
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +72,21 @@ class LateWeights:
         self.why = ""
         logger.info("kvferry: the weights are hashed")
         return self._digest.result()
+
+
+def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
+    """Hash the weights on a thread, once per process, while the host does something else. A
+    connector asks later, finds the files' digests in their cache, and tells what fails."""
+    source = local_model(vllm_config)
+    if source is None or source in _BEGUN:
+        return
+    _BEGUN.add(source)
+
+    def read() -> None:
+        with suppress(ConfigError):
+            weights_digest(source)
+
+    threading.Thread(target=read, name="kvferry-weights", daemon=True).start()
+
+
+_BEGUN: set[Path] = set()

@@ -217,3 +217,27 @@ def test_an_engine_that_ends_while_it_hashes_leaves_nothing(late, tmp_path):
     become_known(host)
     wait_until(lambda: before >= set(threading.enumerate()), "no thread is left")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS[:1]], ids=str)
+def test_hashing_begins_while_vllm_measures_memory_and_compiles(
+    release, plugin, model, tmp_path, monkeypatch, fault
+):
+    hashed = threading.Event()
+    sources = []
+
+    def digest(source):
+        sources.append(source)
+        hashed.set()
+        if fault is not None:
+            raise fault  # the connector tells it later
+
+    monkeypatch.setattr(late_weights, "weights_digest", digest)
+    monkeypatch.setattr(late_weights, "_BEGUN", set())
+    before = set(threading.enumerate())
+    config = make_config(release, model, extra=options(tmp_path))
+    for _ in range(3):
+        assert plugin.KVFerryConnector.get_required_kvcache_layout(config) is None
+        assert hashed.wait(PATIENCE_SECONDS)
+    wait_until(lambda: before >= set(threading.enumerate()), "the thread ended")
+    assert sources == [model]

@@ -37,7 +37,7 @@ from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
-from kvferry.v1.late_weights import LateWeights
+from kvferry.v1.late_weights import LateWeights, begin_hashing
 from kvferry.v1.running_model import local_model, model_identity
 
 if TYPE_CHECKING:
@@ -209,6 +209,11 @@ class FerryConnector(OneRole):
         return self.host.results(
             finished_sending=sending, finished_recving=recving, failed_recving=failed
         )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> None:  # noqa: ANN401
+        """Any. vLLM asks before it measures memory and compiles, which leaves time to hash."""
+        begin_hashing(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
