@@ -81,6 +81,7 @@ WRONG_STAMPS = [
         {"namespace": "0123456789ABCDEF"}, {"namespace": "0123456789abcdef\n"}, {"namespace": 1},
         {"chunks": -1}, {"chunks": "3"}, {"chunks": True}, {"chunks": 1 << 40}, {"chunks": 0},
         {"key": None}, {"key": "ab"}, {"key": "x" * 64}, {"key": ["a"] * 64},
+        {"key": "a" * 64 + "\n"},
     )),
 ]  # fmt: skip
 

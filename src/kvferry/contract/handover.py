@@ -13,10 +13,9 @@ arrives, and written into its answer when it ends.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,8 +29,6 @@ STAMP = "kvferry"
 STAMP_VERSION = 1
 NAMESPACE_DIGITS = 16
 
-_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}")
-_KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_HOST = 253
 _MAX_TOKENS = 1 << 31
 _MAX_PORT = 65535
@@ -224,26 +221,26 @@ def _has_any(block_ids: object) -> bool:
     return not isinstance(block_ids, list) or any(group != [] for group in block_ids)
 
 
+class _Stamp(msgspec.Struct):
+    """A stamp of our version, but for its version."""
+
+    namespace: Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAMESPACE_DIGITS}}}\Z")]
+    chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
+    key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")] | None = None
+
+
 def _stamp(value: object) -> ProducerStamp:
     """Read a stamp. Version 0 means that it is not one of ours."""
     version = _number(value.get("v"), _MAX_TOKENS) if isinstance(value, Mapping) else None
-    if not isinstance(value, Mapping) or version is None:
-        return ProducerStamp(version=0)
     if version != STAMP_VERSION:
-        return ProducerStamp(version=version)
-    namespace, chunks, key = value.get("namespace"), value.get("chunks"), value.get("key")
-    num_chunks = 0 if chunks == 0 and key is None else _number(chunks, _MAX_TOKENS)
-    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or num_chunks is None:
+        return ProducerStamp(version=version or 0)
+    try:
+        read = msgspec.convert(value, _Stamp)
+    except msgspec.ValidationError:
         return ProducerStamp(version=0)
-    last_key = _key(key) if num_chunks else b""
-    if last_key is None:
+    if (read.key is None) != (read.chunks == 0):
         return ProducerStamp(version=0)
+    last_key = bytes.fromhex(read.key or "")
     return ProducerStamp(
-        version=version, namespace=namespace, num_chunks=num_chunks, last_key=last_key
+        version=version, namespace=read.namespace, num_chunks=read.chunks, last_key=last_key
     )
-
-
-def _key(value: object) -> bytes | None:
-    if not isinstance(value, str) or not _KEY.fullmatch(value):
-        return None
-    return bytes.fromhex(value)

@@ -19,6 +19,7 @@ from kvferry.contract.messages import EMPTY_OUTPUT
 from kvferry.errors import ConfigError, ContractError, LayoutError, TopologyError
 from kvferry.layout.spec import ALIASES, MEMORY_ORDERS
 from kvferry.observe import Observer
+from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import KVConnectorOutput, from_v1_output, to_v1_output
 
 # --- reports of all ranks -------------------------------------------------------------------------
@@ -28,12 +29,6 @@ class RunnerOutput(Protocol):
     """What a host's model runner returns. Only this attribute is read, and set on a copy."""
 
     kv_connector_output: Any
-
-
-class SupportsFinishedCount(Protocol):
-    """A connector that can say how many reports complete a transfer."""
-
-    def get_finished_count(self) -> int | None: ...
 
 
 _Output = TypeVar("_Output", bound=RunnerOutput)
@@ -56,7 +51,7 @@ class KVOutputAggregator:
         self._held = EMPTY_OUTPUT  # folded reports that no output carried yet
 
     @classmethod
-    def from_connector(cls, connector: SupportsFinishedCount, world_size: int) -> Self:
+    def from_connector(cls, connector: KVConnectorBase_V1, world_size: int) -> Self:
         """Make an aggregator for the connector's own count of reports, by default one per rank.
 
         Raises:
