@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.errors import ConfigError
+from kvferry.types import ChunkKey
 
 from .released import Release, calls_of, number, versions
 from .versioned_config import CHUNK, NUM_TOKENS, make_config, options, prompt, whole_blocks
@@ -97,12 +98,17 @@ def test_a_second_engine_in_a_process_does_not_get_the_connector_of_the_first(en
     assert engine().run("b", prompt()).hit == whole_blocks(NUM_TOKENS)
 
 
-def test_only_the_scheduler_keeps_track_of_what_is_stored(engine):
+def test_only_the_scheduler_keeps_track_of_what_is_stored(engine, tmp_path):
     host = engine()
     host.run("cold", prompt())
+    host.settle()
     host.rest_until_saved()
+    stored = (tmp_path / "store").rglob("*.safetensors")
+    keys = [ChunkKey(bytes.fromhex(path.stem)) for path in stored]
     stores = [one._cache.store for one in (host.scheduler, *host.workers)]
-    assert [store.wait_indexed(60) for store in stores] == [True, False]
+    assert stores[0].wait_indexed(60)
+    assert keys
+    assert [{store.contains(key) for key in keys} for store in stores] == [{True}, {False}]
 
 
 def test_hits_inside_a_multi_connector_too(engine):
