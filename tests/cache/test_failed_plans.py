@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
+from kvferry.cache.deciding.lookup import Fetching
 from kvferry.cache.deciding.policy import LoadPolicy
-from kvferry.cache.deciding.requests import Search
 from kvferry.cache.messages import (
     PUT_OFF,
     Filled,
@@ -20,7 +20,7 @@ from kvferry.cache.messages import (
     SharedStorageMeta,
 )
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.messages import LookupMiss, WorkerOutput
+from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
@@ -173,7 +173,8 @@ def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_h
         slot = host.pool.fetch(key, number * 8, frozenset([0]))
         host.pool.pop_orders()
         host.pool.report_filled(slot.index)
-    state.search = Search(gave_up=LookupMiss.SLOWER)
+    search = host.scheduler._search(request, state)
+    search.state = Fetching(until=0.0, since=0.0)
     looks = []
     holds = host.pool.holds
     monkeypatch.setattr(host.pool, "holds", lambda *args: looks.append(1) or holds(*args))

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.config import CacheBounds
-from kvferry.cache.deciding.requests import RETRY_SECONDS, UNREADABLE_SECONDS
+from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import RepairedPlan
 from kvferry.errors import TransferError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
-from kvferry.cache.deciding.handovers import FEW
+from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult

@@ -116,7 +116,7 @@ def test_a_slow_store_does_not_keep_memory_from_being_used(host):
     policy.saw_compute(1000, 0.001)
     for _ in range(40):
         policy.saw_load("file", 40, 100.0)
-    assert policy.worth_loading([("file", 40)]).num_chunks == 0
+    assert policy.worth_loading(["file"], 40).num_chunks == 0
     assert host.run("warm", PROMPT).num_external_tokens == 40
     host.pool.drop(keys_of(host)[2])
     assert host.run("warm but for one", PROMPT).num_external_tokens == 16

@@ -10,6 +10,7 @@ import pytest
 from torch.testing import assert_close
 
 from benchmarks.host import HostStep
+from kvferry.cache.deciding.lookup import Hit, Settled
 from kvferry.errors import ContractError
 from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore
@@ -115,7 +116,8 @@ def test_one_table_of_several_groups_is_cut_before_a_chunk_that_vanished():
 def load(host: SimulatedHost, request: Any, block_ids: Any, num_external: int) -> frozenset[int]:
     """Allocate again, run the step; what failed, if the blocks still hold what they did."""
     state = host.scheduler.requests.track(request)
-    state.search.promised = (0, 80)
+    search = state.search
+    search.state = Settled(Hit(0, 80, range(10), range(10)), search.state)
     host.scheduler.update_after_alloc(request, block_ids, num_external)
     plan = host.scheduler.build_plan(HostStep([], set(), set()))
     (rank,) = host.ranks

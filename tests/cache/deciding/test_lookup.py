@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.cache.deciding.lookup import Asking, Fetching, Settled
 from kvferry.contract.messages import LookupMiss
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
@@ -37,11 +38,11 @@ def test_a_search_asks_then_fetches_then_settles_and_ends_when_its_request_is_ad
     assert state.search is None
     store.asks = True
     assert host.scheduler.lookup(request, 0).num_tokens is None
-    assert state.search.phase == "asking"
+    assert isinstance(state.search.state, Asking)
     assert not host.pool.has_orders
     store.asks = False
     assert host.scheduler.lookup(request, 0).num_tokens is None
-    assert state.search.phase == "fetching"
+    assert isinstance(state.search.state, Fetching)
     assert host.admit(request) == 40
     assert state.search is None
     host.prefill(request)
@@ -56,10 +57,10 @@ def test_a_search_that_gave_up_fetches_no_more_and_the_next_one_does(make_host):
     clock.advance(6)
     late = host.scheduler.lookup(request, 0)
     assert (late.num_tokens, late.reason) == (0, LookupMiss.DEADLINE)
-    assert state.search.phase == "settled"
+    assert isinstance(state.search.state, Settled)
     host.settle()
     host.forget_memory()
     assert host.scheduler.lookup(request, 0).num_tokens == 0
     host.scheduler.update_after_alloc(request, request.block_ids, 0)
     assert host.scheduler.lookup(request, 0).num_tokens is None
-    assert state.search.phase == "fetching"
+    assert isinstance(state.search.state, Fetching)

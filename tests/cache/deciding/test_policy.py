@@ -23,8 +23,8 @@ def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPol
 
 def part_worth(policy: LoadPolicy, *parts: tuple[str | None, int], chunk: int = 100) -> int:
     """Tokens worth loading of a hit whose parts lie in these tiers."""
-    chunks = [(tier, chunk) for tier, tokens in parts for _ in range(tokens // chunk)]
-    return policy.worth_loading(chunks).num_chunks * chunk
+    tiers = [tier for tier, tokens in parts for _ in range(tokens // chunk)]
+    return policy.worth_loading(tiers, chunk).num_chunks * chunk
 
 
 def test_a_small_hit_that_met_a_busy_moment_does_not_speak_against_large_ones():
@@ -98,7 +98,7 @@ def test_a_tier_that_is_slow_does_not_speak_against_another():
 def test_the_numbers_of_a_decision_are_given():
     policy = make_policy()
     policy.saw_slow_load("s3", 1000, 5.0)  # at most 100 tokens a second
-    worth = policy.worth_loading([("s3", 100)] * 10)
+    worth = policy.worth_loading(["s3"] * 10, 100)
     assert worth.num_chunks == 0
     assert worth.load_seconds == pytest.approx(10.0)
     assert worth.compute_seconds == pytest.approx(1.0)

@@ -13,7 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.requests import RequestState, Search
+from kvferry.cache.deciding.lookup import Search
+from kvferry.cache.deciding.requests import RequestState
 from kvferry.cache.messages import Save
 from kvferry.config import printable
 from kvferry.contract.handover import STAMP, write_explanation
@@ -72,17 +73,16 @@ class Accounts:
         hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
-        missed = search.miss or LookupMiss.ABSENT
-        if state.audit is not None:
-            missed = search.miss or LookupMiss.AUDIT  # what follows the audited chunk
-            audited = min(limit, state.audit.record.first_token + self._chunk)
+        missed, why = search.short
+        if search.hit is not None and search.hit.audit is not None:
+            missed = missed or LookupMiss.AUDIT  # what follows the audited chunk
+            audited = min(limit, search.hit.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
-        misses[missed] += limit - stop
+        misses[missed or LookupMiss.ABSENT] += limit - stop
         misses[LookupMiss.PARTIAL] += num_tokens - limit
         misses = +misses  # those above zero, as for hits
         self._count(num_tokens, local, hits, misses)
-        why = search.why
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: of %d tokens the engine has %d; hits %s, misses %s%s",

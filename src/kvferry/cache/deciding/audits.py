@@ -17,6 +17,8 @@ A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFU
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import (
     DOUBTFUL,
@@ -27,11 +29,10 @@ from kvferry.blocks.tolerance import (
 )
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.requests import Audit, RequestState
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.store.io_pool import IOPool
-from kvferry.types import ScheduledRequest, StepView
+from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,27 @@ REMEDY = (
 
 CLOSE_SECONDS = 0.5
 """How long `close` waits until a wrong record is taken out of the store."""
+
+
+@dataclass(slots=True, eq=False)
+class Audit:
+    """The comparison of a promised hit with what the engine computes.
+
+    Attributes:
+        record: pinned slot with the record of the compared chunk.
+        copy: pinned slot for what the engine computes.
+        is_at_end: False if chunks that this engine did not save follow the compared one in the hit.
+            Faults that grow with the position, such as other rotary frequencies, may not show then.
+        load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
+            compute it again.
+        results: results of the ranks that have compared their part.
+    """
+
+    record: Slot
+    copy: Slot
+    is_at_end: bool
+    load: Load | None = None
+    results: list[Filled] = field(default_factory=list)
 
 
 class Audits:
@@ -80,7 +102,14 @@ class Audits:
 
     # -- hits -----------------------------------------------------------------------------------
 
-    def choose(self, state: RequestState, numbers: range) -> int | None:
+    def draw(self) -> float | None:
+        """Draw, when a search begins, where its hit is compared: a number in [0, 1); below 1/n, a
+        hit of n chunks is compared at its start, else at its end. None if it is not audited."""
+        share = 1.0 if self._rate is not None and not self._has_passed else self._rate or 0.0
+        sample = self._context.draw() if share else 1.0
+        return sample / share if sample < share else None
+
+    def choose(self, keys: Sequence[ChunkKey], numbers: range, place: float | None) -> int | None:
         """Choose the chunk of a hit to compare, by index; the hit then ends before it. None if the
         hit is not audited.
 
@@ -90,35 +119,27 @@ class Audits:
         Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
         the option `audit`.
         """
-        if self._rate is None or not numbers:
+        if place is None:
             return None
-        keys = state.keys.keys
-        share = self._rate if self._has_passed else 1.0
-        if state.sample is None:
-            state.sample = self._context.draw()
-        if state.sample >= share:
-            return None
-        # A sample below `share` is uniform in [0, share).
-        from_front = state.sample * len(numbers) < share
-        is_sampled = state.sample < self._rate
+        from_front = place * len(numbers) < 1
+        is_sampled = self._has_passed or place < (self._rate or 0.0)
         for number in numbers if from_front else reversed(numbers):
             slot = self._pool.find(keys[number])
             if slot is None or not slot.is_save or is_sampled:
                 return number
         return None
 
-    def reserve(self, state: RequestState, whole: range, number: int) -> bool:
+    def reserve(self, keys: Sequence[ChunkKey], whole: range, number: int) -> Audit | None:
         """Pin for the audit the record of a chunk (its request has a pin of its own) and a spare
-        slot for the copy that the engine computes. False if the record is gone or no slot is free.
+        slot for the copy that the engine computes. None if the record is gone or no slot is free.
 
         Args:
             whole: the chunks of the hit before it was shortened.
             number: index of the chunk to compare.
         """
-        keys = state.keys.keys
         record = self._pool.find(keys[number])
         if record is None:
-            return False
+            return None
         # Before `spare`, which may evict one of these.
         is_at_end = all(
             slot is not None and slot.is_save
@@ -126,31 +147,29 @@ class Audits:
         )
         copy = self._pool.spare(number * self._context.chunk_tokens)
         if copy is None:
-            return False
+            return None
         self._pool.pin(record)
-        state.audit = Audit(record, copy, is_at_end)
-        return True
+        return Audit(record, copy, is_at_end)
 
-    def release(self, state: RequestState) -> None:
-        """Give up the audit of a hit that is not promised any more."""
-        if state.audit is not None:
-            self._unpin(state.audit)
-            state.audit = None
+    def release(self, audit: Audit) -> None:
+        """Give up an audit: its hit is not promised any more, or it has ended."""
+        self._pool.unpin(audit.record)
+        self._pool.unpin(audit.copy)
 
-    def expect(self, request_id: str, state: RequestState, load: Load | None) -> None:
-        """Expect the copy for the audit of a request that was admitted. `load` is the load of its
-        hit; None if nothing is loaded."""
+    def expect(self, request_id: str, audit: Audit | None, load: Load | None) -> None:
+        """Expect the copy for the audit of a request that was admitted; None: it has none. `load`
+        is the load of its hit; None if nothing is loaded."""
         self.forget(request_id)
-        if state.audit is not None:
-            self._expected[request_id], state.audit = state.audit, None
-            self._expected[request_id].load = load if self._context.spec.host_recomputes else None
+        if audit is not None:
+            self._expected[request_id] = audit
+            audit.load = load if self._context.spec.host_recomputes else None
 
     def forget(self, request_id: str) -> None:
         """Give up the audit of a request that lost its blocks. The host's own cache may still have
         their content, so the load counts as unchecked."""
         if request_id in self._expected:
             audit = self._expected.pop(request_id)
-            self._unpin(audit)
+            self.release(audit)
             if audit.load is not None:
                 self._unchecked.append(audit.load)
 
@@ -164,10 +183,6 @@ class Audits:
         """Forget mismatches: only this engine writes the records of the new epoch."""
         self.forget_all()
         self.has_failed = False
-
-    def _unpin(self, audit: Audit) -> None:
-        self._pool.unpin(audit.record)
-        self._pool.unpin(audit.copy)
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -226,7 +241,7 @@ class Audits:
             return
         del self._running[copy.index]
         is_current = self._pool.find(audit.record.key) is audit.record  # no epoch has begun since
-        self._unpin(audit)
+        self.release(audit)
         if is_current:
             self._conclude(audit)
 

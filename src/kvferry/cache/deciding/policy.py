@@ -8,11 +8,16 @@ not. While a tier is slower than the engine, one hit is loaded from it every `RE
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvferry.store.base import ASK_SECONDS
+
+logger = logging.getLogger(__name__)
 
 RETRY_SLOW_SECONDS = 4.0
 """How often a hit is loaded although computing is expected to be faster, to notice a store that has
@@ -39,6 +44,13 @@ MAX_TIMED = 8
 
 PREFILL_TOKENS = 64
 """A step with at least this many tokens shows the speed of prefill; a decode step does not."""
+
+
+FEW = 3
+"""After so many waits in vain, one after the other, a warning says what to do."""
+
+LONGEST_LOOKS_SECONDS = 300.0
+"""The longest time without a whole wait: `load_timeout_seconds`, doubled by each wait in vain."""
 
 
 @dataclass(slots=True)
@@ -152,32 +164,31 @@ class LoadPolicy:
         """Whether some tier counts as slow; if none does, everything is worth loading."""
         return any(speed.is_slow for speed in self.tiers.values())
 
-    def worth_loading(self, parts: Sequence[tuple[str | None, int]]) -> LoadDecision:
+    def worth_loading(self, tiers: Sequence[str | None], tokens: int) -> LoadDecision:
         """Decide how much of a hit to load: all of it when a slow tier is tried again.
 
         Args:
-            parts: tier and number of tokens of each chunk, in the order of the prompt; the tier is
-                None for a chunk in memory.
+            tiers: tier of each chunk, in the order of the prompt; None for a chunk in memory.
+            tokens: number of tokens of a chunk.
         """
         compute = self._compute_rate
-        num_tokens = sum(tokens for _, tokens in parts)
         if compute is None:
-            return LoadDecision(len(parts), 0.0, 0.0)
+            return LoadDecision(len(tiers), 0.0, 0.0)
         best = saved = 0.0
         count, load = 0, 0.0
-        for index, (tier, tokens) in enumerate(parts):
+        for index, tier in enumerate(tiers):
             seconds = self._load_seconds(tier, tokens, tokens / compute)
             load += seconds
             saved += tokens / compute - seconds
             if saved >= best:
                 best, count = saved, index + 1
-        worth = LoadDecision(count, load, num_tokens / compute)
+        worth = LoadDecision(count, load, len(tiers) * tokens / compute)
         if best - saved > SLACK_SECONDS:
             now = self._clock()
             if now < self._retry_slow_at:
                 return worth
             self._retry_slow_at = now + RETRY_SLOW_SECONDS
-        return worth._replace(num_chunks=len(parts))
+        return worth._replace(num_chunks=len(tiers))
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
         """Expected time of a load; no more than computing takes, unless the tier is slow."""
@@ -194,6 +205,53 @@ class LoadPolicy:
         if self._compute_rate is None:
             return self._timeout
         return min(self._timeout, max(MIN_WAIT_SECONDS, num_tokens / self._compute_rate))
+
+
+class Patience:
+    """How long a request waits for another engine to store its first chunk. Runs in: scheduler
+    thread; no I/O.
+
+    A producer whose chunks never come may store them elsewhere. So after a wait in vain, requests
+    only look for `ASK_SECONDS`. Now and then one of them waits as long as the first, until chunks
+    come.
+    """
+
+    def __init__(self, seconds: float, url: str) -> None:
+        self._seconds = seconds
+        self._url = url
+        self._num_in_vain = 0
+        self._only_looks_until = 0.0
+
+    def seconds(self, now: float) -> float:
+        """How long a request waits until the first chunk comes."""
+        if now < self._only_looks_until:
+            return min(ASK_SECONDS, self._seconds)
+        if self._num_in_vain:
+            self._only_looks_until = now + self._seconds  # one request at a time tries
+        return self._seconds
+
+    def came(self) -> None:
+        """Learn that a chunk came while a request waited for it."""
+        self._num_in_vain, self._only_looks_until = 0, 0.0
+
+    def in_vain(self, now: float) -> None:
+        """Learn that a request waited and no chunk came. Of waits that end together, one counts."""
+        if now < self._only_looks_until:
+            return
+        self._num_in_vain += 1
+        looks_seconds = min(LONGEST_LOOKS_SECONDS, self._seconds * 2**self._num_in_vain)
+        self._only_looks_until = now + looks_seconds
+        if self._num_in_vain == FEW:
+            logger.warning(
+                "nothing came of %d handovers, each waited for %g s: the engines that prefill "
+                "seem to store elsewhere than in %s. Give them and this engine one store, or "
+                "list the address that they serve (option `serve`) as peer://HOST:PORT in "
+                "`store` here. Until chunks come, most requests wait for %g s only",
+                FEW,
+                self._seconds,
+                self._url,
+                ASK_SECONDS,
+            )
 
 
 def _average(old: float | None, sample: float) -> float:

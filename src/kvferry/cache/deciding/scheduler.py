@@ -21,18 +21,13 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
 from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.lookup import Lookup
-from kvferry.cache.deciding.policy import LoadPolicy
+from kvferry.cache.deciding.lookup import NEVER, Lookup, Search, Short
+from kvferry.cache.deciding.policy import LoadPolicy, Patience
 from kvferry.cache.deciding.recent import RecentRecords
-from kvferry.cache.deciding.requests import (
-    RETRY_SECONDS,
-    UNREADABLE_SECONDS,
-    Requests,
-    RequestState,
-    Search,
-)
+from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.deciding.weights_file import WeightsFile
@@ -71,6 +66,9 @@ _MISSED: Mapping[str, LookupMiss] = {
     MissReason.IO_ERROR: LookupMiss.AWAY,
 }
 """What a failed fetch means for a request; all else is unreadable."""
+
+REPROBE_SECONDS = 60.0
+"""If a request has waited for so long, the store is asked again what it has."""
 
 EARLY_PER_STEP = 4
 """Requests of the host's queue that one step looks up, if they wait for another engine."""
@@ -117,12 +115,13 @@ class SharedStorageScheduler(SchedulerRole):
         self._weights = WeightsFile(config.weights_version_file, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
-        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits)
+        patience = Patience(config.load_timeout_seconds, context.store.url)
+        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits, patience)
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
         self.saves = SavePlan(context, pool, self.requests, shared_writes, announcer)
-        self._handovers = Handovers(context, self.requests, self.saves)
+        self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
         self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
@@ -172,7 +171,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
-        limit = self._lookup.limit(state, len(request.all_token_ids))
+        limit = self._lookup.usable(len(state.keys.keys), len(request.all_token_ids) - 1)
         self._handovers.begin(request, state, limit)
         return state
 
@@ -181,7 +180,7 @@ class SharedStorageScheduler(SchedulerRole):
         it before ends: its search, its saves, and its keys."""
         state = self.requests.by_id.get(request.request_id)
         if state is not None and not state.is_of(request):
-            self._lookup.end_search(state)
+            self._end_search(state)
             self.saves.forget(request.request_id)
             if request.extra_keys.cacheable:
                 self.requests.track(request)
@@ -190,12 +189,33 @@ class SharedStorageScheduler(SchedulerRole):
                 del self.requests.by_id[request.request_id]
         return request.extra_keys.cacheable
 
+    def _probe(self, state: RequestState) -> None:
+        """Have the store find out what it has of a prompt, unless it has just been asked to."""
+        now = self.context.clock()
+        if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
+            state.probed_at = now
+            self.context.store.probe(state.keys.keys)
+
+    def _search(self, request: RequestView, state: RequestState) -> Search:
+        """The search of a request, begun if there is none."""
+        if state.search is None:
+            most = request.options.max_load_tokens
+            state.search = self._lookup.begin(state.keys.keys, state.handover, most)
+        return state.search
+
+    def _end_search(self, state: RequestState) -> None:
+        """End the search of a request that was admitted, or is gone. If the request waits once
+        more, another search begins."""
+        if state.search is not None:
+            self._lookup.release(state.search)
+            state.search = None
+
     def on_new_request(self, request: RequestView) -> None:
         if not self._follow(request):
             return
         if self._may_load(request):
             state = self._track(request)
-            self._lookup.probe(state)
+            self._probe(state)
             if state.handover is not None and state.handover.num_chunks:
                 self._handovers.early[request.request_id] = request
         elif request.handover is not None:
@@ -215,15 +235,21 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         if not self._may_load(request):
-            self._lookup.end_search(state)
+            self._end_search(state)
             is_other = self.audits.has_failed
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
-            state.search = Search(num_local=num_local_tokens, miss=miss)
+            search = self._search(request, state)
+            search.num_local, search.short = num_local_tokens, Short(miss)
             return LookupResult(0, False, miss)
         started = time.perf_counter()
-        answer = self._lookup.answer(state, len(request.all_token_ids), num_local_tokens)
+        answer = self._look_up(request, state, num_local_tokens)
         self.context.observer.observe("lookup", time.perf_counter() - started)
         return answer
+
+    def _look_up(self, request: RequestView, state: RequestState, num_local: int) -> LookupResult:
+        self._probe(state)
+        search = self._search(request, state)
+        return self._lookup.answer(search, len(request.all_token_ids), num_local)
 
     # -- allocation -----------------------------------------------------------------------------
 
@@ -236,39 +262,39 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         if state.handover is not None:
-            self._handovers.end_wait(state.handover)
+            state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
         search = state.search or Search()
         stop = search.num_local
         if num_external_tokens > 0:
-            promised = search.promised or (0, 0)
-            if num_external_tokens > promised[1] - promised[0]:
+            hit = search.hit
+            if hit is None or num_external_tokens > hit.stop - hit.start:
                 # The engine counts on tokens that no plan will bring: the guard fails them.
                 raise ContractError(
                     f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
                 )
-            start, stop = promised[0], promised[0] + num_external_tokens
-            self._plan_load(request.request_id, state, search, block_ids, (start, stop))
+            stop = hit.start + num_external_tokens
+            self._plan_load(request.request_id, search, block_ids, (hit.start, stop))
         if self._saves(request, state):
             self.saves.admit(request.request_id, state)
-        limit = self._lookup.limit(state, len(request.all_token_ids))
+        limit = self._lookup.usable(len(state.keys.keys), len(request.all_token_ids) - 1)
         if state.search is not None or state.answer is None:  # else a session goes on in its blocks
             self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
-        self.audits.expect(request.request_id, state, load)
-        self._lookup.end_search(state)
+        self.audits.expect(request.request_id, search.hit and search.hit.audit, load)
+        search.state = NEVER  # the audit is not given up with the search
+        self._end_search(state)
 
     def _plan_load(
         self,
         request_id: str,
-        state: RequestState,
         search: Search,
         block_ids: BlockTable,
         hit: tuple[int, int],
     ) -> None:
         blocks = self.context.tables.load_slices(block_ids, *hit)
-        chunks = self._lookup.chunks(state, *hit)
+        chunks = self._lookup.chunks(search, *hit)
         self._forget_load(request_id)
         self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned
         search.pinned = []
@@ -350,7 +376,7 @@ class SharedStorageScheduler(SchedulerRole):
             if not self._may_load(request):
                 return
             state = self._track(request)
-            answer = self._lookup.answer(state, len(request.all_token_ids), 0)
+            answer = self._look_up(request, state, 0)
             del early[request_id]
             if answer.num_tokens is None:
                 early[request_id] = request  # ask again, after the others
@@ -445,7 +471,11 @@ class SharedStorageScheduler(SchedulerRole):
             found, why = self.saves.not_stored(request, state, may_save=may_save)
             state.answer = state.answer._replace(not_stored=found, not_stored_why=why)
         self._accounts.ended(request, state)
-        self._lookup.end(state)
+        self._end_search(state)
+        # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
+        # first.
+        self.context.store.touch(state.keys.keys)
+        self.pool.touch(state.keys.keys)
         if request.options.pin > 0.0:
             num_chunks = request.num_prompt_tokens // state.keys.chunk_tokens
             self.saves.pins.add(state.keys.keys[:num_chunks], request.options.pin)
@@ -474,7 +504,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _begin_epoch(self, namespace: bytes) -> None:
         for request_id, state in self.requests.by_id.items():
-            self._lookup.release(state)
+            self._end_search(state)
             self._forget_load(request_id)
         self.audits.begin_epoch()
         self._end_recent()
