@@ -46,22 +46,26 @@ def found_by(case: str):
 # --- look-ups ---
 
 
-@found_by("reuse")
-class PromisesABlockTooMany(Ours):
-    def answer(self, count, request, num_local):
-        return count + 16 if count else 0, False
-
-
-@found_by("short-prompts")
-class AnswersNegativeCounts(Ours):
-    def answer(self, count, request, num_local):
-        return count or -16, False
-
-
-@found_by("local-blocks")
-class CountsLocalTokens(Ours):
-    def answer(self, count, request, num_local):
-        return count + num_local if count else 0, False
+# Name, the case that must find it, and the answer to a look-up that found `count` tokens.
+for name, case, answer in (
+    ("PromisesABlockTooMany", "reuse", lambda count, *_: (count + 16 if count else 0, False)),
+    ("AnswersNegativeCounts", "short-prompts", lambda count, *_: (count or -16, False)),
+    ("CountsLocalTokens", "local-blocks",
+     lambda count, _, num_local: (count + num_local if count else 0, False)),
+    ("StartsAsyncLoadsOfNothing", "reuse", lambda count, *_: (count, count == 0)),
+    ("LeavesNoTokenToCompute", "whole-blocks", lambda count, request, num_local: (
+        request.num_tokens - num_local if count
+        and request.num_tokens - num_local - count in (1, 16) else count, False)),
+    ("EndsWithinABlock", "reuse", lambda count, *_: (max(0, count - 3), False)),
+    ("AnswersACountAlone", "reuse", lambda count, *_: count),
+    ("LosesTheLastBlock", "one-over-a-block", lambda count, request, _: (
+        count - 16 if count and request.num_tokens % 16 == 1 else count, False)),
+    ("MatchesWholePromptsOnly", "longer-prompt", lambda count, request, num_local: (
+        count if num_local + count == (request.num_tokens - 1) // 16 * 16 else 0, False)),
+    ("AsksAgainForEver", "reuse", lambda count, *_: (None if count else 0, False)),
+):  # fmt: skip
+    globals()[name] = type(name, (Ours,), {"answer": staticmethod(answer)})
+    SEEDED[name] = case
 
 
 @found_by("second-look-up")
@@ -69,31 +73,6 @@ class AnswersAsItDidFirst(Ours):
     def answer(self, count, request, num_local):
         self.first = getattr(self, "first", {})
         return self.first.setdefault(request.request_id, count), False
-
-
-@found_by("reuse")
-class StartsAsyncLoadsOfNothing(Ours):
-    def answer(self, count, request, num_local):
-        return count, count == 0
-
-
-@found_by("whole-blocks")
-class LeavesNoTokenToCompute(Ours):
-    def answer(self, count, request, num_local):
-        left = request.num_tokens - num_local - count
-        return count + left if left in (1, 16) and count else count, False
-
-
-@found_by("reuse")
-class EndsWithinABlock(Ours):
-    def answer(self, count, request, num_local):
-        return max(0, count - 3), False
-
-
-@found_by("reuse")
-class AnswersACountAlone(Ours):
-    def answer(self, count, request, num_local):
-        return count
 
 
 @found_by("reuse")
@@ -108,24 +87,6 @@ class LooksAtFiles(Ours):
     def answer(self, count, request, num_local):
         os.stat(".")
         return count, False
-
-
-@found_by("one-over-a-block")
-class LosesTheLastBlock(Ours):
-    def answer(self, count, request, num_local):
-        return count - 16 if count and request.num_tokens % 16 == 1 else count, False
-
-
-@found_by("longer-prompt")
-class MatchesWholePromptsOnly(Ours):
-    def answer(self, count, request, num_local):
-        return count if num_local + count == (request.num_tokens - 1) // 16 * 16 else 0, False
-
-
-@found_by("reuse")
-class AsksAgainForEver(Ours):
-    def answer(self, count, request, num_local):
-        return (None if count else 0), False
 
 
 # --- identity ---

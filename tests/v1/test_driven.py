@@ -14,6 +14,8 @@ from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.engine.request import Request
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.observe import Counters
+from kvferry.testing.connector import RULES
+from kvferry.testing.connector.runner import CaseOutcome, Limits, Runner, Target
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.driven import V1Plan, V1SchedulerRole, V1WorkerRole, v1_config, v1_roles
 from kvferry.v1.types import KVConnectorRole
@@ -25,14 +27,18 @@ OUR_IMPORT = "from kvferry.v1 import ("
 PROMPT = list(range(100, 122))
 
 
-def load_sample() -> ModuleType:
+def with_our_import() -> str:
     """The sample with its import line changed."""
     source = SAMPLE.read_text()
     assert source.count(VLLM_IMPORT) == 1
+    return source.replace(VLLM_IMPORT, OUR_IMPORT)
+
+
+def load_sample() -> ModuleType:
     module = ModuleType("sample_v1_connector")
     # Pickle finds the metadata class by its module's name.
     sys.modules[module.__name__] = module
-    exec(compile(source.replace(VLLM_IMPORT, OUR_IMPORT), SAMPLE, "exec"), vars(module))
+    exec(compile(with_our_import(), SAMPLE, "exec"), vars(module))
     return module
 
 
@@ -71,75 +77,27 @@ def run(host: TinyHost, *prompts, num_new: int = 3):
     return requests
 
 
-def test_what_one_host_saved_another_reads(make_host):
-    (cold,) = run(make_host(), PROMPT)
-    (warm,) = run(make_host(), PROMPT)
-    assert (cold.hit_tokens, warm.hit_tokens) == (0, 20)
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("modules")
+    (directory / "sample_of_the_kit.py").write_text(with_our_import())
+    target = Target("sample_of_the_kit", "SampleConnector", {"path": "{dir}"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        with Runner(target, limits=Limits(part=240.0, patience=60.0)) as runner:
+            yield runner
 
 
-def test_a4_last_token_is_left_to_the_engine(make_host):
-    run(make_host(), PROMPT[:20])
-    (warm,) = run(make_host(), PROMPT[:20])
-    assert warm.hit_tokens == 16
-
-
-def test_a7_chunked_prefill_and_generated_tokens_are_seen_as_cached_requests(make_host):
-    run(make_host(budget=5), PROMPT, num_new=6)
-    whole = true_output(PROMPT, 6)
-    (warm,) = run(make_host(), whole)
-    assert warm.hit_tokens == 24  # 27 tokens had KV: all blocks that were full
-
-
-def test_a8_a_preempted_request_is_seen_as_resumed(make_host):
-    host = make_host()
-    host.add("r", PROMPT, 6)
-    for _ in range(4):
-        host.step()
-    host.preempt(host.requests["r"])
-    host.run()
-    assert host.requests["r"].all_token_ids == true_output(PROMPT, 6)
-    assert host.requests["r"].hit_tokens > 0  # it read back what it had saved itself
-    assert host.observer["hook_failed"] == 0
-    (warm,) = run(make_host(), PROMPT)
-    assert warm.hit_tokens == 20
-
-
-def test_a8_preemption_under_pressure(make_host):
-    run(make_host(num_blocks=12), PROMPT, PROMPT[:13], [1, 2, 3], list(range(15)), num_new=5)
-
-
-def test_a10_abort_before_the_first_step_and_while_running(make_host):
-    host = make_host()
-    early, late = host.add("early", PROMPT), host.add("late", PROMPT[:9], 9)
-    host.abort(early)
-    host.step()
-    host.step()
-    host.abort(late)
-    host.run()
-    host.step()  # reports the last end
-    assert host.observer["hook_failed"] == 0
-    assert host.num_free == 39
-    assert host.connectors[0].tracked == {}
-
-
-@pytest.mark.parametrize("damage", ["truncated", "gone"])
-def test_a11_a_load_that_fails_is_recomputed(make_host, tmp_path, damage):
-    run(make_host(), PROMPT)
-    host = make_host()
-    files = sorted(tmp_path.iterdir())
-    (request,) = [host.add("r", PROMPT, 3)]
-    original = host.connectors[1].start_load_kv
-
-    def damage_first(context, **kwargs):
-        for file in files:
-            file.write_bytes(b"") if damage == "truncated" else file.unlink(missing_ok=True)
-        original(context, **kwargs)
-
-    host.connectors[1].start_load_kv = damage_first
-    host.run()
-    assert request.hit_tokens == 20
-    assert any(output.invalid_block_ids for output in host.outputs)
-    assert request.all_token_ids == true_output(PROMPT, 3)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "restart", "whole-blocks", "chunked-prefill", "generated-tokens", "preempted", "aborts",
+        "abort-after-promise", "same-step", "truncated", "removed",
+    ],
+)  # fmt: skip
+def test_the_sample_keeps_rules_of_the_conformance_kit(kit, name):
+    (rule,) = [rule for rule in RULES if rule.name == name]
+    assert kit.run_case(rule) == CaseOutcome("right")
 
 
 def test_a13_steps_without_tokens_reach_the_connector(make_host):
