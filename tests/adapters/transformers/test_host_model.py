@@ -281,6 +281,7 @@ def test_a_model_that_generates_with_a_static_cache_is_refused(load_model, store
 
 
 @ABOUT_TORCH
+@pytest.mark.slow
 def test_generation_with_a_compiled_static_cache_is_no_change(load_model, store_url):
     model = load_model()
     reuse(model, store_url, prompt(40))
