@@ -215,7 +215,7 @@ class PromptSearch:
         block_tokens: tokens of the engine's blocks; a hit is whole blocks.
 
     Attributes:
-        token_ids: as given.
+        store, token_ids: as given.
 
     Raises:
         StoreError: the store cannot say what it removed.
@@ -228,7 +228,7 @@ class PromptSearch:
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
     ) -> None:
-        self._store = store
+        self.store = store
         # A tier that failed is asked no further, so the other tiers may be.
         self._asks_on = isinstance(store, TierStores)
         self.token_ids = token_ids
@@ -254,14 +254,13 @@ class PromptSearch:
         answer = PromptAnswer(num_tokens=len(self.token_ids), found=found)
         if answer.reason is not LookupMiss.ABSENT:
             return answer
-        plain = 0
-        if self._extra != NO_EXTRA_KEYS:
-            plain = max(
-                self._leading(space, NO_EXTRA_KEYS, time.monotonic() + COMPARE_SECONDS)
-                for space in spaces
-            )
+        plain = (
+            self._leading(space, NO_EXTRA_KEYS, time.monotonic() + COMPARE_SECONDS)
+            for space in (spaces if self._extra != NO_EXTRA_KEYS else ())
+        )
+        without_extra = max(plain, default=0)
         nearest = self.nearest(others(), answer.hit_tokens)
-        return replace(answer, elsewhere=nearest, without_extra=plain)
+        return replace(answer, elsewhere=nearest, without_extra=without_extra)
 
     def explain(self, space: Space) -> Explanation:
         """Look every chunk of the prompt up in one namespace."""
@@ -273,9 +272,33 @@ class PromptSearch:
             runs.append(self._ask(digest, key, Run(number * size, size)))
             if not self._asks_on and runs[-1].why is LookupMiss.AWAY:
                 break  # each further question could take as long
-        runs = _complete(runs, len(keys.keys) * size, len(self.token_ids))
-        stop = self._in_blocks(sum(run.num_tokens for run in runs if run.why is None))
-        return Explanation(space, _merged(_end_hits(runs, stop)))
+        return Explanation(space, _merged(self._judged(runs, len(keys.keys) * size)))
+
+    def _judged(self, runs: list[Run], num_whole: int) -> list[Run]:
+        """Complete the runs of the chunks that were asked for. Only leading chunks are hits, and of
+        these only whole blocks."""
+        first_miss = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
+        last_stored = max((n for n, run in enumerate(runs) if run.why is None), default=-1)
+        stop = self._in_blocks(sum(run.num_tokens for run in runs[:first_miss]))
+        judged: list[Run] = []
+        for number, run in enumerate(runs):
+            if number < first_miss:
+                kept = min(run.num_tokens, max(0, stop - run.first_token))
+                rest = Run(run.first_token + kept, run.num_tokens - kept, LookupMiss.PARTIAL)
+                parts = run._replace(num_tokens=kept), rest
+                judged += [part for part in parts if part.num_tokens]
+            elif run.why is None:
+                judged.append(run._replace(why=LookupMiss.BEHIND))
+            elif run.why is LookupMiss.ABSENT and number < last_stored:
+                judged.append(run._replace(detail="was stored before: later chunks are there"))
+            else:
+                judged.append(run)
+        asked, num_tokens = sum(run.num_tokens for run in runs), len(self.token_ids)
+        if asked < num_whole:
+            judged.append(Run(asked, num_whole - asked, LookupMiss.AWAY, "not asked"))
+        if num_whole < num_tokens:
+            judged.append(Run(num_whole, num_tokens - num_whole, LookupMiss.PARTIAL))
+        return judged
 
     def nearest(self, spaces: Sequence[Space], least: int) -> Nearest | None:
         """Return the namespace that has the longest start of the prompt, if that is more than
@@ -313,12 +336,12 @@ class PromptSearch:
     def _ask(self, namespace: bytes, key: ChunkKey, run: Run) -> Run:
         fault = self._fault(namespace, key)
         if fault is None:
-            return run._replace(detail=self._store.of(namespace).tier_of(key))
+            return run._replace(detail=self.store.of(namespace).tier_of(key))
         if isinstance(fault, StoreError):
             return run._replace(why=LookupMiss.AWAY, detail=str(fault))
         if fault is not MissReason.ABSENT:
             return run._replace(why=LookupMiss.UNREADABLE, detail=fault)
-        if self._store.of(namespace).lists(key):
+        if self.store.of(namespace).lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removal = self._removed.get(key)
         if removal is None:
@@ -331,7 +354,7 @@ class PromptSearch:
     def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
         """Return why a chunk is no hit, judged by its head; None for a hit."""
         try:
-            size = self._store.of(namespace).read(key, [(0, self._head)])
+            size = self.store.of(namespace).read(key, [(0, self._head)])
         except StoreError as error:
             return error
         if size is None:
@@ -344,44 +367,11 @@ class PromptSearch:
         return None if info.schema.namespace == namespace else MissReason.WRONG_NAMESPACE
 
 
-def _complete(runs: list[Run], num_whole: int, num_tokens: int) -> list[Run]:
-    """Correct and complete the runs of the chunks that were asked for. Only leading chunks are
-    hits."""
-    asked = sum(run.num_tokens for run in runs)
-    first_miss = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
-    last_stored = max((n for n, run in enumerate(runs) if run.why is None), default=-1)
-    for number in range(first_miss, len(runs)):
-        run = runs[number]
-        if run.why is None:
-            runs[number] = run._replace(why=LookupMiss.BEHIND)
-        elif run.why is LookupMiss.ABSENT and number < last_stored:
-            runs[number] = run._replace(detail="was stored before: later chunks are there")
-    if asked < num_whole:
-        runs.append(Run(asked, num_whole - asked, LookupMiss.AWAY, "not asked"))
-    if num_whole < num_tokens:
-        runs.append(Run(num_whole, num_tokens - num_whole, LookupMiss.PARTIAL))
-    return runs
-
-
-def _end_hits(runs: Sequence[Run], stop: int) -> list[Run]:
-    """End the hits at token `stop`: what follows is always computed."""
-    cut: list[Run] = []
-    for run in runs:
-        if run.why is None and run.first_token + run.num_tokens > stop:
-            kept = max(0, stop - run.first_token)
-            rest = run.num_tokens - kept
-            cut += [run._replace(num_tokens=kept)] if kept else []
-            cut.append(Run(run.first_token + kept, rest, LookupMiss.PARTIAL))
-        else:
-            cut.append(run)
-    return cut
-
-
 def _merged(runs: Sequence[Run]) -> list[Run]:
     """Merge neighbours with the same reason, detail and remover; keep the first one's time."""
-    groups = groupby(runs, key=lambda run: (run.why, run.detail, run.by))
     merged = []
-    for _, group in groups:
-        members = list(group)
-        merged.append(members[0]._replace(num_tokens=sum(run.num_tokens for run in members)))
+    for _, group in groupby(runs, key=lambda run: (run.why, run.detail, run.by)):
+        first, *others = group
+        rest = sum(run.num_tokens for run in others)
+        merged.append(first._replace(num_tokens=first.num_tokens + rest))
     return merged

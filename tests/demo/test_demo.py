@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.cli.demo import verdict
 from kvferry.cli.main import main
 from kvferry.demo.child import DemoProcess
 from kvferry.demo.model import prepare_model
-from kvferry.demo.report import verdict
 from kvferry.demo.run import (
     QUESTIONS,
     Comparison,

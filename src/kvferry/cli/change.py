@@ -63,17 +63,18 @@ def rm(
     keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
 
     def ask(store: Catalogue) -> GcReport:
-        if is_by_use:
-            found = stores.entries(store, store.scan())
-            return maintenance.estimate(store, found, keep_bytes, choice.age)
-        return GcReport(*count(store, choice), 0)
+        if not is_by_use:
+            return GcReport(*count(store, choice), 0)
+        found = stores.entries(store, store.scan())
+        return maintenance.estimate(store, found, keep_bytes, choice.age)
 
     report = GcReport(0, 0, 0) if yes and not dry_run else stores.query_store(url, ask)
     if not dry_run:
         num_bytes = format_size(report.removed_bytes)
         question = f"delete {report.removed_records:,} records, {num_bytes}, of {shown_url(url)}?"
         confirm(question, yes=yes)
-        report = _shrink(url, keep_bytes, choice.age) if is_by_use else _delete(url, choice)
+        with open_existing(url, writable=True) as store:
+            report = _shrink(store, keep_bytes, choice.age) if is_by_use else _clear(store, choice)
     value: JsonRow = {"dry_run": dry_run, "records": report.removed_records}
     value |= {"num_bytes": report.removed_bytes}
     verb = "would be deleted" if dry_run else "deleted"
@@ -99,16 +100,15 @@ def _is_by_use(choice: Choice, has_size: bool, everything: bool) -> bool:
     return is_by_use
 
 
-def _shrink(url: str, keep_bytes: int | None, age: float | None) -> GcReport:
-    with stores.open_existing(url, writable=True) as store:
-        report = store.gc(keep_bytes, age)
-        if not (report.removed_records or report.used_bytes):
-            stores.namespaces(store)  # raises where the prefix is wrong
-        return report
+def _shrink(store: Catalogue, keep_bytes: int | None, age: float | None) -> GcReport:
+    report = store.gc(keep_bytes, age)
+    if not (report.removed_records or report.used_bytes):
+        stores.namespaces(store)  # raises where the prefix is wrong
+    return report
 
 
-def _delete(url: str, choice: Choice) -> GcReport:
-    with stores.open_existing(url, writable=True) as store, progress() as bar:
+def _clear(store: Catalogue, choice: Choice) -> GcReport:
+    with progress() as bar:
         return maintenance.clear(store, bar.track(chosen(store, choice), description="deleting"))
 
 
@@ -139,14 +139,14 @@ def pin(
         raise ConfigError("choose the records: --namespace, --model, --tenant, or a prompt")
     with open_existing(url, writable=not dry_run) as store:
         if dry_run:
-            num_records, verb = _count_pins(store, choice, ends), "would be "
+            num_records = _count_pins(store, choice, ends)
         else:
             num_records = store.pin((entry.key for entry in chosen(store, choice)), ends)
-            verb = ""
     is_over = ends <= time.time()
-    left = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
-    value = {"dry_run": dry_run, "records": num_records, "until": None if is_over else ends}
-    emit(dict(value), json, f"{num_records:,} records {verb}{left}")
+    done = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
+    value: JsonRow = {"dry_run": dry_run, "records": num_records}
+    value["until"] = None if is_over else ends
+    emit(value, json, f"{num_records:,} records {'would be ' if dry_run else ''}{done}")
     if not num_records:
         raise typer.Exit(1)
 

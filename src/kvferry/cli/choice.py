@@ -8,13 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
+from kvferry.cli.prompts import (
+    LoraOption,
+    ModelOption,
+    NamespaceOption,
+    PromptOption,
+    RawOption,
+    SaltOption,
+    TokensOption,
+    check_digits,
+    lora_identity,
+    model_identity,
+    read_tokens,
+)
 from kvferry.errors import ConfigError
 from kvferry.store.base import Catalogue, Entry
 
@@ -53,33 +64,14 @@ class Choice:
 
 def _read_choice(
     *,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIGEST", help="Only records of this namespace (its digest, or first digits)."
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only records of this model.")
-    ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only records of this tenant.")] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Only records of this prompt; needs --model."),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Only records of these token ids, instead of --prompt-file."
-        ),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the prompt without the chat template.")
-    ] = False,
-    salt: Annotated[str | None, typer.Option(help="The prompt's cache salt.")] = None,
-    lora: Annotated[
-        str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
-    ] = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: Annotated[str | None, typer.Option(help="All namespaces of this tenant.")] = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
 ) -> Choice:
     """Read the options. Raises ConfigError if they cannot be read, or do not go together."""
     from kvferry.types import ExtraKeys
@@ -90,7 +82,7 @@ def _read_choice(
     if not has_prompt and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora are of a prompt: give --prompt-file or --tokens")
     return Choice(
-        digits=None if namespace is None else check_digits(namespace),
+        digits=None if namespace is None else check_digits("--namespace", namespace),
         identity=None if model is None else model_identity(model),
         tenant=tenant,
         token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,
@@ -101,8 +93,7 @@ def _read_choice(
 def choosing(command: Callable[..., None]) -> Callable[..., None]:
     """Put the options that choose records in the place of a command's argument `choice`."""
     options = signature(_read_choice, eval_str=True).parameters
-    own = signature(command, eval_str=True).parameters
-    parameters = {**own, **options}
+    parameters = {**signature(command, eval_str=True).parameters, **options}
     del parameters["choice"]
 
     @wraps(command)
@@ -120,8 +111,7 @@ def choosing(command: Callable[..., None]) -> Callable[..., None]:
 def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
     """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
     num_records = num_bytes = 0
-    for entry in chosen(store, choice):
-        num_records += 1
+    for num_records, entry in enumerate(chosen(store, choice), 1):  # noqa: B007
         num_bytes += entry.num_bytes
     return num_records, num_bytes
 
@@ -132,7 +122,7 @@ def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
 
     Raises:
         ConfigError: no such namespace exists, nothing is stored on a server under this URL, or the
-            store does not know when its records were used; see `prompt_spaces`, too.
+            store does not know when its records were used; see `of_tokens`, too.
         StoreError: the store cannot list its records.
     """
     if choice.token_ids is not None:
@@ -154,32 +144,24 @@ def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
         yield entry
 
 
-def prompt_spaces(store: Catalogue, choice: Choice) -> list[Namespace]:
-    """Return the chosen namespaces whose keys follow from the tokens of a prompt; at least one.
-    Raises ConfigError as `of_tokens`, or if several start with the digits."""
-    return of_tokens(store, _spaces(store, choice))
-
-
 def of_tokens(store: Catalogue, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
     """Return those of the namespaces whose keys follow from the tokens of a prompt; at least one.
     Raises ConfigError if there is none, or one lacks a sound description."""
     from kvferry.survey import chunk_tokens_of
 
     found: list[Namespace] = []
-    opaque: list[Namespace] = []
     for digest, space in spaces.items():
-        if space is not None and space.is_opaque:
-            opaque.append(space)
-        elif space is None or chunk_tokens_of(space) is None:
+        if space is not None and chunk_tokens_of(space) is not None:
+            found.append(space)
+        elif space is None or not space.is_opaque:
             raise ConfigError(
                 f"the description of namespace {digest.hex()[:16]} in {store.url} is missing or "
                 "damaged, so nothing says how many tokens its chunks have"
             )
-        else:
-            found.append(space)
     if not found:
+        digest, opaque = next(iter(spaces.items()))
         raise ConfigError(
-            f"namespace {opaque[0].digest.hex()[:16]} holds opaque {opaque[0].title}: their keys "
+            f"namespace {digest.hex()[:16]} holds opaque {opaque and opaque.title}: their keys "
             "are hashes of the host, which do not follow from the tokens of a prompt"
         )
     return found
@@ -215,7 +197,7 @@ def _of_prompt(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     from kvferry.keys import ChunkKeys
     from kvferry.survey import chunk_tokens_of
 
-    for space in prompt_spaces(store, choice):
+    for space in of_tokens(store, _spaces(store, choice)):
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)
         keys.extend(choice.token_ids or ())
         for key in keys.keys:

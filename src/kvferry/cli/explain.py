@@ -10,28 +10,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.output import (
-    JsonOption,
-    JsonRow,
-    emit,
-    format_age,
-    make_table,
-    plain,
+from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
+from kvferry.cli.prompts import (
+    LoraOption,
+    ModelOption,
+    NamespaceOption,
+    PromptOption,
+    RawOption,
+    SaltOption,
+    TokensOption,
+    check_digits,
+    lora_identity,
+    model_identity,
+    read_tokens,
 )
-from kvferry.cli.prompts import check_digits, lora_identity, model_identity, read_tokens
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
-from kvferry.types import ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvferry.explain import Explanation, PromptAnswer, PromptSearch, Run, Space
+    from kvferry.explain import PromptAnswer, PromptSearch, Run, Space
     from kvferry.journal import JournalLine
     from kvferry.keys import JsonValue, ModelIdentity, Namespace
     from kvferry.store.base import Catalogue
@@ -57,25 +63,13 @@ def explain(
             metavar="URL", help="Store, or its tiers, nearest first; none with --journal."
         ),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Model directory: asks all its namespaces.")
-    ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(metavar="DIGEST", help="Namespace to ask, or its first digits.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text of the prompt; needs --model.")
-    ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Token ids: a JSON list, or by spaces.")
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the text without the chat template.")
-    ] = False,
-    salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
-    lora: Annotated[
-        str | None, typer.Option(help="The request's LoRA adapter: directory or identity.")
-    ] = None,
+    model: ModelOption = None,
+    namespace: NamespaceOption = None,
+    prompt_file: PromptOption = None,
+    tokens: TokensOption = None,
+    raw: RawOption = False,
+    salt: SaltOption = None,
+    lora: LoraOption = None,
     block_size: Annotated[
         int, typer.Option(min=1, help="Tokens of the engine's blocks; vLLM on CPUs has 128.")
     ] = 16,
@@ -97,38 +91,35 @@ def explain(
     if journal is not None:
         _explain_journal(journal, request, limit, json)
         return
+    from kvferry.explain import PromptSearch
+
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    digits = None if namespace is None else check_digits(namespace)
+    digits = None if namespace is None else check_digits("--namespace", namespace)
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
     extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
-    ask = _question(urls or [], model, digits, extra, block_size)
+    identity = model_identity(Path(str(model))) if digits is None else None
+
+    def ask(token_ids: Sequence[int]) -> PromptAnswer:
+        def of_store(store: Catalogue) -> PromptAnswer:
+            prompt = PromptSearch(store, token_ids, extra, block_size)
+            if identity is None:
+                return _ask_namespace(digits or "", prompt)
+            return _ask_model(identity, prompt)
+
+        return _ask_tiers(urls or [], of_store)
+
     answer = ask(token_ids)
     notes = _notes(answer, extra)
     if prompt_file is not None and answer.reason is LookupMiss.ABSENT:
         other = ask(read_tokens(model, prompt_file, None, raw=not raw))
-        notes += _note_of_other_form(answer, other, raw=raw)
+        if other.hit_tokens > answer.hit_tokens:
+            form = "Without --raw, in the chat template," if raw else "With --raw,"
+            notes.append(f"{form} {_hits(other)}.")
     _show(answer, notes, json)
 
 
 # -- the store ------------------------------------------------------------------------------------
-
-
-def _question(
-    tiers: list[str], model: Path | None, digits: str | None, extra: ExtraKeys, block_size: int
-) -> Callable[[Sequence[int]], PromptAnswer]:
-    """Return a function that answers for the token ids of a prompt."""
-    from kvferry.explain import PromptSearch
-
-    identity = None if digits is not None else model_identity(Path(str(model)))
-
-    def ask(store: Catalogue, token_ids: Sequence[int]) -> PromptAnswer:
-        prompt = PromptSearch(store, token_ids, extra, block_size)
-        if identity is not None:
-            return _ask_model(store, identity, prompt)
-        return _ask_namespace(store, digits or "", prompt)
-
-    return lambda token_ids: _ask_tiers(tiers, lambda store: ask(store, token_ids))
 
 
 def _ask_tiers(urls: list[str], question: Callable[[Catalogue], PromptAnswer]) -> PromptAnswer:
@@ -155,10 +146,11 @@ def _ask_tiers(urls: list[str], question: Callable[[Catalogue], PromptAnswer]) -
     return replace(answer, away=away)
 
 
-def _ask_model(store: Catalogue, identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
+def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
     from kvferry.explain import Nearest, PromptAnswer, Space, spaces_of_tokens
     from kvferry.survey import differences_of_model, survey
 
+    store = prompt.store
     spaces = [
         Space(each, differences_of_model(each, identity))
         for each in spaces_of_tokens(store, store.described())
@@ -180,10 +172,11 @@ def _ask_model(store: Catalogue, identity: ModelIdentity, prompt: PromptSearch) 
     return PromptAnswer(num_tokens=len(prompt.token_ids), found=[], elsewhere=nearest)
 
 
-def _ask_namespace(store: Catalogue, digits: str, prompt: PromptSearch) -> PromptAnswer:
+def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
     from kvferry.explain import Space, spaces_of_tokens
     from kvferry.survey import differences
 
+    store = prompt.store
     digests = None if len(digits) == 64 else store.described()
     target = _find_namespace(store, digits, digests)
 
@@ -213,7 +206,7 @@ def _find_namespace(store: Catalogue, digits: str, digests: list[bytes] | None) 
     if not found or not (found[0].is_described or found[0].digest in store.described()):
         stores.namespaces(store)  # raises where the prefix is wrong
         raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry ls`")
-    return of_tokens(store, {each.digest: each.namespace for each in found})[0]
+    return of_tokens(store, {found[0].digest: found[0].namespace})[0]
 
 
 # -- what is shown --------------------------------------------------------------------------------
@@ -225,14 +218,13 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
 
     notes = away_lines(answer.away)
     if answer.reason is LookupMiss.ABSENT:
-        miss = answer.found[0].first_miss if answer.found else None
-        if miss is not None and answer.hit_tokens:
+        if answer.hit_tokens:
             last = answer.hit_tokens + answer.found[0].space.chunk_tokens
             notes.append(
                 f"The prompt differs from what was stored within tokens {answer.hit_tokens + 1:,}-"
                 f"{last:,}, or nothing longer was stored."
             )
-        if extra.cache_salt is None and extra.lora is None:
+        if extra == NO_EXTRA_KEYS:
             notes.append(
                 "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
             )
@@ -252,8 +244,15 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
         if len(runs) > _MAX_RUNS:
             shown.append(f"{len(runs) - _MAX_RUNS} more rows; --json has all")
         shown += _difference_table("it differs from the model directory in", best.differs)
-    if len(answer.found) > 1:
-        shown.append(_also(answer.found[1:]))
+    if also := answer.found[1:]:
+        columns = {"namespace": "namespace", "chunk": "chunk_tokens"}
+        columns |= {"would hit": "hit_tokens", "differs in": "differs"}
+        rows = [
+            {**_about(each.space, each.hit_tokens), "differs": _values(each.space.differs)}
+            for each in also[:_MAX_DIFFERENCES]
+        ]
+        title = f"{len(also)} more of this model; an engine reads one (dtype, chunk size, tenant)"
+        shown.append(make_table(columns, rows, title=title))
     if answer.elsewhere is not None:
         other = answer.elsewhere.space
         about = f"{other.namespace.digest.hex()[:16]} ({other.namespace.title})"
@@ -302,18 +301,10 @@ def _because(answer: PromptAnswer) -> str:
 
 def _values(differs: Differences) -> str:
     """Name the fields that differ, with both values."""
-    named = [
+    return ", ".join(
         f"{_cut(name)} {_cut(there, _MAX_VALUE)} (asked for: {_cut(here, _MAX_VALUE)})"
         for name, (there, here) in list(differs.items())[:3]
-    ]
-    return ", ".join(named)
-
-
-def _note_of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> list[str]:
-    if other.hit_tokens <= answer.hit_tokens:
-        return []
-    form = "Without --raw, in the chat template," if raw else "With --raw,"
-    return [f"{form} {_hits(other)}."]
+    )
 
 
 def _hits(answer: PromptAnswer) -> str:
@@ -333,17 +324,6 @@ def _row(run: Run) -> JsonRow:
         more.append(_cut(run.detail))
     tokens = f"{run.first_token + 1:,}-{last:,}"
     return {"tokens": tokens, "why": run.why or HIT, "more": " ".join(more)}
-
-
-def _also(found: Sequence[Explanation]) -> RenderableType:
-    rows: list[JsonRow] = [
-        {**_about(each.space, each.hit_tokens), "differs": _values(each.space.differs)}
-        for each in found[:_MAX_DIFFERENCES]
-    ]
-    columns = {"namespace": "namespace", "chunk": "chunk_tokens"}
-    columns |= {"would hit": "hit_tokens", "differs in": "differs"}
-    title = f"{len(found)} more of this model; an engine reads one (dtype, chunk size, tenant)"
-    return make_table(columns, rows, title=title)
 
 
 def _difference_table(title: str, differs: Differences) -> list[RenderableType]:
@@ -417,6 +397,9 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
     if misses:
         reason, count = misses.most_common(1)[0]
         summary += f"; {count:,} missed as {_cut(reason)}"
+    requests: list[JsonRow] = [msgspec.structs.asdict(line) for line in lines]
+    for request_facts in requests:
+        del request_facts["keys"]
     reasons: list[JsonRow] = [
         {
             "reason": _cut(reason),
@@ -426,30 +409,18 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
         }
         for reason, _ in (misses + not_stored).most_common(_MAX_DIFFERENCES)
     ]
-    rows = [_journal_row(line) for line in lines]
     columns = {"at": "at", "request": "request", "tokens": "num_tokens", "hit": "hits"}
-    tables = [
-        make_table(columns | {"missed": "misses", "not stored": "not_stored", "why": "why"}, rows),
-        make_table(
-            {"reason": "reason", "missed": "tokens", "not stored": "not_stored", "means": "means"},
-            reasons,
-        ),
-    ]
-    value: JsonRow = {
-        "summary": summary,
-        "requests": [_without_keys(line) for line in lines],
-        "reasons": list(reasons),
-    }
+    columns |= {"missed": "misses", "not stored": "not_stored", "why": "why"}
+    tables = [make_table(columns, map(_journal_row, lines))]
+    columns = {"reason": "reason", "missed": "tokens", "not stored": "not_stored", "means": "means"}
+    tables.append(make_table(columns, reasons))
+    value: JsonRow = {"summary": summary, "requests": list(requests), "reasons": list(reasons)}
     emit(value, json, summary, *(tables if lines else []))
 
 
 def _meaning(reason: str) -> str:
     known = reason in set(LookupMiss)
     return LookupMiss(reason).meaning if known else "A reason that this release does not know."
-
-
-def _without_keys(line: JournalLine) -> JsonRow:
-    return {name: getattr(line, name) for name in line.__struct_fields__ if name != "keys"}
 
 
 def _journal_row(line: JournalLine) -> JsonRow:

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,11 +41,7 @@ def _check_target(context: typer.Context, target: str | None) -> str | None:
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before the command does its work.
-
-    Raises:
-        ConfigError: the path is a directory, or lies in a place that cannot be written.
-    """
+    """Raise ConfigError for a file that cannot be written, before the command does its work."""
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: Is a directory; name a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -58,19 +55,14 @@ def require_targets(source: Path | None, *targets: Path | None) -> None:
     for target in targets:
         if target is not None:
             if target.resolve() in taken:
-                raise ConfigError(
-                    f"{target} is the input file, or is named twice; choose another file"
-                )
+                why = "is the input file, or is named twice"
+                raise ConfigError(f"{target} {why}; choose another file")
             taken.add(target.resolve())
             require_writable(target)
 
 
 def require_extra(what: str, extra: str, *modules: str) -> None:
-    """Check that the modules of an optional extra are installed, before `what` imports them.
-
-    Raises:
-        ConfigError: a module is missing.
-    """
+    """Raise ConfigError if a module of an optional extra, which `what` needs, is missing."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'kvferry[{extra}]'")
@@ -132,43 +124,36 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         json_target: None for no JSON, "-" for JSON alone on stdout, else a file that is replaced.
         *renderables: the result, for people; text is shown as it is and not wrapped.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
-    text = json.dumps(value, indent=2)
+    text = json.dumps(value, indent=2) + "\n"
     if json_target != "-":
-        _print(*renderables)
-    _write(f"{text}\n", json_target)
-
-
-def _print(*renderables: RenderableType) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    for renderable in renderables:
-        if isinstance(renderable, str):
-            console.print(plain(renderable), soft_wrap=True)
-        else:
-            console.print(renderable)
-
-
-def _write(text: str, json_target: str | None) -> None:
-    if json_target is None:
-        return
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        for each in renderables:
+            if isinstance(each, str):
+                console.print(plain(each), soft_wrap=True)
+            else:
+                console.print(each)
     if json_target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
-        return
+    elif json_target is not None:
+        with writing(json_target):
+            Path(json_target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Raise ConfigError if the file cannot be written in the block."""
     try:
-        Path(json_target).write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
-        raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_text(what: str, path: Path) -> str:
-    """The text of a file that the user named.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file that the user named. Raises ConfigError if it cannot be read, or is
+    not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -192,13 +177,9 @@ def make_table(
         rows: facts by name; a fact that is absent, or None, leaves its cell empty.
     """
     table = Table(
-        title=None if title is None else plain(title),
-        title_justify="left",
-        header_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+        title=plain(title) if title else None, title_justify="left", header_style="bold",
+        box=None, padding=(0, 2, 0, 0), pad_edge=False,
+    )  # fmt: skip
     rows = list(rows)
     for heading, name in columns.items():
         if any(isinstance(row.get(name), int | float) for row in rows):
@@ -223,10 +204,8 @@ def make_namespace_table(
     `make_table`."""
     left = len(spaces) - _SHOWN_NAMESPACES
     title += f", {left} smaller ones not shown" if left > 0 else ""
-    rows = [
-        {**row, "namespace": row["namespace"] or "not known yet"}
-        for row in spaces[:_SHOWN_NAMESPACES]
-    ]
+    shown = spaces[:_SHOWN_NAMESPACES]
+    rows = [{**row, "namespace": row["namespace"] or "not known yet"} for row in shown]
     columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
     return make_table({**columns, "model": "model", **(more or {})}, rows, title=title)
 
@@ -280,11 +259,8 @@ def format_age(since: float, now: float | None = None) -> str:
 
 
 def require_size(option: str, text: str) -> int:
-    """Parse the text of `option` into bytes; any number but zero needs a unit.
-
-    Raises:
-        ConfigError: it is not a size, or has no unit.
-    """
+    """Parse the text of `option` into bytes. Raises ConfigError if it is not a size, or, unless it
+    is zero, has no unit."""
     num_bytes = parse_size(text)
     if num_bytes and not text.strip().lower().endswith("b"):
         raise ConfigError(f"{option} {text}: no unit; write for example 512MiB, or {text.strip()}B")
@@ -292,11 +268,7 @@ def require_size(option: str, text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a text such as "36h" into seconds. Units: s, m, h, d, w.
-
-    Raises:
-        ConfigError: it is not a number with one of the units.
-    """
+    """Parse a text such as "36h" into seconds. Units: s, m, h, d, w. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; write a number and a unit, for example 36h")

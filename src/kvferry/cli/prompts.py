@@ -6,26 +6,43 @@ import json as json_module
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kvferry.cli.output import progress, read_text
 from kvferry.errors import ConfigError
+from kvferry.store.kind import shown_url
 
 if TYPE_CHECKING:
     from kvferry.keys import ModelIdentity
 
-_HEX = re.compile(r"[0-9a-f]{1,64}")
+NamespaceOption = Annotated[
+    str | None, typer.Option(metavar="DIGEST", help="This namespace: its digest, or first digits.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="All namespaces of this model.")
+]
+PromptOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Text of the prompt; needs --model.")
+]
+TokensOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Its token ids instead: a JSON list, or by spaces."),
+]
+RawOption = Annotated[bool, typer.Option("--raw", help="Use text without the chat template.")]
+SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
+LoraOption = Annotated[
+    str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
+]
 
 
-def check_digits(namespace: str) -> str:
-    """Return the first digits of a namespace's digest in lower case.
-
-    Raises:
-        ConfigError: not 1 to 64 hexadecimal digits.
-    """
-    if _HEX.fullmatch(namespace.lower()) is None:
-        raise ConfigError(f"--namespace {namespace!r}: give 1 to 64 hexadecimal digits")
-    return namespace.lower()
+def check_digits(what: str, digits: str) -> str:
+    """Return the first digits of a digest or key in lower case. Raises ConfigError unless they are
+    1 to 64 hexadecimal digits."""
+    if re.fullmatch(r"[0-9a-f]{1,64}", digits.lower()) is None:
+        raise ConfigError(f"{what} {shown_url(digits)!r}: give 1 to 64 hexadecimal digits")
+    return digits.lower()
 
 
 def lora_identity(lora: str | None) -> str | None:

@@ -36,7 +36,7 @@ from kvferry.cli.stores import (
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo
-from kvferry.record.schema import LEAF_BYTES, RecordSchema
+from kvferry.record.schema import LEAF_BYTES
 from kvferry.store import maintenance
 from kvferry.store.base import Catalogue, Entry, Removal
 from kvferry.store.kind import shown_url
@@ -61,30 +61,25 @@ class By(StrEnum):
     NAMESPACE = "namespace"
 
 
-class _Shown(NamedTuple):
-    """A record with the listed fields of its header, or the reason why the header is unreadable.
-    The rest of the header is not kept: there may be millions of records."""
+class _Listed(NamedTuple):
+    """A record with the listed fields of its header. The rest of the header is not kept: there may
+    be millions of records."""
 
-    entry: Entry
     namespace: bytes
     """According to the record; according to the index if the record is not readable."""
-    first_token: int = 0
-    num_tokens: int = 0
-    error: MissReason | None = None
+    place: tuple[bytes, int]
+    """Namespace and position; unreadable records, the ones to look for, come first."""
+    facts: JsonRow
 
     @classmethod
-    def of(cls, store: Catalogue, entry: Entry) -> _Shown:
+    def of(cls, store: Catalogue, entry: Entry) -> _Listed:
+        facts = {**_entry_facts(entry), "model": None}
         found = maintenance.inspect(store, entry)
         if isinstance(found, MissReason):
-            return cls(entry, entry.namespace, error=found)
-        return cls(entry, found.schema.namespace, found.first_token, found.schema.chunk_tokens)
-
-    def facts(self, model: str | None) -> JsonRow:
-        row: JsonRow = {**_entry_facts(self.entry), "model": model}
-        if self.error is not None:
-            return {**row, "error": str(self.error)}
-        tokens: JsonRow = {"first_token": self.first_token, "num_tokens": self.num_tokens}
-        return {**row, "namespace": self.namespace.hex(), **tokens}
+            return cls(entry.namespace, (b"", 0), {**facts, "error": str(found)})
+        space, first = found.schema.namespace, found.first_token
+        facts |= {"namespace": space.hex(), "first_token": first}
+        return cls(space, (space, first), {**facts, "num_tokens": found.schema.chunk_tokens})
 
 
 def ls(
@@ -117,21 +112,21 @@ def ls(
     """
     if (key is not None) + (by is not None) + removed > 1:
         raise ConfigError("KEY, --by and --removed ask different questions; give one of them")
+    limit = limit or sys.maxsize
     if key is not None:
         _show_one(url, key, json)
     elif by is not None:
         value, shown = count_all(url)
         emit(value, json, *shown)
     elif removed:
-        _show_removals(query_store(url, lambda store: _removals(store, limit or sys.maxsize)), json)
+        _show_removals(query_store(url, lambda store: _removals(store, limit)), json)
     else:
         _show_records(*query_store(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[_Shown], dict[bytes, str], int]:
-    """Return the records to show, the names of their models, and the number of all records. Keeps
-    in memory at most one record more than it returns."""
-    limit = limit or sys.maxsize
+def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[JsonRow], JsonRow, int]:
+    """Return the records to show, the names of their models by namespace, and the number of all
+    records. Keeps in memory at most one record more than it returns."""
     num_records = 0
 
     def every() -> Iterator[Entry]:
@@ -141,8 +136,8 @@ def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[_Shown], dict
             yield entry
 
     if sort is Order.TOKEN:
-        heads = (_Shown.of(store, entry) for entry in every())
-        shown = heapq.nsmallest(limit, heads, key=_place)
+        heads = (_Listed.of(store, entry) for entry in every())
+        listed = heapq.nsmallest(limit, heads, key=lambda each: each.place)
     else:
         if sort is Order.SIZE:
             chosen = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
@@ -151,9 +146,12 @@ def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[_Shown], dict
                 chosen, num_records = list(store.recent(limit)), store.stat().num_records
             except StoreError:  # the store does not know which were used last
                 chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
-        shown = [_Shown.of(store, entry) for entry in chosen]
-    found = survey(store, (each.namespace for each in shown))
-    return shown, {each.digest: each.title for each in found if each.title}, num_records
+        listed = [_Listed.of(store, entry) for entry in chosen]
+    found = survey(store, (each.namespace for each in listed))
+    models: JsonRow = {each.digest.hex(): each.title for each in found if each.title}
+    for each in listed:
+        each.facts["model"] = models.get(each.namespace.hex())
+    return [each.facts for each in listed], models, num_records
 
 
 def _removals(store: Catalogue, limit: int) -> list[Removal]:
@@ -163,22 +161,14 @@ def _removals(store: Catalogue, limit: int) -> list[Removal]:
     return removals
 
 
-def _place(found: _Shown) -> tuple[bytes, int]:
-    """Sort key: namespace and position. Unreadable records, the ones to look for, come first."""
-    if found.error is not None:
-        return b"", 0
-    return found.namespace, found.first_token
-
-
 def _show_records(
-    shown: list[_Shown], models: dict[bytes, str], num_records: int, json: str | None
+    facts: list[JsonRow], models: JsonRow, num_records: int, json: str | None
 ) -> None:
-    facts = [found.facts(models.get(found.namespace)) for found in shown]
     columns = {
         "key": "key", "namespace": "namespace", "position": "first_token", "tokens": "num_tokens",
         "size": "num_bytes", "used": "last_used",
     }  # fmt: skip
-    if any(found.entry.pinned_until for found in shown):
+    if any("pinned_until" in row for row in facts):
         columns["pinned"] = "pinned_until"
     rows = [
         {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
@@ -187,9 +177,9 @@ def _show_records(
     tables = make_tables(columns, rows)
     if models:
         # Beside each record, a long name would leave no room for the rest.
-        names = [{"namespace": each.hex(), "model": name} for each, name in models.items()]
+        names = [{"namespace": digest, "model": name} for digest, name in models.items()]
         tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
-    emit(list(facts), json, *tables, f"{len(shown):,} of {num_records:,} records")
+    emit(list(facts), json, *tables, f"{len(facts):,} of {num_records:,} records")
 
 
 def _entry_facts(entry: Entry) -> JsonRow:
@@ -232,7 +222,17 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
             "num_leaves": schema.num_leaves,
             "leaf_bytes": LEAF_BYTES,
         }
-        components = _components(schema)
+        components = [
+            {
+                "name": component.name,
+                "dtype": component.dtype,
+                "shape": list(component.shape),
+                "offset": offset,
+                "num_bytes": component.num_bytes,
+                "num_leaves": component.num_rows * component.leaves_per_row,
+            }
+            for component, offset in zip(schema.components, schema.component_offsets, strict=True)
+        ]
     tables = [make_fact_table(facts)]
     if components:
         columns = {name: name for name in components[0]}
@@ -243,20 +243,6 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
         raise typer.Exit(1)
 
 
-def _components(schema: RecordSchema) -> list[JsonRow]:
-    return [
-        {
-            "name": component.name,
-            "dtype": component.dtype,
-            "shape": list(component.shape),
-            "offset": offset,
-            "num_bytes": component.num_bytes,
-            "num_leaves": component.num_rows * component.leaves_per_row,
-        }
-        for component, offset in zip(schema.components, schema.component_offsets, strict=True)
-    ]
-
-
 def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     """Count the records of a store by namespace, and its recent removals by reason. Return the
     result for programs, and for people. Raises as `query_store`."""
@@ -264,16 +250,16 @@ def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
 
     def look(store: Catalogue) -> tuple[list[Holding], JsonRow, list[Removal]]:
         counts = namespaces(store)
-        found, removals = survey(store, counts, counts), store.removals(sys.maxsize)
-        return found, dict(store.facts()), removals or []
+        removals = store.removals(sys.maxsize) or []
+        return survey(store, counts, counts), dict(store.facts()), removals
 
     found, facts, removals = query_store(url, look)
-    counted: JsonRow = {
+    facts = {
         "url": shown_url(url),
         "num_records": sum(each.num_records for each in found),
         "used_bytes": sum(each.num_bytes for each in found),
+        **facts,
     }
-    facts = counted | facts
     spaces = [each.row() for each in found]
     by_reason = causes(each._replace(detail="") for each in removals)
     removed = [each._asdict() for each in sorted(by_reason, key=lambda cause: -cause.last_at)]
@@ -323,10 +309,8 @@ def verify(
         "bad": list(bad),
         "reasons": dict(Counter(str(why) for _, why in report.bad)),
     }
-    tables = []
-    if bad:
-        columns = {"key": "key", "reason": "reason", "action": "action"}
-        tables.append(make_table(columns, bad))
+    columns = {"key": "key", "reason": "reason", "action": "action"}
+    tables = [make_table(columns, bad)] if bad else []
     checked = f"{report.num_records:,} records, {format_size(report.num_bytes)} checked"
     emit(value, json, *tables, f"{checked}: {len(bad)} bad, {report.num_unreadable} unreadable")
     if report.bad or report.num_unreadable:

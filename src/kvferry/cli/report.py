@@ -16,10 +16,10 @@ from kvferry.cli.output import (
     progress,
     require_extra,
     require_targets,
+    writing,
 )
 from kvferry.cli.stores import UrlArgument, entries, query_store
 from kvferry.config import format_size
-from kvferry.errors import ConfigError
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 
@@ -44,26 +44,30 @@ def report(
     """
     require_extra("the page", "report", "plotly")
     require_targets(journal, html, None if json in (None, "-") else Path(json))
+    from kvferry.journal import journal_lines
+    from kvferry.report.gather import RecordedRequests
     from kvferry.report.page import render
 
     with progress() as bar:
-        requests = None if journal is None else _read_requests(journal, bar)
+        requests = None if journal is None else RecordedRequests()
+        if journal is not None and requests is not None:
+            for _, line in bar.track(journal_lines(journal), description="reading requests"):
+                requests.add(line)
         found = query_store(url, lambda store: _gather(store, shown_url(url), requests, bar))
-    try:
+    with writing(html):
         html.write_text(render(found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {html}: {error.strerror}") from error
-    _show(found, html, json)
-
-
-def _read_requests(path: Path, bar: Progress) -> RecordedRequests:
-    from kvferry.journal import journal_lines
-    from kvferry.report.gather import RecordedRequests
-
-    requests = RecordedRequests()
-    for _, line in bar.track(journal_lines(path), description="reading requests"):
-        requests.add(line)
-    return requests
+    said = f"{found.num_records:,} records, {format_size(found.num_bytes)}"
+    if requests is not None:
+        said += f", {requests.count} requests"
+    value: JsonRow = {
+        "html": str(html),
+        "records": found.num_records,
+        "num_bytes": found.num_bytes,
+        "namespaces": len(found.spaces),
+        "removed": None if found.removals is None else len(found.removals),
+        "requests": None if requests is None else requests.count,
+    }
+    emit(value, json, f"{html}: {said}")
 
 
 def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
@@ -89,19 +93,3 @@ def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: 
         removals=store.removals(MAX_REMOVALS),
         requests=requests,
     )
-
-
-def _show(found: Report, html: Path, json: str | None) -> None:
-    num_requests = None if found.requests is None else found.requests.count
-    value: JsonRow = {
-        "html": str(html),
-        "records": found.num_records,
-        "num_bytes": found.num_bytes,
-        "namespaces": len(found.spaces),
-        "removed": None if found.removals is None else len(found.removals),
-        "requests": num_requests,
-    }
-    said = f"{found.num_records:,} records, {format_size(found.num_bytes)}"
-    if num_requests is not None:
-        said += f", {num_requests} requests"
-    emit(value, json, f"{html}: {said}")

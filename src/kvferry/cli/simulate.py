@@ -17,6 +17,7 @@ from kvferry.cli.output import (
     require_extra,
     require_size,
     require_targets,
+    writing,
 )
 from kvferry.config import printable
 from kvferry.errors import ConfigError
@@ -58,19 +59,17 @@ def simulate(
     if png is not None:
         require_extra("--png", "demo", "matplotlib")
     read = read_trace(trace)
-    if sizes is None:
-        capacities = default_capacities(read.num_unique)
-    else:
-        capacities = [_blocks(part.strip(), read.block_tokens, token_bytes)
-                      for part in sizes.split(",")]  # fmt: skip
+    capacities = default_capacities(read.num_unique)
+    if sizes is not None:
+        asked = map(str.strip, sizes.split(","))
+        capacities = [_blocks(size, read.block_tokens, token_bytes) for size in asked]
     simulator = Simulator(read)
     curve = [simulator.point(capacity, token_bytes) for capacity in capacities]
     if png is not None:
-        write_png(png, curve, printable(trace.name))
+        with writing(png):
+            write_png(png, curve, printable(trace.name))
     facts = simulator.facts()
-    columns = {"blocks": "capacity_blocks"}
-    if token_bytes is not None:
-        columns["size"] = "capacity_bytes"
+    columns = {"blocks": "capacity_blocks"} | ({"size": "capacity_bytes"} if token_bytes else {})
     columns |= {"lru": "lru", "optimum": "optimum", "tokens hit by lru": "lru_hit_tokens"}
     shown = [_rounded(row) for row in curve]
     tables = make_fact_table(_rounded(facts)), make_table(columns, shown, title="hit rates")
@@ -79,22 +78,18 @@ def simulate(
 
 def _rounded(row: Mapping[str, Fact]) -> JsonRow:
     """Format a row for people: floats with four decimals, seconds as whole numbers."""
-    return {
-        name: value
-        if not isinstance(value, float)
-        else round(value)
-        if "seconds" in name
-        else f"{value:.4f}"
-        for name, value in row.items()
-    }
+
+    def rounded(name: str, value: Fact) -> Fact:
+        if not isinstance(value, float):
+            return value
+        return round(value) if "seconds" in name else f"{value:.4f}"
+
+    return {name: rounded(name, value) for name, value in row.items()}
 
 
 def _blocks(size: str, block_tokens: int, token_bytes: int | None) -> int:
-    """Parse a size and return it in blocks. Numbers are blocks; sizes with a unit are bytes.
-
-    Raises:
-        ConfigError: no size, no room for a block, or bytes while those of a token are unknown.
-    """
+    """Parse a size and return it in blocks. Numbers are blocks; sizes with a unit are bytes. Raises
+    ConfigError: no size, no room for a block, or bytes while those of a token are unknown."""
     if size.isdecimal():
         num_blocks = int(size)
     else:

@@ -1,10 +1,5 @@
 """Opens existing stores for commands and reads their records. Creates nothing, and changes nothing
-unless asked to.
-
-`query_store` serves commands that only look. `open_existing` serves those that may change a store,
-and `doctor`, `copy` and `explain` of several stores. `copy` and `warm` open the store that they
-fill themselves and call `await_answer`.
-"""
+unless asked to. `query_store` serves commands that only look."""
 
 from __future__ import annotations
 
@@ -15,10 +10,11 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason
 from kvferry.store.base import Catalogue, Entry
-from kvferry.store.kind import Opening, StoreUrl, shown_url
+from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
@@ -76,7 +72,11 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
             "to look at; use file:///absolute/directory"
         )
     if parsed.scheme == "file":
-        parsed = _existing(parsed, writable=writable)
+        read_options(parsed)  # raises for wrong ones, before others are set
+        if writable:
+            require_writable(parsed)
+        options = {**parsed.options, "create": "false", "read_only": str(not writable)}
+        parsed = dataclasses.replace(parsed, options=options)
     # No command calls `contains`, so none needs the keys in memory. A writable directory has them
     # nevertheless: only then does its upkeep go on comparing a complete index with the files.
     store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
@@ -103,16 +103,10 @@ def await_answer(store: Catalogue) -> None:
         raise
 
 
-def _existing(parsed: StoreUrl, *, writable: bool) -> StoreUrl:
-    """Return the URL of a directory with options that keep an opening from creating or (unless
-    `writable`) changing it. Raises ConfigError if it is to be changed and says read_only."""
-    given = read_options(parsed)
-    if writable and getattr(given, "read_only", False):
-        raise ConfigError(
-            f"store URL {str(parsed)!r} says read_only, and this command changes the store"
-        )
-    options = {**parsed.options, "create": "false", "read_only": str(not writable)}
-    return dataclasses.replace(parsed, options=options)
+def require_writable(url: StoreUrl) -> None:
+    """Raise ConfigError for the URL of a store that says read_only."""
+    if getattr(read_options(url), "read_only", False):
+        raise ConfigError(f"{url.where} says read_only, and this command changes the store")
 
 
 def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
@@ -149,18 +143,13 @@ def find(store: Catalogue, key_prefix: str) -> Entry:
     Raises:
         ConfigError: not hexadecimal, or none or several match.
     """
-    prefix = key_prefix.lower()
-    if not prefix or len(prefix) > 64 or set(prefix) - set("0123456789abcdef"):
-        raise ConfigError(
-            f"{shown_url(key_prefix)!r} is not a key; give 1 to 64 hexadecimal digits"
-        )
-    matches = [
-        entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix)
-    ]
+    prefix = check_digits("the key", key_prefix)
+    found = (entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix))
+    matches = list(found)
     if len(matches) == 1:
         return matches[0]
-    number = "no record" if not matches else f"{len(matches)} records"
-    hint = "`kvferry ls` lists them" if not matches else "give more digits"
+    number = f"{len(matches)} records" if matches else "no record"
+    hint = "give more digits" if matches else "`kvferry ls` lists them"
     raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
 
 

@@ -209,7 +209,7 @@ class DemoResult:
         model: name of the model's directory.
         warm: every question, answered from the store.
         corrupted: the first question, answered from the store with a corrupted record.
-        quarantined: records that the last phase took out of the store.
+        quarantined: records that were taken out of the store.
         store: URL of the store, left in place for the other commands.
     """
 
@@ -219,6 +219,10 @@ class DemoResult:
     quarantined: int
     store: str
 
+    def median(self, name: str) -> float:
+        """Return the median of a field of the answers from the store."""
+        return float(median(getattr(run.reused, name) for run in self.warm))
+
     @property
     def cold_ttft_seconds(self) -> float:
         """Median time to first token over the questions, with all tokens computed."""
@@ -226,12 +230,11 @@ class DemoResult:
 
     @property
     def warm_ttft_seconds(self) -> float:
-        """Median time to first token over the questions, in a new process with the store."""
-        return median(run.reused.ttft_seconds for run in self.warm)
+        """The same in a new process with the store."""
+        return self.median("ttft_seconds")
 
     @property
     def speedup(self) -> float:
-        """Ratio of the two medians."""
         return self.cold_ttft_seconds / self.warm_ttft_seconds
 
     @property
@@ -256,11 +259,6 @@ class DemoResult:
         return faults
 
 
-def num_steps(options: DemoOptions) -> int:
-    """How often `run_demo` calls `advance`."""
-    return 2 * len(options.prompts) + 1
-
-
 def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     """Run all three phases; `advance` is called with the name of the phase after every answer.
 
@@ -271,18 +269,14 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
     root = options.work_dir / RUN_DIR
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    count = len(options.prompts)
-    # The first question's store is the one that later phases read; the others are thrown away.
-    stores = [root / ("store" if index == 0 else f"cold-{index}") for index in range(count)]
-    urls = [store.resolve().as_uri() for store in stores]
-    cold = _run_phase("cold", options, urls, advance)
-    for store in stores[1:]:
-        shutil.rmtree(store)
-    warm = _run_phase("warm", options, urls[:1] * count, advance)
-    _flip_byte(_middle_record(stores[0], options))
-    quarantine = stores[0] / "quarantine"
-    before = len(list(quarantine.glob("*")))
-    [corrupted] = _run_phase("corrupted", options, urls[:1], advance)
+    store, others = root / "store", [root / f"cold-{n}" for n in range(1, len(options.prompts))]
+    url, *other_urls = (each.resolve().as_uri() for each in [store, *others])
+    cold = _run_phase("cold", options, [url, *other_urls], advance)
+    for other in others:
+        shutil.rmtree(other)
+    warm = _run_phase("warm", options, [url] * len(cold), advance)
+    _flip_byte(_middle_record(store, options))
+    [corrupted] = _run_phase("corrupted", options, [url], advance)
     return DemoResult(
         model=options.model_dir.resolve().name,
         warm=[
@@ -290,8 +284,8 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
             for question, computed, read in zip(options.questions, cold, warm, strict=False)
         ],
         corrupted=Comparison(question=options.questions[0], cold=cold[0], reused=corrupted),
-        quarantined=len(list(quarantine.glob("*"))) - before,
-        store=urls[0],
+        quarantined=len(list((store / "quarantine").glob("*"))),
+        store=url,
     )
 
 
