@@ -45,6 +45,8 @@ MAX_BYTES = 256 << 20
 MAX_WAITING = 4096
 """Most requests in the queue. If the file falls behind, further requests are left out."""
 
+_NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+
 CLOSE_SECONDS = 5.0
 """Most seconds that `close` waits for the last write, so a hanging medium holds up no engine."""
 
@@ -241,27 +243,25 @@ def journal_lines(path: Path) -> Iterator[tuple[int, JournalLine]]:
         ConfigError: the file cannot be read, a line is JSON of another form, or no line is JSON.
     """
     decoder = msgspec.json.Decoder(JournalLine)
-    number = 0
-    is_journal = False
-    damaged = ""
+    number, is_journal, damaged = 0, False, ""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
                 try:
+                    if not line.strip():
+                        continue
                     found = decoder.decode(line)
-                except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                except _NOT_JSON as error:
                     if is_json(line):
                         raise
                     if line.endswith(b"\n"):  # else it may be the first line, being written
                         damaged = damaged or f"line {number}: {error}"
-                    continue
-                is_journal = True
-                yield number, found
+                else:
+                    is_journal = True
+                    yield number, found
     except OSError as error:
         raise ConfigError(f"cannot read journal {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except _NOT_JSON as error:
         raise ConfigError(f"journal {path}, line {number}: {error}") from error
     if damaged and not is_journal:
         raise ConfigError(f"journal {path}, {damaged}")
@@ -271,6 +271,6 @@ def is_json(line: bytes) -> bool:
     """Return whether a line is JSON of any form; a part of a journal's line never is."""
     try:
         msgspec.json.decode(line)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except _NOT_JSON:
         return False
     return True

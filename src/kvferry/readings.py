@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -72,19 +73,14 @@ class Reading:
         restart of the engine, return this reading."""
         if self.num_tokens < before.num_tokens:
             return self
-        times = {
-            name: _less(buckets, before.times.get(name, {})) for name, buckets in self.times.items()
-        }
-        return Reading(
-            at=self.at,
+        times = self.times.items()
+        sums = {name: value for name, value in self.counts.items() if "/" not in name}
+        return replace(
+            self,
             hits=_less(self.hits, before.hits),
             misses=_less(self.misses, before.misses),
-            counts={
-                name: value if "/" in name else value - before.counts.get(name, 0.0)
-                for name, value in self.counts.items()
-            },
-            tiers=self.tiers,
-            times=times,
+            counts={**self.counts, **_less(sums, before.counts)},
+            times={name: _less(buckets, before.times.get(name, {})) for name, buckets in times},
             span=max(1e-3, self.at - before.at),
         )
 
@@ -93,12 +89,10 @@ def _less(now: Mapping[K, float], before: Mapping[K, float]) -> dict[K, float]:
     return {name: value - before.get(name, 0.0) for name, value in now.items()}
 
 
-def quantile(buckets: Buckets, part: float) -> float | None:
-    """Return the lowest bound that covers at least `part` of the durations; None without any."""
-    total = buckets.get(float("inf"), 0.0)
-    if total <= 0:
-        return None
-    return next(bound for bound, count in sorted(buckets.items()) if count >= part * total)
+def quantile(buckets: Buckets, part: float) -> float:
+    """Return the lowest bound that covers at least `part` of the durations, at least one."""
+    least = part * buckets[math.inf]
+    return next(bound for bound, count in sorted(buckets.items()) if count >= least)
 
 
 # -- from the metrics of an engine ----------------------------------------------------------------
@@ -126,8 +120,6 @@ def read_endpoint(url: str, timeout: float) -> Reading:
 
 
 def _fetch(url: str, timeout: float) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url}: metrics are read from http:// or https:// addresses")
     until, parts, size = time.monotonic() + timeout, [], 0
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
@@ -147,9 +139,7 @@ def _fetch(url: str, timeout: float) -> str:
 
 
 def _read_samples(samples: Iterable[Sample]) -> Reading:
-    hits: defaultdict[str, float] = defaultdict(float)
-    misses: defaultdict[str, float] = defaultdict(float)
-    counts: defaultdict[str, float] = defaultdict(float)
+    hits, misses, counts = (defaultdict[str, float](float) for _ in range(3))
     times: defaultdict[str, Buckets] = defaultdict(lambda: defaultdict(float))
     tiers = []
     for name, labels, value, *_ in samples:
@@ -186,11 +176,7 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
 
 
 def read_requests(path: Path) -> Reading:
-    """Sum up the last requests of a journal.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no journal.
-    """
+    """Sum up the last requests of a journal. Raises as `read_journal`."""
     lines = read_journal(path, None, JOURNAL_REQUESTS)
     hits: Counter[str] = Counter()
     misses: Counter[str] = Counter()
@@ -200,8 +186,8 @@ def read_requests(path: Path) -> Reading:
     times = [line.time for line in lines]
     return Reading(
         at=max(times, default=time.time()),
-        hits=dict(hits),
-        misses=dict(misses),
+        hits=hits,
+        misses=misses,
         counts={"hits": sum(bool(line.hits) for line in lines), "requests": len(lines)},
         span=max(1e-3, max(times) - min(times)) if len(times) > 1 else None,
     )

@@ -70,22 +70,30 @@ def doctor(
     from kvferry.doctor import machine
     from kvferry.doctor.stores import run
 
-    config = None
+    findings: list[Finding] = []
+    wanted, config = list(urls or []), None
+    options: Mapping[str, JsonValue] = {}
     if vllm_config is not None:
         from kvferry.doctor.vllm import check_config
 
-        config = check_config(vllm_config)
-    facts = None if model is None else _model(model, {} if config is None else config.fields)
-    findings = [] if config is None else list(config.findings)
+        is_json = vllm_config.lstrip().startswith("{")
+        config = check_config(
+            vllm_config if is_json else read_text("--vllm-config", Path(vllm_config))
+        )
+        findings += config.findings
+        options = config.fields
+        # A store in memory is right for an engine of one process, and there is nothing to look at.
+        wanted += [url for url in config.stores if not url.startswith("memory:")]
+    facts = None if model is None else _model(model, options)
     if vllm:
-        findings += _check_vllm()
+        from kvferry.doctor.vllm import check_installed
+
+        with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
+            findings += check_installed()
     here = machine_bytes()
     if config is not None:
         findings += machine.check_pool(here, config.memory_bytes, facts, config.step_tokens)
-    # A store in memory is right for an engine of one process, and there is nothing to look at.
-    configured = [url for url in config.stores if not url.startswith("memory:")] if config else []
-    wanted = list(dict.fromkeys([*(urls or []), *configured]))
-    reports = [run(url, _opened, facts, timeout) for url in wanted]
+    reports = [run(url, _opened, facts, timeout) for url in dict.fromkeys(wanted)]
     for report in reports:
         findings += report.findings
     about: JsonRow = {**machine.software(), "memory_bytes": here}
@@ -105,13 +113,6 @@ def _opened(url: StoreUrl) -> Catalogue:
     return stores.open_existing(
         dataclasses.replace(url, options=options), writable=not is_read_only
     )
-
-
-def _check_vllm() -> list[Finding]:
-    from kvferry.doctor.vllm import check_installed
-
-    with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
-        return check_installed()
 
 
 def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
@@ -168,7 +169,12 @@ def _show(
                   f"  -> {row['todo']}"]  # fmt: skip
     shown += ["", make_fact_table(about)]
     for report in reports:
-        shown += ["", *_tables(report)]
+        shown += ["", f"store {report.url}"]
+        if report.facts:
+            shown.append(make_fact_table(report.facts))
+        if report.namespaces:
+            read_by = {"read by --model": "read_by_model"}
+            shown.append(make_namespace_table("namespaces", report.namespaces, read_by))
     value: JsonRow = {
         "summary": summary,
         "findings": list(rows),
@@ -178,16 +184,6 @@ def _show(
         ],
     }
     emit(value, json, *shown)
-
-
-def _tables(report: StoreReport) -> list[RenderableType]:
-    tables: list[RenderableType] = [f"store {report.url}"]
-    if report.facts:
-        tables.append(make_fact_table(report.facts))
-    if report.namespaces:
-        read_by = {"read by --model": "read_by_model"}
-        tables.append(make_namespace_table("namespaces", report.namespaces, read_by))
-    return tables
 
 
 def _cut(text: str) -> str:

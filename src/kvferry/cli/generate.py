@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from kvferry.cli.output import JsonOption, emit, read_text, require_extra
+from kvferry.cli.prompts import RawOption
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
@@ -36,9 +37,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Sample from the likeliest tokens with this total probability.")
     ] = 1.0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the prompt without the chat template.")
-    ] = False,
+    raw: RawOption = False,
     seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
@@ -70,14 +69,22 @@ def generate(
         observer=counters,
         dtype=dtype,
     ) as llm:
-        prompt_token_ids = llm.encode(text)
+        prompt_token_ids = llm.encode(text)  # raises without a tokenizer
         if not raw:
             prompt_token_ids = encode_message(llm.tokenizer, text)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    _show(answer, len(prompt_token_ids), counters, json)
+    num_prompt, num_hit = len(prompt_token_ids), counters["hit_tokens"]
+    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
+    audited = counters["miss_tokens/audit"]
+    print(
+        f"{num_prompt} prompt tokens, {num_hit} read from the store"
+        f"{f', {audited} computed for an audit' if audited else ''}; first token after "
+        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
+        file=sys.stderr,
+    )
 
 
 class _Streamed(NamedTuple):
@@ -89,29 +96,16 @@ class _Streamed(NamedTuple):
     text: str
 
 
-def _show(answer: _Streamed, num_prompt: int, counters: Counters, json: str | None) -> None:
-    num_hit, num_audited = counters["hit_tokens"], counters["miss_tokens/audit"]
-    audited = f", {num_audited} computed for an audit" if num_audited else ""
-    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
-    print(
-        f"{num_prompt} prompt tokens, {num_hit} read from the store{audited}; first token after "
-        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
-        file=sys.stderr,
-    )
-
-
 def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Streamed:
     """Take all tokens; with `echo`, write each to stdout as it comes."""
     pieces: list[str] = []
     ttft = 0.0
     started = time.perf_counter()
     for event in events:
-        if not pieces:
-            ttft = time.perf_counter() - started
+        ttft = ttft or time.perf_counter() - started
         pieces.append(event.text)
         if echo:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
+            print(event.text, end="", flush=True)
     return _Streamed(len(pieces), ttft, time.perf_counter() - started, "".join(pieces))
 
 

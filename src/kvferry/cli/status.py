@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,13 +20,16 @@ from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
 
 if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
-    from kvferry.readings import Reading
+    from kvferry.readings import Buckets, Reading
 
 _ANSWER_SECONDS = 3.0
 _BAR = 16
 _MAX_ROWS = 12
 _MAX_TEXT = 60
+
+_TIERS = {"tier": "tier", "by": "role", "state": "state", "for": "age", "because": "because"}
+_QUOTAS = {"store": "tier", "records": "records", "used": "used_bytes", "quota": "max_bytes"}
+_TIMES = {"latency": "what", "count": "count", "half within": "p50", "99% within": "p99"}
 
 View = Callable[[], tuple[JsonRow, list[RenderableType]]]
 """Reads the source once; returns the result for programs, and for people."""
@@ -70,20 +74,19 @@ def status(
 def _view(source: str, journal: Path | None) -> View:
     from kvferry.readings import read_endpoint, read_requests
 
+    before: Reading | None = None
+
+    def of_engine() -> tuple[JsonRow, list[RenderableType]]:
+        nonlocal before
+        now, last = read_endpoint(source, _ANSWER_SECONDS), before
+        before = now
+        return _show(now, last, shown_url(source))
+
     if journal is not None:
-        path = journal
-        return lambda: _show(read_requests(path), None, f"last requests of {path}")
-    if not source.startswith(("http://", "https://")):
-        return lambda: count_all(source)
-    before: list[Reading] = []
-
-    def look() -> tuple[JsonRow, list[RenderableType]]:
-        now = read_endpoint(source, _ANSWER_SECONDS)
-        shown = _show(now, before[-1] if before else None, shown_url(source))
-        before[:] = [now]
-        return shown
-
-    return look
+        return lambda: _show(read_requests(journal), None, f"last requests of {journal}")
+    if source.startswith(("http://", "https://")):
+        return of_engine
+    return lambda: count_all(source)
 
 
 def _run_live(view: View, interval: float) -> None:
@@ -140,16 +143,8 @@ def _show(now: Reading, before: Reading | None, where: str) -> tuple[JsonRow, li
     shown: list[RenderableType] = [summary, "", make_table({"hit": "what"} | columns, hits)]
     shown += [make_table({"missed": "what"} | columns, misses)] if misses else []
     shown += _counted(recent)
-    if tiers:
-        names = {"tier": "tier", "by": "role", "state": "state", "for": "age", "because": "because"}
-        shown += ["", make_table(names, tiers)]
-    quotas = _quotas(now)
-    if quotas:
-        names = {"store": "tier", "records": "records", "used": "used_bytes", "quota": "max_bytes"}
-        shown += ["", make_table(names, quotas)]
-    if times:
-        names = {"latency": "what", "count": "count", "half within": "p50", "99% within": "p99"}
-        shown += ["", make_table(names, times)]
+    for names, rows in ((_TIERS, tiers), (_QUOTAS, _quotas(now)), (_TIMES, times)):
+        shown += ["", make_table(names, rows)] if rows else []
     return value, shown
 
 
@@ -204,35 +199,32 @@ def _tiers(now: Reading) -> list[JsonRow]:
 
 def _quotas(now: Reading) -> list[JsonRow]:
     names = [name.partition("/")[2] for name in now.counts if name.startswith("store_used_bytes/")]
-
-    def value(what: str, name: str) -> JsonValue:
-        found = now.counts.get(f"{what}/{name}")
-        return None if found is None else int(found)
-
-    return [
-        {
-            "tier": name[:_MAX_TEXT],
-            "records": value("store_records", name),
-            "used_bytes": value("store_used_bytes", name),
-            "max_bytes": value("store_max_bytes", name),
-        }
-        for name in names[:_MAX_ROWS]
-    ]
+    columns = {"records": "store_records", "used_bytes": "store_used_bytes"}
+    columns["max_bytes"] = "store_max_bytes"
+    rows = []
+    for name in names[:_MAX_ROWS]:
+        row: JsonRow = {"tier": name[:_MAX_TEXT]}
+        for column, what in columns.items():
+            if (value := now.counts.get(f"{what}/{name}")) is not None:
+                row[column] = int(value)
+        rows.append(row)
+    return rows
 
 
 def _times(recent: Reading) -> list[JsonRow]:
     from kvferry.readings import quantile
 
-    rows: list[JsonRow] = []
-    for name, buckets in list(recent.times.items())[:_MAX_ROWS]:
-        half, most = quantile(buckets, 0.5), quantile(buckets, 0.99)
-        if half is not None and most is not None:
-            count = int(buckets[float("inf")])
-            rows.append(
-                {"what": name[:_MAX_TEXT], "count": count, "p50": _ms(half), "p99": _ms(most)}
-            )
-    return rows
+    def within(buckets: Buckets, part: float) -> str:
+        seconds = quantile(buckets, part)
+        return "longer" if seconds == math.inf else f"{seconds * 1e3:g} ms"
 
-
-def _ms(seconds: float) -> str:
-    return "longer" if seconds == float("inf") else f"{seconds * 1e3:g} ms"
+    return [
+        {
+            "what": name[:_MAX_TEXT],
+            "count": int(buckets[math.inf]),
+            "p50": within(buckets, 0.5),
+            "p99": within(buckets, 0.99),
+        }
+        for name, buckets in list(recent.times.items())[:_MAX_ROWS]
+        if buckets.get(math.inf, 0.0) > 0
+    ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json as json_module
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import typer
@@ -21,13 +23,11 @@ from kvferry.cli.output import (
     read_text,
     require_extra,
 )
+from kvferry.cli.prompts import RawOption
 from kvferry.cli.stores import await_answer
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
-
-if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
 
 MAX_PROMPTS = 1 << 20
 _MAX_ANSWER_BYTES = 16 << 20
@@ -58,9 +58,7 @@ def warm(
         str | None,
         typer.Option(metavar="URL", help="OpenAI-compatible server, e.g. http://host:8000/v1."),
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use prompts without the chat template.")
-    ] = False,
+    raw: RawOption = False,
     dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
     timeout: Annotated[
@@ -84,12 +82,13 @@ def warm(
     if dry_run:
         emit({"dry_run": True, "prompts": len(wanted)}, json, f"{len(wanted)} prompts")
         return
-    if openai is not None:
-        serving = _server(openai, model, timeout, raw=raw)
-    else:
-        serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
     failed, total, before = list[JsonRow](), 0, 0
-    with serving as serve, progress() as bar:
+    with contextlib.ExitStack() as closing, progress() as bar:
+        if openai is not None:
+            serve = _server(openai, model, timeout, raw=raw)
+        else:
+            engine = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
+            serve = closing.enter_context(engine)
         for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
             try:
                 warmed = serve(prompt)
@@ -98,18 +97,14 @@ def warm(
                 continue
             total += warmed.num_tokens
             before += warmed.stored_before
-    _show(len(wanted) - len(failed), Warmed(total, before), failed, json)
-    if failed:
-        raise typer.Exit(1)
-
-
-def _show(num_done: int, sums: Warmed, failed: list[JsonRow], json: str | None) -> None:
-    total, before = sums
+    num_done = len(wanted) - len(failed)
     summary = f"{num_done} prompts, {total:,} tokens, {before:,} of them stored before"
     value: JsonRow = {"dry_run": False, "prompts": num_done, "failed": list(failed)}
     value |= {"num_tokens": total, "stored_before": before}
     table = make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])
     emit(value, json, summary, *([table] if failed else []))
+    if failed:
+        raise typer.Exit(1)
 
 
 # -- prompts --------------------------------------------------------------------------------------
@@ -146,9 +141,8 @@ def _prompt_of(value: object) -> Prompt | None:
         messages = value.get("messages")
         if not isinstance(messages, list):
             return _prompt_of(value.get("prompt")) if "prompt" in value else None
-        said = [each for each in messages if isinstance(each, dict)]
-        texts = [isinstance(each.get(name), str) for each in said for name in ("role", "content")]
-        return messages if messages and len(said) == len(messages) and all(texts) else None
+        texts = [_at(each, name) for each in messages for name in ("role", "content")]
+        return messages if messages and all(isinstance(each, str) for each in texts) else None
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(type(each) is int for each in value):
@@ -234,69 +228,49 @@ def _encode(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:  # noqa:
 # -- a server -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _server(url: str, model: str | None, timeout: float, *, raw: bool) -> Iterator[Serve]:
+def _server(url: str, model: str | None, timeout: float, *, raw: bool) -> Serve:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
         raise ConfigError("--openai: write http://host:8000/v1, without a login")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    base = parts.path.rstrip("/")
-    where = f"{parts.scheme}://{parts.netloc}{base}"
-
-    def ask(path: str, body: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Raises ConfigError if this prompt is refused, OSError if the next would fail, too."""
-        connection = None
-        try:
-            connection = kind(parts.netloc, timeout=timeout)
-            text = None if body is None else json_module.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            connection.request("GET" if body is None else "POST", base + path, text, headers)
-            answer = connection.getresponse()
-            content = answer.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise OSError(f"{where} does not answer: {error}") from None
-        finally:
-            if connection is not None:
-                connection.close()
-        try:
-            value = json_module.loads(content)
-        except (ValueError, RecursionError):
-            value = None
-        if answer.status == 200 and isinstance(value, dict):
-            return value
-        fault = f"{where}{path} answers {answer.status} {answer.reason}"
-        raise ConfigError(fault) if answer.status in _OF_PROMPT else OSError(fault)
-
-    name = model or _served_name(ask("/models"), where)
-
-    def serve(prompt: Prompt) -> Warmed:
-        messages = prompt if not isinstance(prompt, str) and isinstance(prompt[0], dict) else None
-        if isinstance(prompt, str) and not raw:
-            messages = [{"role": "user", "content": prompt}]
-        what: JsonRow = {"model": name, "max_tokens": 1, "temperature": 0}
-        if messages is None:
-            text: JsonValue = prompt if isinstance(prompt, str) else list(prompt)
-            answer = ask("/completions", {**what, "prompt": text})
-        else:
-            answer = ask("/chat/completions", {**what, "messages": list(messages)})
-        return _usage(answer)
-
-    yield serve
-
-
-def _served_name(answer: Mapping[str, JsonValue], where: str) -> str:
-    models = answer.get("data")
-    first = models[0] if isinstance(models, list) and models else None
-    name = first.get("id") if isinstance(first, Mapping) else None
+    where = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+    name = model or _at(_answer(f"{where}/models", None, timeout), "data", 0, "id")
     if not isinstance(name, str):
         raise ConfigError(f"{where}/models names no model; give its name as MODEL")
-    return name
+
+    def serve(prompt: Prompt) -> Warmed:
+        if isinstance(prompt, str) and not raw:
+            prompt = [{"role": "user", "content": prompt}]
+        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        path, kind = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
+        body = {"model": name, "max_tokens": 1, "temperature": 0, kind: prompt}
+        answer = _answer(f"{where}/{path}", body, timeout)
+        total = _at(answer, "usage", "prompt_tokens")
+        cached = _at(answer, "usage", "prompt_tokens_details", "cached_tokens")
+        return Warmed(*(each if type(each) is int else 0 for each in (total, cached)))
+
+    return serve
 
 
-def _usage(answer: Mapping[str, JsonValue]) -> Warmed:
-    usage = answer.get("usage")
-    usage = usage if isinstance(usage, Mapping) else {}
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-    total = usage.get("prompt_tokens")
-    return Warmed(total if type(total) is int else 0, cached if type(cached) is int else 0)
+def _answer(url: str, body: Mapping[str, object] | None, timeout: float) -> object:
+    """Return the JSON that a server answers to GET, or to POST if there is a body. Raises
+    ConfigError if it refuses this prompt, OSError if it would fail for the next, too."""
+    data = None if body is None else json_module.dumps(body).encode()
+    try:
+        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
+            return json_module.loads(answer.read(_MAX_ANSWER_BYTES))
+    except HTTPError as error:
+        fault = f"{url} answers {error.code} {error.reason}"
+        raise (ConfigError if error.code in _OF_PROMPT else OSError)(fault) from None
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        raise OSError(f"{url} does not answer: {error}") from None
+
+
+def _at(value: Any, *path: str | int) -> object:  # noqa: ANN401 - what a server answers
+    """Return what stands at a path of keys and places in JSON; None if nothing does."""
+    for step in path:
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            return None
+    return value

@@ -162,17 +162,17 @@ def _check_open(
     _try_record(store, parsed, report, wall, room)
     if "put_gb_per_second" in report.facts:
         report.step = "asking for its limits"
-        _check_eviction(store, report)
+        _check_eviction(store.facts(), report)
     report.step = "listing its records"
     _check_records(store, report)
     _check_namespaces(store, model, report)
-    if model is not None:
-        _check_model(parsed, model, report)
+    quota = getattr(read_options(parsed), "max_bytes", None)
+    if model is not None and quota is not None:
+        _check_quota(quota, model, report)
 
 
-def _check_eviction(store: Catalogue, report: StoreReport) -> None:
+def _check_eviction(facts: Mapping[str, int | bool | None], report: StoreReport) -> None:
     """Check that a server that says how it evicts goes on storing when it is full."""
-    facts = store.facts()
     if "maxmemory" not in facts:
         return
     report.facts |= facts
@@ -185,9 +185,9 @@ def _check_eviction(store: Catalogue, report: StoreReport) -> None:
 def _check_records(store: Catalogue, report: StoreReport) -> None:
     """Look at the heads of a few records, and for files that something else removed."""
     found = {entry.key: inspect(store, entry) for entry in islice(store.scan(), NUM_INSPECTED)}
-    faults = {key: info for key, info in found.items() if isinstance(info, MissReason)}
-    absent = {key for key, fault in faults.items() if fault is MissReason.ABSENT}
-    if wrong := [fault for key, fault in faults.items() if key not in absent]:
+    absent = {key for key, fault in found.items() if fault is MissReason.ABSENT}
+    wrong = [fault for fault in found.values() if isinstance(fault, MissReason)]
+    if wrong := [fault for fault in wrong if fault is not MissReason.ABSENT]:
         report.add(Fault.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
     removals = store.removals(sys.maxsize)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.
@@ -278,11 +278,11 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
     started = time.perf_counter()
     result = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
     written = time.perf_counter()
+    if result is PutResult.NO_SPACE:
+        report.add(Fault.FULL)
+        return
     if result is not PutResult.STORED:
-        if result is PutResult.NO_SPACE:
-            report.add(Fault.FULL)
-        else:
-            report.add_said(values.refusal or "no reason is known", Fault.REFUSED)
+        report.add_said(values.refusal or "no reason is known", Fault.REFUSED)
         return
     size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
     read = time.perf_counter()
@@ -341,12 +341,9 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
     """Report namespaces of the same weights, unless a field in `_DELIBERATE` differs."""
     first: dict[str, Namespace] = {}
     for space in spaces:
-        weights = str(space.description.get("weights"))
-        other = first.setdefault(weights, space)
-        if other is space:
-            continue
+        other = first.setdefault(str(space.description.get("weights")), space)
         differs = differences(other.description, space.description)
-        if differs.keys() & _DELIBERATE:
+        if other is space or differs.keys() & _DELIBERATE:
             continue
         fields = ", ".join(
             f"{name[:60]} ({str(there)[:40]}, {str(here)[:40]})"
@@ -365,13 +362,8 @@ def _check_ours(report: StoreReport) -> None:
         report.add(Fault.OTHER_MODEL, fields=names)
 
 
-# -- the model ------------------------------------------------------------------------------------
-
-
-def _check_model(parsed: StoreUrl, model: Model, report: StoreReport) -> None:
-    quota = getattr(read_options(parsed), "max_bytes", None)
-    if quota is None:
-        return
+def _check_quota(quota: int, model: Model, report: StoreReport) -> None:
+    """Check that a quota holds a prompt."""
     fits = quota // model.record_bytes * model.chunk_tokens
     report.facts["tokens_that_fit"] = fits
     longest = max(model.context_tokens or 0, model.chunk_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -74,17 +74,15 @@ def check_installed(environment: Mapping[str, str] = os.environ) -> list[Finding
 
 def check_config(given: str) -> VllmConfig:
     """Check the JSON of `--kv-transfer-config`, or an object that has it as `kv_transfer_config`
-    beside other options of vLLM.
-
-    Args:
-        given: the JSON, or the name of a file with it.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    beside other options of vLLM."""
     found = VllmConfig()
-    options = _parse(given, found)
-    if options is None:
+    try:
+        options = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        found.add(Fault.FORM, f"no JSON: {error}")
+        return found
+    if not isinstance(options, dict):
+        found.add(Fault.FORM, f"a {type(options).__name__}, not an object")
         return found
     plain = {str(name).replace("-", "_"): value for name, value in options.items()}
     transfer = plain.get("kv_transfer_config", options)
@@ -93,30 +91,10 @@ def check_config(given: str) -> VllmConfig:
     elif not any(str(name).startswith("kv_") for name in options):
         found.add(Fault.CONNECTOR, "kv_connector is missing")
         return found
-    ours = 0
-    for connector in _connectors(transfer, found):
-        ours += _check_connector(connector, found)
-    if not ours and not found.findings:
+    ours = [_check_connector(connector, found) for connector in _connectors(transfer, found)]
+    if not any(ours) and not found.findings:
         found.add(Fault.CONNECTOR, f"none of its connectors is {CONNECTOR}")
     return found
-
-
-def _parse(given: str, found: VllmConfig) -> Mapping[str, Any] | None:
-    text = given
-    if not given.lstrip().startswith("{"):
-        try:
-            text = Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read --vllm-config {given[:200]}: {error}") from None
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        found.add(Fault.FORM, f"no JSON: {error}")
-        return None
-    if not isinstance(options, dict):
-        found.add(Fault.FORM, f"a {type(options).__name__}, not an object")
-        return None
-    return options
 
 
 def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
@@ -158,10 +136,19 @@ def _check_keys(transfer: Mapping[str, Any], found: VllmConfig) -> None:
     for name in transfer:
         if name not in KEYS:
             found.add(Fault.KEY, unknown("key", _cut(name), KEYS))
-    role = transfer.get("kv_role")
-    if role not in ROLES:
-        missing = "kv_role is missing"
-        found.add(Fault.ROLE, missing if role is None else unknown("kv_role", _cut(role), ROLES))
+    _check_value(transfer, "kv_role", ROLES, Fault.ROLE, found)
+
+
+def _check_value(
+    transfer: Mapping[str, Any], name: str, known: Sequence[str], fault: Fault, found: VllmConfig
+) -> bool:
+    """Check that a key has one of the known values."""
+    value = transfer.get(name)
+    if value is None:
+        found.add(fault, f"{name} is missing")
+    elif value not in known:
+        found.add(fault, unknown(name, _cut(value), known))
+    return value in known
 
 
 def _cut(value: object) -> str:
@@ -171,15 +158,10 @@ def _cut(value: object) -> str:
 def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     """Check one connector; return whether it is kvferry's."""
     _check_keys(transfer, found)
-    name = transfer.get("kv_connector")
-    if name != CONNECTOR:
-        missing = "kv_connector is missing"
-        near = unknown("connector", _cut(name), [CONNECTOR])
-        found.add(Fault.CONNECTOR, missing if name is None else near)
+    if not _check_value(transfer, "kv_connector", [CONNECTOR], Fault.CONNECTOR, found):
         return False
-    module = transfer.get("kv_connector_module_path")
-    if module not in (None, MODULE):
-        found.add(Fault.MODULE, unknown("kv_connector_module_path", _cut(module), [MODULE]))
+    if transfer.get("kv_connector_module_path") is not None:
+        _check_value(transfer, "kv_connector_module_path", [MODULE], Fault.MODULE, found)
     extra = transfer.get("kv_connector_extra_config") or {}
     try:
         options = connector_options(extra)
@@ -189,11 +171,9 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
         found.add(Fault.OPTION, error)
         return True
     stores = (config.store,) if isinstance(config.store, str) else config.store
-    # The default store is made by an engine's first start.
-    is_default = not extra.keys() & {"store", "shared_storage_path"}
-    found.stores += [
-        url for url in stores if not is_default or Path(parse_store_url(url).path).exists()
-    ]
+    if not extra.keys() & {"store", "shared_storage_path"}:  # an engine's first start makes it
+        stores = [url for url in stores if Path(parse_store_url(url).path).exists()]
+    found.stores += stores
     found.memory_bytes = config.memory_bytes
     fields = {"chunk_tokens": config.chunk_tokens, "tenant": config.tenant}
     # Unset, the chunks' size depends on the dtype of the KV, which vLLM may change.

@@ -30,9 +30,6 @@ COMPUTED = "computed: "
 MAX_STEPS = 60
 """Most bars of a picture over time."""
 
-_END_OF_TIME = 1 << 33
-"""Latest believed time, seconds since the epoch: anyone may have written a journal or index."""
-
 AGES: Mapping[str, float] = {
     "used in the last hour": 3600.0,
     "used in the last day": 86400.0,
@@ -56,20 +53,19 @@ class TimeSteps:
         self.seconds = 1
         self.names: dict[str, None] = {}
         self._sums: dict[int, Counter[str]] = {}
-        self._first, self._last = _END_OF_TIME, 0
 
     def add(self, at: float, name: str, amount: int) -> None:
         """Add `amount` to the sum of a name at a time, seconds since the epoch."""
         self.names[name] = None
-        step = int(_seconds(at) // self.seconds)
-        self._sums.setdefault(step, Counter())[name] += max(0, amount)
-        self._first, self._last = min(self._first, step), max(self._last, step)
-        while self._last - self._first >= MAX_STEPS:
-            self._double()
+        step = int(at // self.seconds)
+        if step not in self._sums:
+            self._sums[step] = Counter()
+            while max(self._sums) - min(self._sums) >= MAX_STEPS:
+                self._double()
+        self._sums[int(at // self.seconds)][name] += amount
 
     def _double(self) -> None:
         self.seconds *= 2
-        self._first, self._last = self._first // 2, self._last // 2
         wider: dict[int, Counter[str]] = {}
         for step, sums in self._sums.items():
             wider.setdefault(step // 2, Counter()).update(sums)
@@ -79,10 +75,6 @@ class TimeSteps:
         """Yield the start and the sums of each step that has any, in order."""
         for step in sorted(self._sums):
             yield float(step * self.seconds), self._sums[step]
-
-
-def _seconds(at: float) -> float:
-    return min(max(at, 0.0), float(_END_OF_TIME)) if math.isfinite(at) else 0.0
 
 
 @dataclass(slots=True)
@@ -235,23 +227,17 @@ def _runs(chunks: Iterable[Chunk]) -> list[Branch]:
     runs: list[Branch] = []
     run_of: dict[int, int] = {}
     for chunk in kept:
-        before = chunk.parent
-        index = None if before is None else run_of[id(before)]
-        if (
-            index is not None
-            and before is not None
-            and followers[id(before)] == 1
-            and before.uses == chunk.uses
-        ):
-            run = runs[index]
-            runs[index] = run._replace(end_token=chunk.end)
+        before, sums = chunk.parent, (chunk.all_bytes, chunk.uses, chunk.last_used)
+        if before is None:
+            runs.append(Branch(chunk.namespace, None, 0, chunk.end, *sums))
         else:
-            start = 0 if before is None else before.end
-            space = chunk.namespace if index is None else runs[index].namespace
-            sums = chunk.all_bytes, chunk.uses, chunk.last_used
-            runs.append(Branch(space, index, start, chunk.end, *sums))
-            index = len(runs) - 1
-        run_of[id(chunk)] = index
+            index = run_of[id(before)]
+            if followers[id(before)] == 1 and before.uses == chunk.uses:
+                runs[index] = runs[index]._replace(end_token=chunk.end)
+                run_of[id(chunk)] = index
+                continue
+            runs.append(Branch(runs[index].namespace, index, before.end, chunk.end, *sums))
+        run_of[id(chunk)] = len(runs) - 1
     return runs
 
 
@@ -295,12 +281,8 @@ def causes(removals: Iterable[Removal]) -> list[Cause]:
     found: dict[tuple[str, str], Cause] = {}
     for each in removals:
         place = each.reason, each.detail
-        known = found.get(place)
-        found[place] = (
-            Cause(*place, 1, each.num_bytes, each.at)
-            if known is None
-            else known._replace(
-                num_records=known.num_records + 1, num_bytes=known.num_bytes + each.num_bytes
-            )
+        known = found.get(place) or Cause(*place, 0, 0, each.at)
+        found[place] = known._replace(
+            num_records=known.num_records + 1, num_bytes=known.num_bytes + each.num_bytes
         )
     return sorted(found.values(), key=lambda cause: -cause.num_records)
