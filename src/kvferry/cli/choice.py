@@ -82,7 +82,7 @@ def _read_choice(
     if not has_prompt and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora are of a prompt: give --prompt-file or --tokens")
     return Choice(
-        digits=None if namespace is None else check_digits("--namespace", namespace),
+        digits=None if namespace is None else check_digits(namespace, "a namespace"),
         identity=None if model is None else model_identity(model),
         tenant=tenant,
         token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvferry.doctor.findings import Finding
     from kvferry.doctor.stores import Model, StoreReport
+    from kvferry.doctor.vllm import VllmConfig
     from kvferry.keys import JsonValue
     from kvferry.store.base import Catalogue
     from kvferry.store.kind import StoreUrl
@@ -74,12 +75,7 @@ def doctor(
     wanted, config = list(urls or []), None
     options: Mapping[str, JsonValue] = {}
     if vllm_config is not None:
-        from kvferry.doctor.vllm import check_config
-
-        is_json = vllm_config.lstrip().startswith("{")
-        config = check_config(
-            vllm_config if is_json else read_text("--vllm-config", Path(vllm_config))
-        )
+        config = _read_config(vllm_config)
         findings += config.findings
         options = config.fields
         # A store in memory is right for an engine of one process, and there is nothing to look at.
@@ -103,6 +99,13 @@ def doctor(
     _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
     if findings:
         raise typer.Exit(1)
+
+
+def _read_config(given: str) -> VllmConfig:
+    from kvferry.doctor.vllm import check_config
+
+    is_json = given.lstrip().startswith("{")
+    return check_config(given if is_json else read_text("--vllm-config", Path(given)))
 
 
 def _opened(url: StoreUrl) -> Catalogue:

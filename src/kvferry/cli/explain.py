@@ -95,17 +95,15 @@ def explain(
 
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    digits = None if namespace is None else check_digits("--namespace", namespace)
+    digits = "" if namespace is None else check_digits(namespace, "a namespace")
     token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
     extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
-    identity = model_identity(Path(str(model))) if digits is None else None
+    identity = None if digits else model_identity(Path(str(model)))
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
         def of_store(store: Catalogue) -> PromptAnswer:
             prompt = PromptSearch(store, token_ids, extra, block_size)
-            if identity is None:
-                return _ask_namespace(digits or "", prompt)
-            return _ask_model(identity, prompt)
+            return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
         return _ask_tiers(urls or [], of_store)
 

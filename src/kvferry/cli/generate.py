@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from kvferry.cli.output import JsonOption, emit, read_text, require_extra
-from kvferry.cli.prompts import RawOption
+from kvferry.cli.prompts import ChunkTokensOption, RawOption
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 
@@ -40,7 +40,7 @@ def generate(
     raw: RawOption = False,
     seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
+    chunk_tokens: ChunkTokensOption = None,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append the prompt's keys to this journal.")
     ] = None,
@@ -76,15 +76,7 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
         )
         answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
-    num_prompt, num_hit = len(prompt_token_ids), counters["hit_tokens"]
-    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
-    audited = counters["miss_tokens/audit"]
-    print(
-        f"{num_prompt} prompt tokens, {num_hit} read from the store"
-        f"{f', {audited} computed for an audit' if audited else ''}; first token after "
-        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
-        file=sys.stderr,
-    )
+    _show(answer, len(prompt_token_ids), counters, json)
 
 
 class _Streamed(NamedTuple):
@@ -94,6 +86,17 @@ class _Streamed(NamedTuple):
     ttft_s: float
     total_s: float
     text: str
+
+
+def _show(answer: _Streamed, num_prompt: int, counters: Counters, json: str | None) -> None:
+    num_hit, num_audited = counters["hit_tokens"], counters["miss_tokens/audit"]
+    audited = f", {num_audited} computed for an audit" if num_audited else ""
+    emit({"prompt_tokens": num_prompt, "hit_tokens": num_hit, **answer._asdict()}, json, "")
+    print(
+        f"{num_prompt} prompt tokens, {num_hit} read from the store{audited}; first token after "
+        f"{answer.ttft_s:.2f} s, {answer.generated_tokens} tokens in {answer.total_s:.2f} s",
+        file=sys.stderr,
+    )
 
 
 def _stream(events: Iterator[TokenEvent], *, echo: bool) -> _Streamed:

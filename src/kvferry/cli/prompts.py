@@ -32,16 +32,17 @@ TokensOption = Annotated[
 ]
 RawOption = Annotated[bool, typer.Option("--raw", help="Use text without the chat template.")]
 SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
+ChunkTokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens per record.")]
 LoraOption = Annotated[
     str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")
 ]
 
 
-def check_digits(what: str, digits: str) -> str:
-    """Return the first digits of a digest or key in lower case. Raises ConfigError unless they are
-    1 to 64 hexadecimal digits."""
+def check_digits(digits: str, what: str) -> str:
+    """Return the first digits of a key, or of `what` else, in lower case. Raises ConfigError unless
+    they are 1 to 64 hexadecimal digits."""
     if re.fullmatch(r"[0-9a-f]{1,64}", digits.lower()) is None:
-        raise ConfigError(f"{what} {shown_url(digits)!r}: give 1 to 64 hexadecimal digits")
+        raise ConfigError(f"{shown_url(digits)!r} is not {what}; give 1 to 64 hexadecimal digits")
     return digits.lower()
 
 

@@ -143,7 +143,7 @@ def find(store: Catalogue, key_prefix: str) -> Entry:
     Raises:
         ConfigError: not hexadecimal, or none or several match.
     """
-    prefix = check_digits("the key", key_prefix)
+    prefix = check_digits(key_prefix, "a key")
     found = (entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix))
     matches = list(found)
     if len(matches) == 1:

