@@ -69,11 +69,8 @@ _TOPICS = (
 
 
 def default_document() -> str:
-    """Return chapters of the Python reference that come with CPython.
-
-    Raises:
-        ConfigError: this Python has no `pydoc_data`.
-    """
+    """Return chapters of the Python reference that come with CPython. Raises ConfigError if this
+    Python has no `pydoc_data`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -84,11 +81,7 @@ def default_document() -> str:
 
 
 def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        ConfigError: the directory has no model or no tokenizer.
-    """
+    """Return the tokenizer of a model directory. Raises ConfigError without one, or a model."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} is not a model directory: it has no config.json")
     tokenizer: PreTrainedTokenizerBase | None = engine_model.load_tokenizer(model_dir)
@@ -100,16 +93,8 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, questions: Sequence[str]
 ) -> list[list[int]]:
-    """Make one prompt per question: document first, question last, so that they start alike.
-
-    Args:
-        tokenizer: the model's; its chat template is used if it has one.
-        text: the document.
-        num_tokens: the document is cut to this many tokens.
-        questions: at least one.
-
-    Raises:
-        ConfigError: the document is shorter than `num_tokens`.
+    """Make one prompt per question, in the chat template: the document first, cut to `num_tokens`,
+    and the question last, so that they start alike. Raises ConfigError if the document is shorter.
     """
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(token_ids) < num_tokens:
@@ -118,14 +103,10 @@ def make_prompts(
             "give a longer one, or ask for less"
         )
     document = str(tokenizer.decode(token_ids[:num_tokens]))
-    return [
-        engine_model.encode_message(
-            tokenizer,
-            f"Read this text.\n\n{document}\n\n"
-            f"Question about the text: {question} Answer in one short sentence.",
-        )
-        for question in questions
-    ]
+    start = f"Read this text.\n\n{document}\n\nQuestion about the text: "
+    end = " Answer in one short sentence."
+    texts = [f"{start}{question}{end}" for question in questions]
+    return [engine_model.encode_message(tokenizer, text) for text in texts]
 
 
 # --- the three phases -----------------------------------------------------------------------------
@@ -137,10 +118,8 @@ class DemoOptions:
 
     Attributes:
         prompts: token ids, one list per question; they start alike.
-        questions: the text of the questions, for the report.
         work_dir: directory in which `RUN_DIR` is replaced.
         max_tokens: most tokens of an answer.
-        chunk_tokens: tokens per stored record.
     """
 
     model_dir: Path
@@ -336,15 +315,16 @@ def _answer_from(
             [found] = llm.generate([prompt], params)
             if found.first_logits is None or found.ttft_seconds is None:
                 raise StoreError("the engine ended a request before its first token")
-            answer = TimedAnswer(
-                prompt_tokens=len(prompt),
-                hit_tokens=found.num_external_tokens,
-                ttft_seconds=found.ttft_seconds,
-                token_ids=found.token_ids,
-                text=found.text or "",
-                logits=found.first_logits,
+            answers.send(
+                TimedAnswer(
+                    prompt_tokens=len(prompt),
+                    hit_tokens=found.num_external_tokens,
+                    ttft_seconds=found.ttft_seconds,
+                    token_ids=found.token_ids,
+                    text=found.text or "",
+                    logits=found.first_logits,
+                )
             )
-            answers.send(answer)
 
 
 def _middle_record(store: Path, options: DemoOptions) -> Path:

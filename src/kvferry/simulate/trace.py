@@ -10,7 +10,7 @@ Two formats of JSON lines are read, distinguished by the fields of the first lin
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,15 +145,21 @@ def read_trace(path: Path) -> Trace:
     """
     rows = _TraceRows()
     number = 0
+    decoder = msgspec.json.Decoder(MooncakeLine)
     try:
-        lines = journal_lines(path) if _is_journal(path) else _mooncake_lines(path)
-        for number, request in lines:  # noqa: B007 - errors name it
-            rows.add(request)
+        if _is_journal(path):
+            for number, request in journal_lines(path):  # noqa: B007 - errors name it
+                rows.add(request)
+        else:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):  # noqa: B007
+                    if line.strip():
+                        rows.add(decoder.decode(line))
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror}") from error
     except ConfigError:
         raise
-    except (ValueError, OverflowError) as error:
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"trace {path}, line {number}: {error}") from error
     if not rows.blocks:
         raise ConfigError(f"trace {path} has no blocks: {len(rows.counts)} requests")
@@ -181,16 +187,3 @@ def _is_journal(path: Path) -> bool:
                 "input_length, hash_ids) nor a journal (time, chunk_tokens, num_tokens, keys)"
             )
     return False
-
-
-def _mooncake_lines(path: Path) -> Iterator[tuple[int, MooncakeLine]]:
-    """Read the lines of a Mooncake trace, with their numbers. Raises as `read_trace` does."""
-    decoder = msgspec.json.Decoder(MooncakeLine)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, decoder.decode(line)
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"trace {path}, line {number}: {error}") from error
