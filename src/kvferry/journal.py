@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -150,9 +149,22 @@ class Journal:
         blocks, and does no I/O."""
         if self._has_failed or len(self._waiting) >= MAX_WAITING:
             self.num_left_out += 1
-        else:
-            line = partial(self._line, arrived_at, request_id, num_tokens, tuple(keys), answer)
-            self._waiting.append(line)
+            return
+        kept = tuple(keys)
+
+        def line() -> bytes:
+            """Runs in: the thread of this journal."""
+            made = JournalLine(
+                time=round(arrived_at, 3),
+                chunk_tokens=self._chunk_tokens,
+                num_tokens=num_tokens,
+                keys=[key[:KEY_BYTES].hex() for key in kept],
+                request=request_id,
+                **(answer or JournalAnswer(0, {}, {}, ""))._asdict(),
+            )
+            return msgspec.json.encode(made) + b"\n"
+
+        self._waiting.append(line)
 
     def close(self) -> None:
         """Write the rest of the queue, waiting `CLOSE_SECONDS` at most. Idempotent."""
@@ -192,25 +204,6 @@ class Journal:
                 _write_whole(file, b"\n")
             while self._waiting:
                 _write_whole(file, self._waiting.popleft()())
-
-    def _line(
-        self,
-        arrived_at: float,
-        request_id: str,
-        num_tokens: int,
-        keys: Sequence[ChunkKey],
-        answer: JournalAnswer | None,
-    ) -> bytes:
-        """Runs in: the thread of this journal."""
-        line = JournalLine(
-            time=round(arrived_at, 3),
-            chunk_tokens=self._chunk_tokens,
-            num_tokens=num_tokens,
-            keys=[key[:KEY_BYTES].hex() for key in keys],
-            request=request_id,
-            **(answer or JournalAnswer(0, {}, {}, ""))._asdict(),
-        )
-        return msgspec.json.encode(line) + b"\n"
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:

@@ -118,13 +118,8 @@ def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
 
 def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
-    pinned record is never too old.
-
-    Raises:
-        ConfigError: no such namespace exists, nothing is stored on a server under this URL, or the
-            store does not know when its records were used; see `of_tokens`, too.
-        StoreError: the store cannot list its records.
-    """
+    pinned record is never too old. Raises as `stores.entries` and `of_tokens` do, and ConfigError
+    if no such namespace exists, or the store does not know when its records were used."""
     if choice.token_ids is not None:
         yield from _of_prompt(store, choice)
         return

@@ -82,12 +82,8 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something that cannot be undone; with `yes` (option --yes), do not ask.
-
-    Raises:
-        ConfigError: there is no terminal to ask at.
-        typer.Exit: the answer was no; the exit code is 0.
-    """
+    """Ask before something that cannot be undone; with `yes` (option --yes), do not ask. Raises
+    ConfigError without a terminal to ask at, typer.Exit (code 0) if the answer was no."""
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):

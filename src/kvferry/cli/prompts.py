@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as json_module
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.cli.output import progress, read_text
+from kvferry.cli.output import progress, read_text, require_extra
 from kvferry.errors import ConfigError
 from kvferry.store.kind import shown_url
 
@@ -62,11 +61,8 @@ def lora_identity(lora: str | None) -> str | None:
 def read_tokens(
     model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
 ) -> list[int]:
-    """Return the token ids of the prompt that the options name.
-
-    Raises:
-        ConfigError: neither or both files are given, or the prompt cannot be read.
-    """
+    """Return the token ids of the prompt that the options name. Raises ConfigError if neither or
+    both files are given, or the prompt cannot be read."""
     if (prompt_file is None) == (tokens is None):
         raise ConfigError("give --prompt-file FILE or --tokens FILE")
     if tokens is not None:
@@ -74,11 +70,7 @@ def read_tokens(
     if model is None:
         raise ConfigError("--prompt-file needs --model DIR, whose tokenizer reads the text")
     text = read_text("prompt", Path(str(prompt_file)))
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            "--prompt-file needs transformers: pip install 'kvferry[transformers]'; "
-            "or give --tokens FILE"
-        )
+    require_extra("--prompt-file", "transformers", "transformers")
     from kvferry.engine.model import encode_message, load_tokenizer
 
     tokenizer = load_tokenizer(model)

@@ -37,12 +37,8 @@ INDEX_SECONDS = 60.0
 
 def query_store(url: str, question: Callable[[Catalogue], T]) -> T:
     """Open the store at `url` read-only and return what `question` answers. After a StoreError, a
-    directory is asked again without its index, which may be damaged or locked.
-
-    Raises:
-        ConfigError: see `open_existing`.
-        StoreError: the directory or the server cannot be listed.
-    """
+    directory is asked again without its index, which may be damaged or locked. Raises as
+    `open_existing`, and StoreError if the directory or the server cannot be listed."""
     try:
         with open_existing(url) as store:
             return question(store)
@@ -110,12 +106,7 @@ def require_writable(url: StoreUrl) -> None:
 
 
 def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
-    """Pass on `found`; if it is empty, refuse a server URL under which nothing is stored.
-
-    Raises:
-        ConfigError: nothing is stored on a server under this URL.
-        StoreError: the store cannot be listed.
-    """
+    """Pass on `found`. If it is empty, raise as `namespaces` does."""
     is_empty = True
     for entry in found:
         is_empty = False
@@ -125,7 +116,8 @@ def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
-    """Return the numbers of records and of bytes by namespace; raises as `entries`."""
+    """Return the numbers of records and of bytes by namespace. Raises StoreError if the store does
+    not list them, ConfigError if nothing is stored on a server under this URL."""
     found = store.namespaces()
     # A missing directory is found at its opening; a wrong prefix on a server only looks empty. A
     # store that was emptied still has the descriptions of its namespaces.
@@ -138,11 +130,8 @@ def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
 
 
 def find(store: Catalogue, key_prefix: str) -> Entry:
-    """Return the one record whose key starts with `key_prefix` (hexadecimal).
-
-    Raises:
-        ConfigError: not hexadecimal, or none or several match.
-    """
+    """Return the one record whose key starts with `key_prefix` (hexadecimal). Raises ConfigError if
+    none or several do."""
     prefix = check_digits(key_prefix, "a key")
     found = (entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix))
     matches = list(found)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -273,7 +273,7 @@ def _try_record(
 def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
     image = memoryview(bytearray(schema.record_bytes))
     payload = image[schema.head_bytes :]
-    payload[:] = (os.urandom(1 << 16) * (len(payload) // (1 << 16) + 1))[: len(payload)]
+    payload[:] = os.urandom(len(payload))  # which no server compresses
     table = leaf_digests(schema.components[0], payload)
     started = time.perf_counter()
     result = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
@@ -296,15 +296,12 @@ def _check_clock(
     own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
 ) -> None:
     """Compare clocks, if the store says when a record was written."""
-    if parsed.scheme == "file":
-        if not report.facts.get("shared_by_machines"):
-            return
-        try:
-            written = os.stat(record_path(parsed.path, key)).st_mtime
-        except OSError:
-            return
-    else:
+    written = 0.0
+    if parsed.scheme != "file":
         written = next((each.last_used for each in own.scan() if each.key == key), 0.0)
+    elif report.facts.get("shared_by_machines"):
+        with suppress(OSError):  # it was removed meanwhile
+            written = os.stat(record_path(parsed.path, key)).st_mtime
     if not written:
         return
     skew = written - wall()
