@@ -116,7 +116,9 @@ def test_memory_is_bounded_whatever_is_in_the_journal_and_the_store():
     assert survey.spaces[SPACE].num_records == 10_000
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e300), st.sampled_from("abc"), st.integers(0, 9)), min_size=1))
+@given(
+    st.lists(st.tuples(st.floats(0, 1e300), st.sampled_from("abc"), st.integers(0, 9)), min_size=1)
+)
 def test_steps_of_time_lose_nothing_and_are_few(amounts):
     steps = TimeSteps()
     for at, name, amount in amounts:
