@@ -21,7 +21,7 @@ from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
 from kvferry.store.base import Address
-from kvferry.types import ChunkKey, KVSource, ProducerStamp, RequestView
+from kvferry.types import KVSource, ProducerStamp, RequestView
 
 MOST_WAITS = 10
 """A request waits for a producer that makes progress for so many `load_timeout_seconds` at most."""
@@ -93,13 +93,6 @@ class Handovers:
             latest=until if is_held else now + MOST_WAITS * seconds,
             short=Short(LookupMiss.NOT_PRODUCED, "the rest did not come"),
         )
-
-    def reads_again(self, key: ChunkKey) -> bool:
-        """Whether a chunk whose read failed is to be read again, since a request waits for it. This
-        uses up one of the request's reads."""
-        now = self._context.clock()
-        searches = (state.search for state in self._requests.by_id.values())
-        return any(search is not None and search.reads_again(key, now) for search in searches)
 
     def _refusal(self, source: KVSource, state: RequestState) -> Short:
         """Return why the chunks of a source cannot be those of this prompt; ABSENT if they can."""

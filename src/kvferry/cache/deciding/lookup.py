@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audit, Audits
-from kvferry.cache.deciding.failed_keys import FailedKeys
+from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS, FailedKeys
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.policy import LoadPolicy, Patience
-from kvferry.cache.messages import SlotChunk
+from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.record.check import SOUND, MissReason
 from kvferry.store.base import ASK_SECONDS
 from kvferry.types import ChunkKey
 
@@ -208,6 +209,24 @@ class Lookup:
         self._policy = policy
         self._audits = audits
         self._patience = patience
+
+    def learn_missed(
+        self, key: ChunkKey, filled: Filled, searches: Iterable[Search | None]
+    ) -> None:
+        """Learn that a rank could not read a chunk. It is not offered for some time, unless a peer
+        has it soon, or one of the searches waits for it and reads it again."""
+        missed, now, miss = filled.missed or "", self._clock(), LookupMiss.UNREADABLE
+        if missed == MissReason.ABSENT:
+            miss = LookupMiss.VANISHED
+            if self._store.awaits(key):
+                return
+        elif missed == MissReason.IO_ERROR:
+            miss = LookupMiss.AWAY
+            if any(search is not None and search.reads_again(key, now) for search in searches):
+                return
+        is_sound = missed in SOUND
+        seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
+        self._unreadable.add((key,), seconds, miss, filled.detail if is_sound else missed)
 
     # -- transitions ----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
-from kvferry.cache.deciding.failed_keys import REFUSED_SECONDS
+from kvferry.cache.deciding.failed_keys import REFUSED_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.requests import Requests, RequestState
@@ -220,14 +220,26 @@ class SavePlan:
 
     # -- reports --------------------------------------------------------------------------------
 
+    def learn(self, report: RankReport) -> None:
+        """Learn what a rank hashed and wrote, and which loads failed on it."""
+        for sealed in report.sealed:
+            slot = self._pool.report_sealed(sealed.slot)
+            if slot is not None:
+                self._learn_sealed(report.rank, slot, sealed)
+        for saved in report.saved:
+            self._learn_saved(saved.slot, saved.result, saved.why)
+        if report.filled or report.sealed:
+            self.await_reports()
+        if report.failures:
+            self._learn_failures(report)
+
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """Learn that a rank did not copy a chunk into its slot."""
         self.shared_writes.abort(slot)
         if copied.missed == PUT_OFF:
             self._offer_again((slot.key,))
 
-    def learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
-        """Learn that a rank hashed its part of a chunk, or failed: then the chunk is not stored."""
+    def _learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
         if sealed.leaf_digests is None:
             if slot.is_writing:
                 self._context.observer.count("save_failed")
@@ -239,8 +251,7 @@ class SavePlan:
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
-    def learn_saved(self, index: int, result: str, why: str) -> None:
-        """Learn the result of the write of a slot; `why` it was not stored, or empty."""
+    def _learn_saved(self, index: int, result: str, why: str) -> None:
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
@@ -261,24 +272,26 @@ class SavePlan:
         """Learn which records of several ranks this process has written."""
         if not self._is_alone:
             for slot, result in self.shared_writes.poll():
-                self.learn_saved(slot.index, result, self._context.store.refusal)
+                self._learn_saved(slot.index, result, self._context.store.refusal)
 
     def _announce_failed(self, key: ChunkKey) -> None:
         """Drop the event of a chunk whose save failed."""
         if self.announcer is not None:
             self.announcer.failed(key)
 
-    def learn_failures(self, report: RankReport) -> None:
-        """Learn that loads failed on a rank.
-
-        The host computes the failed requests again. Other requests may have computed on the same
+    def _learn_failures(self, report: RankReport) -> None:
+        """The host computes the failed requests again. Other requests may have computed on the same
         blocks, through the host's own prefix cache. vLLM lets these run on, so nothing more of them
-        is saved.
-        """
+        is saved."""
         rank = report.rank
         known = self.failures_known or (0,) * self._context.spec.shard.world_size
         self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
         if report.failed_keys:
+            self._requests.unreadable.add(
+                report.failed_keys, UNREADABLE_SECONDS, LookupMiss.UNREADABLE, "a load failed"
+            )
+            for key in report.failed_keys:
+                self._pool.drop(ChunkKey(key))
             self._offer_again(report.failed_keys)
             for request_id in self._requests.by_id.keys() - report.failed_requests:
                 self._requests.by_id[request_id].saves_blocked = True

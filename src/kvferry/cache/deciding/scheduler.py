@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
 from kvferry.cache.deciding.audits import Audits
-from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import NEVER, Lookup, Search, Short
@@ -52,20 +51,14 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
 from kvferry.journal import Journal
 from kvferry.network import join_host
-from kvferry.record.check import SOUND, MissReason
+from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
-from kvferry.types import BlockTable, ChunkKey, RequestView, StepView
+from kvferry.types import BlockTable, RequestView, StepView
 
 logger = logging.getLogger(__name__)
 
 RECENT_CLOSE_SECONDS = 0.5
 """How long `close` waits for a listing of the store that is under way."""
-
-_MISSED: Mapping[str, LookupMiss] = {
-    MissReason.ABSENT: LookupMiss.VANISHED,
-    MissReason.IO_ERROR: LookupMiss.AWAY,
-}
-"""What a failed fetch means for a request; all else is unreadable."""
 
 REPROBE_SECONDS = 60.0
 """If a request has waited for so long, the store is asked again what it has."""
@@ -404,32 +397,17 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _learn(self, report: RankReport) -> None:
         why = "" if report.region is None else self.pool.loans.learn(report.region)
+        if report.off:
+            why = why or f"rank {report.rank}: {report.off}. Nothing is loaded or saved"
         if why:
             self._stop(why)
-        if report.off:
-            self._stop(f"rank {report.rank}: {report.off}. Nothing is loaded or saved")
         if report.timed:
             self.policy.end_step(report.timed)
         for filled in report.filled:
             self._learn_filled(filled)
-        for sealed in report.sealed:
-            slot = self.pool.report_sealed(sealed.slot)
-            if slot is not None:
-                self.saves.learn_sealed(report.rank, slot, sealed)
-        for saved in report.saved:
-            self.saves.learn_saved(saved.slot, saved.result, saved.why)
-        if report.filled or report.sealed:
-            self.saves.await_reports()
+        self.saves.learn(report)
         if report.failed_keys:
-            self.requests.unreadable.add(
-                report.failed_keys, UNREADABLE_SECONDS, LookupMiss.UNREADABLE, "a load failed"
-            )
-            for key in report.failed_keys:
-                self.pool.drop(ChunkKey(key))
-        if report.failures:
-            self.saves.learn_failures(report)
-            if report.failed_keys:
-                self.audits.forget_all()
+            self.audits.forget_all()
 
     def _learn_filled(self, filled: Filled) -> None:
         is_missed = filled.missed is not None
@@ -442,14 +420,8 @@ class SharedStorageScheduler(SchedulerRole):
             if is_missed:
                 self.saves.learn_missed(slot, filled)
         elif is_missed and filled.missed != MissReason.CANCELLED:
-            if filled.missed == MissReason.ABSENT and self.context.store.awaits(slot.key):
-                return  # a peer has it soon, and the search waits once more
-            if filled.missed == MissReason.IO_ERROR and self._handovers.reads_again(slot.key):
-                return
-            seconds = RETRY_SECONDS if filled.missed in SOUND else UNREADABLE_SECONDS
-            miss = _MISSED.get(filled.missed or "", LookupMiss.UNREADABLE)
-            why = filled.detail if filled.missed in SOUND else filled.missed
-            self.requests.unreadable.add((slot.key,), seconds, miss, why or "")
+            searches = (state.search for state in self.requests.by_id.values())
+            self._lookup.learn_missed(slot.key, filled, searches)
 
     # -- ends -----------------------------------------------------------------------------------
 
