@@ -142,10 +142,8 @@ def after_a_failed_load(lab: Lab) -> None:
 def directory_removed(lab: Lab) -> None:
     """A directory that is removed under the engine costs hits alone. [operators: caches are
     cleared]"""
-    lab.start()
-    stored = lab.store_prompt(lab.ask(69))
+    stored = lab.stored()
     shutil.rmtree(lab.store)
-    lab.forget()
     _serve_twice(lab, stored, lab.ask(50))
 
 

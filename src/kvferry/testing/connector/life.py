@@ -41,6 +41,13 @@ def _preempted(lab: Lab, runner: int) -> None:
     lab.expect(lab.again(stored), 32)
 
 
+def _reused(lab: Lab, tokens: int, **host: Any) -> None:
+    """Expect a hit in a host that is so."""
+    stored = lab.stored()
+    vars(lab.host).update(host)
+    lab.expect(lab.again(stored, max_tokens=5), tokens)
+
+
 def _random_walk(lab: Lab, **setup: Any) -> None:
     host, source = lab.start(num_blocks=24, budget=40, **setup), lab.random
     roots = [lab.tokens(120) for _ in range(3)]
@@ -104,6 +111,11 @@ TABLE: Table = (
      "_preempt_request: the connector is not asked]", partial(_preempted, runner=1)),
     ("preempted_runner_2", "The second model runner shows a resumed request as a new one. "
      "[scheduler.py, schedule]", partial(_preempted, runner=2)),
+    ("part_of_a_promise", "A host may take fewer tokens than it was promised. [base.py, "
+     "update_state_after_alloc]", partial(_reused, tokens=32, most=32)),
+    ("repeated_reports", "Reports of ended transfers may come twice, or be another connector's. "
+     "[multi_connector.py: it passes each report to all]",
+     partial(_reused, tokens=64, repeats_reports=True)),
     ("random_walk", "Any mix of arrivals, aborts and preemptions ends right, with no block held. "
      "[scheduler.py]", _random_walk),
     ("random_walk_async", "The same with two steps in flight. [async_scheduler.py]",
@@ -184,21 +196,6 @@ def unused_promise(lab: Lab) -> None:
     lab.serve(lab.again(stored, max_tokens=5))
     lab.host.most = 64
     lab.expect(lab.again(stored), 64)
-
-
-def part_of_a_promise(lab: Lab) -> None:
-    """A host may take fewer tokens than it was promised. [base.py, update_state_after_alloc]"""
-    stored = lab.stored()
-    lab.host.most = 32
-    lab.expect(lab.again(stored, max_tokens=5), 32)
-
-
-def repeated_reports(lab: Lab) -> None:
-    """Reports of ended transfers may come twice, or be another connector's. [multi_connector.py:
-    it passes each report to all]"""
-    lab.start()
-    lab.host.repeats_reports = True
-    lab.store_prompt(lab.ask(69))
 
 
 def late_allocation(lab: Lab) -> None:
