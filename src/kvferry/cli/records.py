@@ -26,7 +26,6 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.stores import (
     UrlArgument,
-    check,
     entries,
     find,
     namespaces,
@@ -205,7 +204,10 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
 
     def look_at(store: Catalogue) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
-        return entry, maintenance.inspect(store, entry), check(store, entry)
+        checked = maintenance.verify(store, [entry], discards=False)
+        fault = None if checked.num_records else MissReason.ABSENT
+        fault = MissReason.IO_ERROR if checked.num_unreadable else fault
+        return entry, maintenance.inspect(store, entry), dict(checked.bad).get(entry, fault)
 
     entry, record, fault = query_store(url, look_at)
     facts = {**_entry_facts(entry), "verdict": "right" if fault is None else str(fault)}

@@ -12,10 +12,8 @@ import typer
 
 from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, StoreError
-from kvferry.record.check import MissReason
 from kvferry.store.base import Catalogue, Entry
 from kvferry.store.kind import Opening, StoreUrl
-from kvferry.store.maintenance import verify
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
 
@@ -140,13 +138,3 @@ def find(store: Catalogue, key_prefix: str) -> Entry:
     number = f"{len(matches)} records" if matches else "no record"
     hint = "give more digits" if matches else "`kvferry ls` lists them"
     raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
-
-
-def check(store: Catalogue, entry: Entry) -> MissReason | None:
-    """Check every checksum of a record, and leave it in place; None if it is right."""
-    report = verify(store, [entry], discards=False)
-    if report.bad:
-        return report.bad[0][1]
-    if report.num_unreadable:
-        return MissReason.IO_ERROR
-    return None if report.num_records else MissReason.ABSENT
