@@ -71,12 +71,12 @@ def test_chunks_that_nobody_sized_are_shared_by_all_that_read_and_write_them(
     assert run("warm", model_dir, "--prompts", prompts, "--store", url).code == 0
     assert count(url) == 87 // tokens
     hit, counters = 87 // tokens * tokens, Counters()
-    options = {"audit": "off"}
+    options = {"audit": "off", "load_timeout_seconds": 60.0}
     with LLM(model_dir, store=url, connector_options=options, observer=counters) as llm:
         llm.generate([prompt], SamplingParams(max_tokens=1))
     assert counters["hit_tokens"] == hit
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
-    with StoredKV(model, url, audit="off") as kv:
+    with StoredKV(model, url, **options) as kv:
         kv.prefill([prompt])
         assert kv.num_loaded == hit
     (ids := tmp_path / "ids.json").write_text(json.dumps(prompt))
