@@ -27,6 +27,7 @@ from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import ChunkKey, KVGroup
 from tests.cli.conftest import put_records
+from tests.cli.test_explain import put_prompt
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.servers.process import LOCALHOST, free_ports
 
@@ -313,19 +314,20 @@ def test_ctrl_c_while_a_server_is_awaited_is_one_line(tmp_path, arguments):
 
 @pytest.fixture
 def hostile_store(tmp_path) -> str:
-    """Descriptions that a terminal acts on, with megabytes of markup."""
+    """Descriptions that a terminal acts on, with much markup: beside a namespace that
+    differs from them in their fields alone, and without the prompt that they hold."""
     root = tmp_path / "hostile"
     root.mkdir(mode=0o700)
+    put_prompt(root.as_uri(), SPACE, range(50, 60))
     for number, name in enumerate(NAMES):
         deep: object = name
         for _ in range(50):
             deep = [deep, 1]
-        config = {name * 100: name * 100_000, "n": number, "deep": deep}
+        config = {name * 100: "x" * 100_000, name: number, "deep": deep}
         identity = ModelIdentity(weights=bytes(32), config=config, name=name * 1000)
-        space = Namespace.of(identity, (GROUP,), 7, tenant=name)
-        put_records(root.as_uri(), num_records=2, seed=number, namespace=space.digest)
+        for tenant in ("", name):
+            put_prompt(root.as_uri(), Namespace.of(identity, (GROUP,), 7, tenant), range(1, 10))
         with FileStore(root) as store:
-            store.describe(space.digest, space.as_text())
             store.discard(ChunkKey(bytes([number]) * 32), name)
             store.describe(b"d" * 32, "[" * 100_000)
             none = {"model": None, "description": {"chunk_tokens": 0}}
@@ -335,9 +337,8 @@ def hostile_store(tmp_path) -> str:
 
 def of_hostile(arguments, url: str) -> list[list[str]]:
     with FileStore(Path(url.removeprefix("file://").partition("?")[0])) as store:
-        digest = next(digest.hex() for digest in store.namespaces() if store.describe(digest))
         key = next(iter(store.scan())).key.hex()
-    commands = [arguments(command, url, digest) for command in OF_STORES]
+    commands = [arguments(command, url, SPACE.digest.hex()) for command in OF_STORES]
     return [[key if each == "00" else each for each in command] for command in commands]
 
 
