@@ -70,8 +70,9 @@ def test_a_trace_of_blocks():
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path, lines, says):
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as refused:
         read_trace(write(tmp_path / "t", *lines))
+    assert str(refused.value).count(str(tmp_path)) == 1
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
