@@ -324,6 +324,11 @@ def unknown_adapter(engines):
     return not_cached(engines, ExtraKeys(cacheable=False, reason=LookupMiss.ADAPTER, why=why))
 
 
+def weights_under_way(engines):
+    why = "the weights are being hashed"
+    return not_cached(engines, ExtraKeys(cacheable=False, reason=LookupMiss.HASHING, why=why))
+
+
 def no_load(engines):
     engines.fill()
     host = engines.recording()
@@ -374,6 +379,7 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
     ),
     not_cached: Decided({LookupMiss.NOT_CACHEABLE: 41}),
     unknown_adapter: Decided({LookupMiss.ADAPTER: 41}, "is being hashed"),
+    weights_under_way: Decided({LookupMiss.HASHING: 41}, "are being hashed"),
     no_load: Decided({LookupMiss.NOT_LOADING: 40, LookupMiss.PARTIAL: 1}),
     a_part: Decided({LookupMiss.NOT_LOADING: 24, LookupMiss.PARTIAL: 1}, "16 tokens at most"),
 }
