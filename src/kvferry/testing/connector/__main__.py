@@ -46,6 +46,8 @@ def _add(report: dict[str, Any], rule: Rule, outcome: CaseOutcome) -> None:
     replay, kept = f"{COMMAND} {shlex.join(words)}", rule.is_kept(outcome.verdict)
     said = {"chapter": rule.chapter, "expects": rule.expects, "source": rule.source}
     case = {"name": rule.name, **outcome._asdict(), "kept": kept, **said, "replay": replay}
+    if not report["cases"] or report["cases"][-1]["chapter"] != rule.chapter:
+        print(f"-- {rule.chapter}")
     report["cases"].append(case)
     print(f"{outcome.verdict:11} {rule.name:22} {outcome.detail}".rstrip())
     for note in outcome.notes:

@@ -107,8 +107,9 @@ TABLE: Table = (
      lambda lab: _turn_after(lab, lab.started().ask(20, max_tokens=45), 64)),
     ("hit_then_more", "A request that hit stores what it computes beyond its hit. [base.py]",
      lambda lab: _turn_after(lab, lab.again(lab.stored(40), max_tokens=40), 64)),
-    ("preempted", "A request that lost its blocks resumes, and its KV is right. [scheduler.py, "
-     "_preempt_request: the connector is not asked]", partial(_preempted, runner=1)),
+    ("preempted", "A request that lost its blocks resumes, and its KV is right: the blocks of one in "
+     "resumed_req_ids replace those it had. [scheduler.py, _preempt_request: the connector is not "
+     "asked]", partial(_preempted, runner=1)),
     ("preempted_runner_2", "The second model runner shows a resumed request as a new one. "
      "[scheduler.py, schedule]", partial(_preempted, runner=2)),
     ("part_of_a_promise", "A host may take fewer tokens than it was promised. [base.py, "
@@ -262,9 +263,10 @@ def reset(lab: Lab) -> None:
     called after an update of weights]"""
     stored = lab.stored()
     with lab.host.blamed():
-        if lab.host.scheduler_half.reset_cache() is False:
-            raise CaseEnd("not run", "the class reports that it cannot reset")
-    lab.expect_none(lab.again(stored), "after reset_cache() reported success")
+        answer = lab.host.scheduler_half.reset_cache()
+    if answer is False:
+        raise CaseEnd("not run", "the class reports that it cannot reset")
+    lab.expect_none(lab.again(stored), f"after reset_cache() returned {answer}, a success")
 
 
 @flags(may=("miss",))
