@@ -107,9 +107,9 @@ TABLE: Table = (
      lambda lab: _turn_after(lab, lab.started().ask(20, max_tokens=45), 64)),
     ("hit_then_more", "A request that hit stores what it computes beyond its hit. [base.py]",
      lambda lab: _turn_after(lab, lab.again(lab.stored(40), max_tokens=40), 64)),
-    ("preempted", "A request that lost its blocks resumes, and its KV is right: the blocks of one in "
-     "resumed_req_ids replace those it had. [scheduler.py, _preempt_request: the connector is not "
-     "asked]", partial(_preempted, runner=1)),
+    ("preempted", "A request that lost its blocks resumes, and its KV is right: new blocks of one "
+     "in resumed_req_ids replace those it had. [scheduler.py, _preempt_request: the connector is "
+     "not asked]", partial(_preempted, runner=1)),
     ("preempted_runner_2", "The second model runner shows a resumed request as a new one. "
      "[scheduler.py, schedule]", partial(_preempted, runner=2)),
     ("part_of_a_promise", "A host may take fewer tokens than it was promised. [base.py, "
