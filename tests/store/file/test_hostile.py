@@ -216,14 +216,8 @@ OWN_NAMES = [
 ]
 
 
-FOLDERS = OWN_NAMES[:5]
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    # A link to a folder is followed.
-    [(n, make) for n in OWN_NAMES for make in MAKERS if n not in FOLDERS or make is not make_link],
-)
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("name", OWN_NAMES)
 def test_whatever_stands_in_the_place_of_its_own_files(bench, caplog, outside, name, make):
     bench.open(max_bytes=100_000).close()
     path = bench.root / name
@@ -278,22 +272,6 @@ def test_what_stands_in_a_records_place_makes_way(bench, outside, make):
     make(bench.path(make_key()), outside)
     assert store.delete(make_key())
     assert not os.path.lexists(bench.path(make_key()))
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_that_was_moved_and_linked_is_used_there(bench, tmp_path, folder):
-    bench.open().put(make_key(), [make_value(1000)])
-    (bench.root / folder).mkdir(exist_ok=True)
-    (bench.root / folder).rename(tmp_path / "larger")
-    (bench.root / folder).symlink_to(tmp_path / "larger")
-    store = bench.open(max_bytes=100_000)
-    for number in range(40):
-        result = store.put(make_key(number), [make_value(1000)])
-        assert result is (PutResult.STORED if number else PutResult.EXISTS)
-        assert read_value(store, make_key(number)) == make_value(1000)
-    store.discard(make_key(1), "bad_leaf")
-    store.maintain()
-    assert store.gc(max_bytes=0).used_bytes == 0
 
 
 def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):

@@ -10,9 +10,9 @@
 The files are the truth; the index is a cache of them. People may empty or remove the directory at
 any time: the next write makes it a store again, and so does the next start, unless it holds things
 that are not the store's. Names of records come from `key.hex()` alone.
-A folder may be a link: people move folders to larger disks. A link in the place of a file is not
-followed. A value gets its name by a hard link, or a rename where links fail. So it appears whole or
-not at all, and with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
+No link in the place of a folder or file is followed, so that no name leads out of the root. A value
+gets its name by a hard link, or a rename where links fail. So it appears whole or not at all, and
+with links the first of two writers wins. Used by `FileStore`, `Index` and `Upkeep`.
 """
 
 from __future__ import annotations
@@ -121,18 +121,33 @@ class Directory:
         """Whether links are unreliable here, so that values get their names by renaming."""
         return file_system(self.root) in _LOSES_LINKS
 
+    def folder(self, *names: str) -> str:
+        """Return the path of a directory under the root. Raises NotADirectoryError if a link is on
+        the way: no name leads out of the root."""
+        path = self.root
+        for name in names:
+            path = f"{path}/{name}"
+            if os.path.islink(path):
+                raise NotADirectoryError(errno.ENOTDIR, "a link in the place of a folder", path)
+        return path
+
     def path(self, *names: str) -> str:
-        return "/".join((self.root, *names))
+        """Return the path of a file under the root; raises as `folder`."""
+        return f"{self.folder(*names[:-1])}/{names[-1]}"
+
+    def record(self, key: ChunkKey) -> str:
+        name = record_name(key)
+        return self.path(*shard_of(key), name)
 
     def made(self, *names: str) -> str:
         """Return the path of a directory under the root. If it is absent, make it, and what
         `keep_text` keeps: people may have emptied the root."""
-        path = self.path(*names)
+        path = self.folder(*names)
         if not os.path.isdir(path):
             os.makedirs(self.root, mode=0o700, exist_ok=True)
             for depth in range(1, len(names) + 1):
                 with suppress(FileExistsError):
-                    os.mkdir(self.path(*names[:depth]), 0o700)
+                    os.mkdir(self.folder(*names[:depth]), 0o700)
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
             self._restore_texts()
@@ -140,18 +155,18 @@ class Directory:
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
         """Open a record; return descriptor and size, None if absent. May raise `NotAFile`."""
-        return _open_file(record_path(self.root, key))
+        return _open_file(self.record(key))
 
     def read_head(self, key: ChunkKey) -> bytes:
         """Return the first bytes of a record; empty if they cannot be read."""
         with suppress(OSError):
-            return _read(record_path(self.root, key), HEAD_BYTES) or b""
+            return _read(self.record(key), HEAD_BYTES) or b""
         return b""
 
     def find(self, key: ChunkKey) -> Found | None:
         """Return size and time of a record; None if no regular file has its name."""
         with suppress(*_ABSENT):
-            status = os.lstat(record_path(self.root, key))
+            status = os.lstat(self.record(key))
             return found_of(status) if stat.S_ISREG(status.st_mode) else None
         return None
 
@@ -171,21 +186,21 @@ class Directory:
     def mark_of_shard(self, shard: int) -> tuple[int, int]:
         """Return a value that changes when a file enters or leaves this shard. Never raises."""
         with suppress(OSError):
-            status = os.stat(self.path("records", f"{shard:02x}"))
+            status = os.stat(self.folder("records", f"{shard:02x}"))
             return status.st_ino, status.st_mtime_ns
         return 0, 0  # absent; or it fails, as listing it will show
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove whatever has the name of a record. False if nothing has."""
         with suppress(*_ABSENT):
-            remove_any(record_path(self.root, key))
+            remove_any(self.record(key))
             return True
         return False
 
     def written_by(self, name: str) -> tuple[ChunkKey, bool]:
         """Return the key of a file of `writing`, and whether its writer's lock shows here."""
         key, machine, _ = name.split(".")
-        return ChunkKey(bytes.fromhex(key)), machine == machine_of(self.path("writing"))
+        return ChunkKey(bytes.fromhex(key)), machine == machine_of(self.folder("writing"))
 
     def drop(self, folder: str, name: str) -> bool:
         """Remove a file of `writing` or `quarantine`. Whether it is gone now. Never raises."""
@@ -228,7 +243,7 @@ class Directory:
         regular file, and return None. Raises FileNotFoundError if nothing is there."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
-        record = record_path(self.root, key)
+        record = self.record(key)
         status = os.lstat(record)
         if not stat.S_ISREG(status.st_mode):
             remove_any(record)
@@ -250,7 +265,7 @@ class Directory:
 
     def _write_text(self, name: str, text: str, *within: str) -> None:
         path = f"{self.made(*within)}/{name}"
-        temporary = f"{self.path(*within)}/.{name}.{secrets.token_hex(8)}"
+        temporary = f"{self.folder(*within)}/.{name}.{secrets.token_hex(8)}"
         fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(fd, as_views([text.encode()]), 0)
@@ -275,7 +290,7 @@ class Directory:
 
     def listed(self, *names: str) -> list[str]:
         with suppress(*_ABSENT):
-            return os.listdir(self.path(*names))
+            return os.listdir(self.folder(*names))
         return []
 
 
