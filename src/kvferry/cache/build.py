@@ -223,7 +223,9 @@ class PrefixCache:
         """
         self._warn_of_windows()
         world_size = self.spec.shard.world_size
-        ranks = RankSlots(self.spec.groups, self.schema, self.num_slots, world_size)
+        ranks = RankSlots(
+            self.spec.groups, self.schema, self.num_slots, world_size, is_named=self.is_named
+        )
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(lambda: _pool_gauges(pool))

@@ -50,23 +50,31 @@ class RankSlots:
         schema: layout of the records, with the namespace that all ranks must begin with.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
+        is_named: False if that namespace is not known before `take_up`.
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], schema: RecordSchema, num_slots: int, world_size: int
+        self,
+        groups: Sequence[KVGroup],
+        schema: RecordSchema,
+        num_slots: int,
+        world_size: int,
+        *,
+        is_named: bool = True,
     ) -> None:
         self._groups = groups
         self._schema = schema
         self._num_slots = num_slots
         self._world_size = world_size
+        self._is_named = is_named
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
         self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
 
     def take_up(self, namespace: bytes) -> None:
-        """Take the namespace that the ranks must begin with, before any of them did."""
-        self._schema = self._schema.with_namespace(namespace)
+        """Take the namespace that the ranks must begin with. Some may have begun already."""
+        self._schema, self._is_named = self._schema.with_namespace(namespace), True
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
@@ -77,8 +85,8 @@ class RankSlots:
             loads from slots that are not those of the first rank that holds the same. Empty if all
             is well.
         """
-        if self._regions.get(region.shard.rank) == region:
-            return ""
+        if not self._is_named or self._regions.get(region.shard.rank) == region:
+            return ""  # a rank says it again in each report
         if region.namespace != self._schema.namespace:
             return (
                 f"rank {region.shard.rank} stores KV under another namespace than the scheduler "
