@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from sglang.srt.runtime_context import get_context
 
 from examples.cpu import sglang_tiers
 from examples.cpu.sglang_tiers import PAGE, Engine
+from kvferry.adapters.sglang import storage
 from kvferry.errors import ConfigError
+from kvferry.testing.stores.hooks import wait_until
+from tests.late import GatedWeights, is_hashing
 from tests.real_sglang.updates import Updates
 from tests.servers.places import FAULTS, valkey_place
 
@@ -67,6 +71,28 @@ def test_kv_comes_back_to_the_device_after_a_restart(
             for was, now in zip(computed, second.kv(restored), strict=True):
                 assert torch.equal(was, now)
             assert second.controller.storage_backend.counters["hook_failed"] == 0
+
+
+def test_kv_is_kept_once_the_weights_are_hashed(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = GatedWeights(threading.Event())
+    with serving(models["plain"]):
+        monkeypatch.setattr(storage, "LateWeights", lambda: weights)
+        with engine(tmp_path) as first:
+            assert first.write(TOKENS, first.compute(TOKENS)) == 0
+            assert len(first.restore(TOKENS)) == 0
+            assert not list(tmp_path.iterdir())
+            weights.become_known()
+            _, records = first.controller.storage_backend._pools[storage.KV]
+            wait_until(lambda: records._store.tiers()[0].state == "up", "the store is open")
+            wait_until(lambda: not is_hashing(), "the thread that hashes has told all")
+            first.host.clear()
+            first.allocator.clear()
+            assert first.write(TOKENS, first.compute(TOKENS)) == len(TOKENS)
+        monkeypatch.undo()
+        with engine(tmp_path) as second:
+            assert len(second.restore(TOKENS)) == len(TOKENS)
 
 
 def test_other_weights_a_changed_rope_and_another_layout_find_nothing(

@@ -94,14 +94,14 @@ def open_rows(
     observer: Observer,
     *,
     sized_by: str,
-    late: Future[Namespace] | None = None,
+    late: Future[bytes] | None = None,
 ) -> tuple[Catalogue, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Args:
         sized_by: the host's option that says how large rows are, for messages.
-        late: gets the namespace once the weights are hashed, if `namespace` is without them. The
-            store is opened then. Until then the schema's namespace is a random one.
+        late: gets the weights' digest once it is known, if `namespace` is without it. The store is
+            opened then. Until then the schema's namespace is a random one.
 
     Raises:
         ConfigError: the store cannot be used.
@@ -117,7 +117,7 @@ def open_rows(
     )
 
     def named() -> tuple[bytes, str | None]:
-        name = namespace if late is None else late.result()
+        name = namespace if late is None else namespace.of_weights(late.result())
         return name.digest, name.as_text()
 
     store = open_store(

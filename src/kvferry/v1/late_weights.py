@@ -73,6 +73,18 @@ class LateWeights:
         logger.info("kvferry: the weights are hashed")
         return self._digest.result()
 
+    def later(self) -> Future[bytes]:
+        """Return what gets the digest of `take`, on the thread that hashes; may be cancelled."""
+        later: Future[bytes] = Future()
+
+        def give(_: Future[bytes]) -> None:
+            digest = self.take()
+            if digest is not None and later.set_running_or_notify_cancel():
+                later.set_result(digest)
+
+        self._digest.add_done_callback(give)
+        return later
+
 
 def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     """Hash the weights on a thread, once per process, while the host does something else. A

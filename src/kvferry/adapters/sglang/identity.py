@@ -77,11 +77,16 @@ _CHANGES = (
 class ServedModel:
     """The model that this process of SGLang runs.
 
+    Args:
+        hashed: see `model_identity`.
+
     Raises:
         ConfigError: KV that cannot be identified.
     """
 
-    def __init__(self, options: RowsOptions) -> None:
+    def __init__(
+        self, options: RowsOptions, hashed: Callable[[Callable[[], bytes]], bytes]
+    ) -> None:
         try:
             arguments = runtime_context.get_context().resolved_server_args_dict()
             model = runtime_context.process_model_config()
@@ -92,7 +97,7 @@ class ServedModel:
             ) from error
         self._arguments: Mapping[str, Any] = arguments
         self._identity = model_identity(
-            _as_vllm(arguments, model), options.weights_version, _read_config
+            _as_vllm(arguments, model), options.weights_version, _read_config, hashed
         )
         self._tenant = options.tenant
         has_adapters = bool(arguments.get("enable_lora") or arguments.get("lora_paths"))

@@ -263,10 +263,10 @@ class PageRecords:
         namespace = self._schema.namespace
         return [opaque_key(namespace, key.encode()) for key in keys]
 
-    def begin_epoch(self) -> None:
-        """Switch to a random namespace, because weights changed: nothing stored before is read from
-        now on, and no other process reads what is stored from now on."""
-        self._schema = self._schema.with_namespace(secrets.token_bytes(32))
+    def begin_epoch(self, namespace: bytes | None = None) -> None:
+        """Switch to another namespace. To a random one because weights changed: nothing stored
+        before is read from now on, and no other process reads what is stored from now on."""
+        self._schema = self._schema.with_namespace(namespace or secrets.token_bytes(32))
         self._client.switch_namespace(self._schema)
 
     def clear(self) -> None:

@@ -8,6 +8,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -32,7 +34,9 @@ from kvferry.adapters.sglang.pages import (
 )
 from kvferry.config import build_config, format_size
 from kvferry.contract.rules import HookFaults
+from kvferry.keys import Namespace
 from kvferry.observe import Counters
+from kvferry.v1.late_weights import LateWeights
 
 logger = logging.getLogger("sglang.kvferry")
 
@@ -78,7 +82,9 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self.counters = Counters()
         self._storage_config = storage_config
         self.faults = HookFaults("KVFerryStorage", self.counters)
-        self._model = ServedModel(self._options)
+        weights = LateWeights()
+        self._model = ServedModel(self._options, weights.hashed)
+        self._late = weights.later() if weights.why else None
         self._pools: dict[str, tuple[Pages, PageRecords]] = {}
         self._counts: StorageCounts | None = None
         if storage_config.enable_storage_metrics:
@@ -103,7 +109,9 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _open(self, pool: Any, name: str) -> None:
         pages = pages_of(pool)
         namespace = self._model.namespace(self._storage_config, pool, name, pages)
-        store, schema = open_rows(self._options, namespace, self.counters, sized_by="--page-size")
+        store, schema = open_rows(
+            self._options, namespace, self.counters, sized_by="--page-size", late=self._late
+        )
         records = PageRecords(
             store,
             schema,
@@ -117,14 +125,23 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         if before is not None:  # attached again
             before[1].close(CLOSE_SECONDS)
         self._pools[name] = pages, records
+        if self._late is not None:
+            self._late.add_done_callback(partial(self._take_up, namespace, records))
         logger.info(
             "kvferry: pages of pool %s in store %s; namespace %s of %s; %s per page",
             name,
             store.url,
-            namespace.digest.hex()[:16],
+            namespace.digest.hex()[:16] if self._late is None else "unknown yet",
             namespace.title,
             format_size(pages.num_bytes),
         )
+
+    def _take_up(self, namespace: Namespace, records: PageRecords, late: Future[bytes]) -> None:
+        """The weights are hashed, unless this was cancelled. Runs in: the thread that hashes."""
+        if not late.cancelled():
+            records.begin_epoch(namespace.of_weights(late.result()).digest)
+            if self._weights.have_changed:  # looked at last, as they may change at any time
+                records.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Stop reading what was stored until now. See `Weights`."""
@@ -314,6 +331,8 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             self.faults.call(
                 records.close, CLOSE_SECONDS, otherwise=None, then="its store may stay open"
             )
+        if self._late is not None:
+            self._late.cancel()
 
 
 def _text(name: Any) -> str:

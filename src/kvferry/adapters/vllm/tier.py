@@ -91,7 +91,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self.faults = HookFaults(type(self).__name__, self.counters)
         rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
         self._weights = LateWeights()
-        self._named: Future[Namespace] = Future()
+        self._digest: Future[bytes] = Future()
         self._namespace = self._identify(config, rows.shape[1])
         self._is_reset = False
         store, schema = open_rows(
@@ -99,7 +99,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             self._namespace,
             self.counters,
             sized_by="block_size",
-            late=self._named if self._weights.why else None,
+            late=self._digest if self._weights.why else None,
         )
         self._rows = TierRows(
             store,
@@ -153,10 +153,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         digest = self._weights.take()
         if digest is not None:
-            name = self._namespace.of_weights(digest)
-            self._named.set_result(name)
+            self._digest.set_result(digest)
             if not self._is_reset:
-                self._rows.begin_epoch(name.digest)
+                self._rows.begin_epoch(self._namespace.of_weights(digest).digest)
         if not self._keeps_all and not adds_request_of_adapter():
             setattr(req_context, _IS_KEPT, True)
         return RequestOffloadingContext()
@@ -231,8 +230,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     @guarded()
     def shutdown(self) -> None:
-        self._named.cancel()
         self._rows.close(CLOSE_SECONDS)
+        self._digest.cancel()  # afterwards, as a closed store does not say that it cannot be opened
 
     # ---- events and metrics
 

@@ -147,7 +147,8 @@ class Tier:
             seconds -= _WAIT_SECONDS
         if not self.opening.done():
             limit = self.patience.start_seconds
-            self.leave_out(f"did not open within {limit:g} s: serving without it until it does")
+            why = f"did not open within {limit:g} s" if limit else "opens in the background"
+            self.leave_out(f"{why}: serving without it until it does")
             return None
         fault = self.opening.exception()
         return None if isinstance(fault, StoreError) else fault
