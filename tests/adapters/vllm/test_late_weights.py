@@ -200,6 +200,7 @@ def test_ranks_that_find_other_weights_serve_nothing(late, tmp_path, caplog):
     become_known(host)
     assert [run(host, f"{n}", prompt()) for n in range(3)] == [0, 0, 0]
     assert "another namespace" in caplog.text
+    assert records(tmp_path) == []
 
 
 def test_what_runs_after_a_reset_is_not_taken_for_the_weights_that_were_hashed(late, engine):

@@ -343,6 +343,7 @@ class SharedStorageScheduler(SchedulerRole):
             failures_known=self.saves.failures_known,
             timed=timed,
             namespace=self.requests.namespace,
+            first_namespace=self._first_namespace,
         )
 
     def _fetch_recent(self, recent: RecentRecords) -> None:

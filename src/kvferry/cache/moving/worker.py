@@ -153,7 +153,9 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def _is_off(self) -> bool:
-        return bool(self._off) or not self._region.namespace
+        own, first = self._region.namespace, self._plan.first_namespace
+        # Its report tells the scheduler role of another namespace, but only after this step.
+        return bool(self._off) or not own or first not in (None, own)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
