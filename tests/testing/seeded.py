@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 
-from kvferry.identity import directory
 from kvferry.store import recordio
 from kvferry.v1 import running_model
 from kvferry.v1.shared_storage import SharedStorageConnector
@@ -104,7 +103,7 @@ class IgnoresSalts(Ours):
 class IgnoresWeights(Ours):
     def __init__(self, vllm_config, role, kv_cache_config=None):
         vllm_config.kv_transfer_config.kv_connector_extra_config["weights_version"] = "1"
-        directory.weights_digest = lambda *_, **__: bytes(32)
+        running_model.weights_digest = lambda *_, **__: bytes(32)
         super().__init__(vllm_config, role, kv_cache_config)
 
 
