@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvferry.cache.memory import SlotMemory
 from kvferry.contract.rules import Reports
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import llm as llm_module
@@ -383,6 +386,26 @@ def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
     assert threading.active_count() == threads
     with pytest.raises(ContractError, match="closed"):
         llm.generate([prompt(3)])
+
+
+def test_an_engine_that_ended_gives_its_memory_back_at_once(model_dir, tmp_path, monkeypatch):
+    """A pool has a GiB or more. In a cycle it would stay until the collector comes by."""
+    begin, pools = SlotMemory.__init__, []
+
+    def note(self, *arguments, **options):
+        begin(self, *arguments, **options)
+        pools.append(weakref.ref(self))
+
+    monkeypatch.setattr(SlotMemory, "__init__", note)
+    gc.disable()
+    try:
+        llm = LLM(model_dir("llama"), store=(tmp_path / "store").as_uri())
+        llm.generate([prompt(40)], SamplingParams(max_tokens=1))
+        llm.close()
+        del llm
+        assert [pool() for pool in pools] == [None]
+    finally:
+        gc.enable()
 
 
 def test_roles_are_closed_when_the_model_cannot_be_loaded(model_dir, tmp_path):

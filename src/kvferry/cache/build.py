@@ -153,9 +153,13 @@ class PrefixCache:
         self.spec = replace(self.spec, identity=replace(self.spec.identity, weights=weights))
         self._first_namespace = self._first_namespace.of_weights(weights)
         self.schema = self.schema.with_namespace(self._first_namespace.digest)
-        for take_up in self._to_name:
-            take_up(self.schema.namespace)
+        while self._to_name:
+            self._to_name.pop()(self.schema.namespace)
         self._named.set_result(self._first_namespace)
+
+    def _name_later(self, *take_up: Callable[[bytes], None]) -> None:
+        if not self.is_named:  # else roles and this object would keep each other and the pool alive
+            self._to_name += take_up
 
     @property
     def block_multiple(self) -> int:
@@ -240,7 +244,7 @@ class PrefixCache:
             recent=recent,
             shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
-        self._to_name = [ranks.take_up, scheduler.take_up]
+        self._name_later(scheduler.take_up, ranks.take_up)
         listen = self._listen()
         if listen is not None:
             requests = scheduler.requests
@@ -261,7 +265,7 @@ class PrefixCache:
         worker = SharedStorageWorker(
             self.context, rows, self.num_slots, setup or DeviceSetup(), namespace
         )
-        self._to_name = [worker.take_up]
+        self._name_later(worker.take_up)
         return worker
 
 

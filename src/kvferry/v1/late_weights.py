@@ -89,16 +89,19 @@ class LateWeights:
 def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     """Hash the weights on a thread, once per process, while the host does something else. A
     connector asks later, finds the files' digests in their cache, and tells what fails."""
-    source = local_model(vllm_config)
-    if source is None or source in _BEGUN:
-        return
-    _BEGUN.add(source)
+    try:
+        source = local_model(vllm_config)
+        if source is None or source in _BEGUN:
+            return
+        _BEGUN.add(source)
+        threading.Thread(target=_read, args=[source], name="kvferry-weights", daemon=True).start()
+    except Exception:  # no head start is no reason to end the host's start
+        logger.debug("kvferry: weights are not hashed ahead", exc_info=True)
 
-    def read() -> None:
-        with suppress(ConfigError):
-            weights_digest(source)
 
-    threading.Thread(target=read, name="kvferry-weights", daemon=True).start()
+def _read(source: Path) -> None:
+    with suppress(ConfigError):
+        weights_digest(source)
 
 
 _BEGUN: set[Path] = set()
