@@ -148,6 +148,8 @@ def utils() -> ModuleType:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    if "vllm_lifecycle_utils" in sys.modules:  # it can be loaded once: it registers a connector
+        return sys.modules["vllm_lifecycle_utils"]
     spec = importlib.util.spec_from_file_location("vllm_lifecycle_utils", FILES / "utils.py")
     assert spec is not None
     assert spec.loader is not None
