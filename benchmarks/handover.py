@@ -41,7 +41,7 @@ VOCABULARY = range(3, 320)
 """Token ids of the prompts, valid in any of the models."""
 STEPS = 16
 """Steps of the loaded decoder that are timed, from the arrival of a request on."""
-MEMORY: Mapping[str, Any] = {"memory_bytes": 1100 << 20}
+MEMORY: Mapping[str, Any] = {"memory_bytes": 740 << 20}
 """Host memory of the decoder. The first round fills it, and the other rounds use it again."""
 ENGINE: Mapping[str, Any] = {"dtype": "float32", "kv_cache_bytes": 256 << 20}
 LOAD = SamplingParams(max_tokens=2000, ignore_eos=True)
