@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cache.deciding.policy import RETRY_SLOW_SECONDS
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
@@ -58,7 +59,7 @@ MOVED = "of 777 tokens 768 from peer"
 
 NUM_TRIES = 4
 """An engine that has computed before cuts a fetch short that takes longer, so a busy machine may
-need as many prompts."""
+need as many prompts. After that it reads from there once in `RETRY_SLOW_SECONDS`."""
 
 
 def ask(prompt: list[int], params: Any, **more: Any) -> dict[str, Any]:
@@ -205,6 +206,7 @@ def test_engines_that_list_each_other_read_each_others_memory_until_one_dies(
             assert_same([answer], said)
             if said.external == expected_hit(400):
                 break
+            time.sleep(RETRY_SLOW_SECONDS)
         assert said.external == expected_hit(400)
         [lost] = prefill(prefiller, [late])
         first.kill()
@@ -277,6 +279,7 @@ def there_and_back(
         assert_same([answer], said)
         if said.external == 384:
             break
+        time.sleep(RETRY_SLOW_SECONDS)
     assert said.external == 384
     assert said.counted("remote_prefills_computed") == 0
     return given
