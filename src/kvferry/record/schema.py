@@ -54,7 +54,7 @@ SAFETENSORS_DTYPE = {
 OPAQUE_COMPONENT = "row"
 
 CHUNK_BYTES = 8 << 20
-"""Most KV of a chunk whose size nobody set: above it, records are read and written no faster."""
+"""Most KV of a chunk whose size is not set: above it, records are read and written no faster."""
 
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 128
 

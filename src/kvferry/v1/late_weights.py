@@ -45,7 +45,7 @@ class LateWeights:
         def run() -> None:
             try:
                 self._digest.set_result(read())
-            except BaseException as error:  # whoever wants the digest gets it
+            except BaseException as error:  # raised or logged where the digest is taken
                 self._digest.set_exception(error)
 
         threading.Thread(target=run, name="kvferry-weights", daemon=True).start()
@@ -88,7 +88,7 @@ class LateWeights:
 
 def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     """Hash the weights on a thread, once per process, while the host does something else. A
-    connector asks later, finds the files' digests in their cache, and tells what fails."""
+    connector asks later, finds the files' digests in their cache, and says what fails."""
     try:
         source = local_model(vllm_config)
         if source is None or source in _BEGUN:

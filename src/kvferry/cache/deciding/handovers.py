@@ -15,7 +15,7 @@ import secrets
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.lookup import ABSENT, HandoverPlan, Short
-from kvferry.cache.deciding.policy import Patience
+from kvferry.cache.deciding.policy import ProducerWaits
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
@@ -41,7 +41,7 @@ class Handovers:
     """
 
     def __init__(
-        self, context: RoleContext, requests: Requests, saves: SavePlan, patience: Patience
+        self, context: RoleContext, requests: Requests, saves: SavePlan, patience: ProducerWaits
     ) -> None:
         self._context = context
         self._requests = requests

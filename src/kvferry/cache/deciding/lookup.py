@@ -35,7 +35,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audit, Audits
 from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS, FailedKeys
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.policy import LoadPolicy, Patience
+from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.record.check import SOUND, MissReason
@@ -58,9 +58,7 @@ class HandoverPlan(NamedTuple):
     """What to do with a request that another engine began, or will continue. A peer says itself
     what it lacks: then `latest` is `until`, and a wait in vain shows nothing."""
 
-    gives: bool = (
-        False  # another engine will continue it: each chunk that the store lacks is stored
-    )
+    gives: bool = False  # another engine will continue it: all that the store lacks is stored
     lends: bool = False  # as `gives`, and peers will read it: each chunk is brought whole to memory
     is_turn: bool = False  # it continues from the KV of another engine, and gives what it generates
     num_chunks: int = 0  # number of leading chunks that are waited for
@@ -196,7 +194,7 @@ class Lookup:
         unreadable: FailedKeys,
         policy: LoadPolicy,
         audits: Audits,
-        patience: Patience,
+        patience: ProducerWaits,
     ) -> None:
         self._chunk = context.chunk_tokens
         self._store = context.store

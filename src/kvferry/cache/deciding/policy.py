@@ -207,7 +207,7 @@ class LoadPolicy:
         return min(self._timeout, max(MIN_WAIT_SECONDS, num_tokens / self._compute_rate))
 
 
-class Patience:
+class ProducerWaits:
     """How long a request waits for another engine to store its first chunk. Runs in: scheduler
     thread; no I/O.
 

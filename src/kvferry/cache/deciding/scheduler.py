@@ -24,7 +24,7 @@ from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import NEVER, Lookup, Search, Short
-from kvferry.cache.deciding.policy import LoadPolicy, Patience
+from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
@@ -108,7 +108,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._weights = WeightsFile(config.weights_version_file, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
-        patience = Patience(config.load_timeout_seconds, context.store.url)
+        patience = ProducerWaits(config.load_timeout_seconds, context.store.url)
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits, patience)
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
