@@ -296,12 +296,6 @@ def test_nothing_new_is_the_empty_output():
     assert WorkerOutputFold(2).fold([half, EMPTY_OUTPUT]) is EMPTY_OUTPUT
 
 
-def test_the_state_is_in_the_repr():
-    fold = WorkerOutputFold(2)
-    fold.fold([WorkerOutput(finished_recving=frozenset("ab"), failed_recving=frozenset("a")), None])
-    assert repr(fold) == "<WorkerOutputFold expected_reports=2 sending=0 recving=2 failed=1>"
-
-
 def test_event_sequences_are_joined_in_rank_order():
     outputs = [WorkerOutput(events=("a", "b")), None, WorkerOutput(events=["c"])]
     assert WorkerOutputFold(3).fold(outputs).events == ("a", "b", "c")

@@ -100,25 +100,6 @@ def test_the_sample_keeps_rules_of_the_conformance_kit(kit, name):
     assert kit.run_case(rule) == CaseOutcome("right")
 
 
-def test_a13_steps_without_tokens_reach_the_connector(make_host):
-    host = make_host()
-    calls = []
-    host.connectors[1].wait_for_save = lambda: calls.append("wait_for_save")
-    host.step()
-    assert calls == ["wait_for_save"]
-    assert host.observer["hook_failed"] == 0
-
-
-def test_a_forward_that_raises_saves_nothing(make_host, tmp_path):
-    host = make_host()
-    host.add("r", PROMPT)
-    host.fail_forward = True
-    with pytest.raises(ZeroDivisionError):
-        host.step()
-    assert list(tmp_path.iterdir()) == []
-    assert not host.connectors[1].has_connector_metadata()
-
-
 def test_a_fault_of_the_connector_is_a_failed_load(make_host):
     run(make_host(), PROMPT)
     host = make_host(strict=False)

@@ -36,8 +36,6 @@ from kvferry.v1.types import (
     NewRequestData,
     PlanMetadata,
     SchedulerOutput,
-    SupportsHMA,
-    supports_hma,
 )  # fmt: skip
 from tests.contract.dict_roles import DictScheduler, DictWorker, Faulty, FaultyWorker
 from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
@@ -215,16 +213,6 @@ def test_a_method_of_the_other_half_is_refused():
         facade.build_connector_meta(None)
 
 
-def test_hybrid_models_are_a_matter_of_the_subclass():
-    class ForGroups(RolesAsV1, SupportsHMA):
-        pass
-
-    assert not supports_hma(RolesAsV1)
-    assert supports_hma(ForGroups)
-    facade = ForGroups(make_config(), SCHEDULER, scheduler=DictScheduler({}))
-    assert supports_hma(facade)
-
-
 # --- worker side -------------------------------------------------------------------------------
 
 
@@ -398,28 +386,30 @@ class Learns(DictScheduler):
         return {"lookups": 1}
 
 
-def test_an_output_of_an_old_host_is_read():
+@pytest.mark.parametrize(
+    ("of_host", "read"),
+    [
+        (
+            SimpleNamespace(
+                finished_sending=None, finished_recving={"r"}, kv_connector_stats=None,
+                invalid_block_ids=None,
+            ),
+            WorkerOutput(finished_recving=frozenset({"r"})),
+        ),
+        (
+            KVConnectorOutput(
+                kv_connector_stats=CounterStats({"a": 1}),
+                kv_connector_worker_meta=Note(words=("x",)),
+            ),
+            WorkerOutput(stats={"a": 1}, meta=Note(words=("x",))),
+        ),
+    ],
+    ids=["old", "new"],
+)  # fmt: skip
+def test_an_output_of_any_host_is_read(of_host, read):
     role = Learns()
-    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
-    facade.update_connector_output(
-        SimpleNamespace(
-            finished_sending=None, finished_recving={"r"}, kv_connector_stats=None,
-            invalid_block_ids=None,
-        )
-    )  # fmt: skip
-    assert role.outputs == [WorkerOutput(finished_recving=frozenset({"r"}))]
-
-
-def test_an_output_of_a_new_host_is_read():
-    role = Learns()
-    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
-    facade.update_connector_output(
-        KVConnectorOutput(
-            kv_connector_stats=CounterStats({"a": 1}),
-            kv_connector_worker_meta=Note(words=("x",)),
-        )
-    )
-    assert role.outputs == [WorkerOutput(stats={"a": 1}, meta=Note(words=("x",)))]
+    RolesAsV1(make_config(), SCHEDULER, scheduler=role).update_connector_output(of_host)
+    assert role.outputs == [read]
 
 
 def test_the_end_of_a_request_and_the_counters_are_passed_on():
@@ -452,13 +442,6 @@ def test_the_parameters_of_a_request_are_read_once_and_left_alone():
     assert requests.view(host_request("older host")).handover is None
     beside = HostRequests(lambda _lora: None, str, hands_over=False)
     assert beside.view(host_request(kv_transfer_params=params)).handover is None
-
-
-def test_counters_add_up_and_survive_the_process_line():
-    stats = RolesAsV1.build_kv_connector_stats(CounterStats({"a": 1}).to_dict())
-    assert stats.aggregate(CounterStats({"a": 2, "b": 5})).reduce() == {"a": 3, "b": 5}
-    stats.reset()
-    assert stats.is_empty()
 
 
 # --- what hosts say ----------------------------------------------------------------------------
@@ -504,10 +487,6 @@ def extra_keys_of(request, lora_identity=lambda _lora: None, item_identity=str):
     return HostRequests(lora_identity, item_identity).view(request).extra_keys
 
 
-def test_a_request_without_extras_has_none():
-    assert extra_keys_of(host_request()) is NO_EXTRA_KEYS
-
-
 def test_salt_images_and_adapters_are_part_of_the_identity():
     request = host_request(
         cache_salt="tenant", lora_request="adapter", mm_features=[image("b", 9), image("a", 2)]
@@ -520,41 +499,23 @@ def test_salt_images_and_adapters_are_part_of_the_identity():
     )
 
 
-def test_images_in_the_older_spelling():
-    request = host_request(mm_hashes=["a"], mm_positions=[SimpleNamespace(offset=2, length=4)])
-    assert extra_keys_of(request).items[0].digest == "a"
-
-
 @pytest.mark.parametrize(
-    "attributes",
+    ("error", "said"),
     [
-        {"prompt_embeds": object()},
-        {"prompt_token_ids": None},
-        {"lora_request": "adapter of unknown content"},
-        {"mm_features": [image("", 2)]},
-        {"mm_features": [object()]},
-        {"mm_hashes": ["a"], "mm_positions": []},
+        (RuntimeError("can't start new thread"), {}),
+        (ValueError("no number"), {}),
+        (
+            UnknownAdapterError("is being hashed"),
+            {"reason": "adapter", "why": "the LoRA adapter is being hashed"},
+        ),
     ],
 )
-def test_what_cannot_be_identified_is_not_cached(attributes):
-    assert extra_keys_of(host_request(**attributes)).cacheable is False
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError("no number")])
-def test_an_adapter_that_cannot_be_looked_at_is_not_cached(error):
+def test_a_request_under_an_adapter_that_is_not_known_is_not_cached(error, said):
     def refuse(lora):
         raise error
 
-    assert extra_keys_of(host_request(lora_request="adapter"), refuse).cacheable is False
-
-
-def test_a_request_under_an_unknown_adapter_says_why():
-    def refuse(lora):
-        raise UnknownAdapterError("is being hashed")
-
-    assert extra_keys_of(host_request(lora_request="adapter"), refuse) == ExtraKeys(
-        cacheable=False, reason="adapter", why="the LoRA adapter is being hashed"
-    )
+    keys = extra_keys_of(host_request(lora_request="adapter"), refuse)
+    assert keys == ExtraKeys(cacheable=False, **said)
 
 
 def test_items_are_what_the_host_makes_of_their_names():
@@ -573,6 +534,7 @@ def test_items_are_what_the_host_makes_of_their_names():
         ({"lora_request": Adapter("a")}, ExtraKeys(lora="content of a")),
         ({"mm_features": [image("", 2)]}, UNCACHEABLE),
         ({"mm_features": [object()]}, UNCACHEABLE),
+        ({"mm_hashes": ["a"], "mm_positions": []}, UNCACHEABLE),
         ({"prompt_embeds": object()}, UNCACHEABLE),
         ({"prompt_token_ids": None}, UNCACHEABLE),
         ({"num_prompt_tokens": len(PROMPT) + 1}, UNCACHEABLE),
@@ -580,20 +542,20 @@ def test_items_are_what_the_host_makes_of_their_names():
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-@pytest.mark.parametrize("in_place", [True, False])
-def test_what_decides_the_kv_of_a_request_is_followed(changed, expected, in_place):
+@pytest.mark.parametrize("when", ["at first", "later", "in place"])
+def test_what_decides_the_kv_of_a_request_is_followed(changed, expected, when):
     """vLLM changes a session's lists in place."""
     requests = HostRequests(
         lambda lora: f"content of {lora.content}" if lora.content else None, str
     )
     request = host_request(mm_features=[] if "mm_features" in changed else None)
-    view = requests.view(request)
-    assert view.extra_keys is NO_EXTRA_KEYS
-    if in_place and "mm_features" in changed:
+    if when != "at first":
+        assert requests.view(request).extra_keys is NO_EXTRA_KEYS
+    if when == "in place" and "mm_features" in changed:
         request.mm_features.extend(changed["mm_features"])
     else:
         vars(request).update(changed)
-    assert requests.view(request) is view
+    view = requests.view(request)
     assert view.extra_keys == expected
     nothing = dict.fromkeys(["mm_features", "mm_hashes", "mm_positions", "lora_request"])
     vars(request).update(vars(host_request(**nothing, cache_salt=None, prompt_embeds=None)))
@@ -698,12 +660,6 @@ def test_an_id_used_again_is_another_request():
     first, second = host_request(), host_request(cache_salt="other")
     assert requests.view(first) is requests.view(first)
     assert requests.view(second).extra_keys.cache_salt == "other"
-
-
-def test_empty_reports_are_the_shared_one():
-    facade, _ = worker_facade(WorkerOutput())
-    bind(facade)
-    assert facade.get_transfer_results(set()) is facade.get_transfer_results(set())
 
 
 def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():

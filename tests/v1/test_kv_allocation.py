@@ -111,13 +111,15 @@ def make_config(spec=None, *, num_blocks=4, layers=("a", "b", "c")):
 # -- when ---------------------------
 
 
-@pytest.mark.parametrize("backend", [FLASH_NHD, FLASH_HND, FLASHINFER_NHD, FLASHINFER_HND])
-def test_one_group_of_attention_layers_may_be_uniform(backend):
-    assert use_uniform_kv_cache(make_groups(backend), "auto", connector=Prefers())
-
-
-def test_mla_may_be_uniform():
-    assert use_uniform_kv_cache(make_groups(MLA, MLA_SPEC), "auto", connector=Prefers())
+@pytest.mark.parametrize(
+    ("backend", "spec"),
+    [
+        *((each, None) for each in (FLASH_NHD, FLASH_HND, FLASHINFER_NHD, FLASHINFER_HND)),
+        (MLA, MLA_SPEC),
+    ],
+)
+def test_one_group_of_attention_layers_may_be_uniform(backend, spec):
+    assert use_uniform_kv_cache(make_groups(backend, spec), "auto", connector=Prefers())
 
 
 @pytest.mark.parametrize("connector", [None, DoesNotPrefer(), object()])

@@ -241,9 +241,3 @@ def test_shutdown_happens_once_and_leaves_no_connector():
     runner.ensure_kv_transfer_shutdown()
     assert connector.calls == ["shutdown"]
     assert runner.kv_connector is None
-
-
-def test_two_runners_have_two_connectors():
-    first, second = Runner(RecordingV1()), Runner(RecordingV1())
-    first.kv_connector_no_forward(message())
-    assert second.kv_connector.calls == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvferry.v1
+from tests.v1.test_base import SIGNATURES
 
 MIXIN = {
     "KVConnectorModelRunnerMixin": [
@@ -43,37 +44,7 @@ BASE = {
     "KVConnectorRole": ["SCHEDULER", "WORKER"],
     "KVConnectorHandshakeMetadata": [],
     "KVConnectorMetadata": [],
-    "KVConnectorBase_V1": [
-        "prefer_cross_layer_blocks",
-        "role",
-        "bind_connector_metadata",
-        "clear_connector_metadata",
-        "_get_connector_metadata",
-        "has_connector_metadata",
-        "register_kv_caches",
-        "register_cross_layers_kv_cache",
-        "set_host_xfer_buffer_ops",
-        "start_load_kv",
-        "wait_for_layer_load",
-        "save_kv_layer",
-        "wait_for_save",
-        "get_finished",
-        "get_block_ids_with_load_errors",
-        "shutdown",
-        "get_kv_connector_stats",
-        "get_handshake_metadata",
-        "get_num_new_matched_tokens",
-        "update_state_after_alloc",
-        "build_connector_meta",
-        "update_connector_output",
-        "request_finished",
-        "take_events",
-        "get_required_kvcache_layout",
-        "get_finished_count",
-        "build_kv_connector_stats",
-        "set_xfer_handshake_metadata",
-        "build_prom_metrics",
-    ],
+    "KVConnectorBase_V1": [*SIGNATURES, "prefer_cross_layer_blocks", "role"],
 }
 
 UTILITIES = {

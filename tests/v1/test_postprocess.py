@@ -59,13 +59,6 @@ def test_worked_rows_of_layout_only(heads, tokens, dim, expected, axes):
     assert torch.equal(memory[2 * size :], before[2 * size :])
 
 
-def test_layout_applied_twice_is_something_else():
-    cache, memory = block_in_memory(range(12), 3, 2, 2, head_major=False, axes="BNHD")
-    kv_postprocess_layout_on_receive(cache, torch.tensor([1]))
-    kv_postprocess_layout_on_receive(cache, torch.tensor([1]))
-    assert memory[12:24].tolist() == numbers("0 1 8 9 6 7 4 5 2 3 10 11")
-
-
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize(
     ("heads", "n", "ratio", "dim", "arrived", "expected"),

@@ -9,14 +9,15 @@ import pytest
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.messages import EMPTY_OUTPUT, LookupResult, Plan, WorkerOutput
+from kvferry.contract.messages import LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.worker import IDLE_WAIT_SECONDS
 from kvferry.observe import Counters
-from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
+from kvferry.v1.asynchronous import AsyncPromises
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.types import KVConnectorOutput, KVConnectorRole, PlanMetadata
+from tests.contract.recording import RecordingWorker
 from tests.v1.test_driven import make_config
-from tests.v1.test_waiting_workers import WaitingWorker
 
 EMPTY_PLAN = Plan()
 
@@ -46,17 +47,15 @@ class IdleScheduler(SchedulerRole):
         self.calls.append("output")
 
 
-class IdleWorker(WaitingWorker):
+STEP = ["begin_step", "start_load", "save", "collect", "end_step"]
+
+
+class IdleWorker(RecordingWorker):
     is_idle = True
-    rules = AsyncReports
 
-    def __init__(self):
-        super().__init__()
-        self.output = EMPTY_OUTPUT
-
-    def collect(self, finished_request_ids):
-        super().collect(finished_request_ids)
-        return self.output
+    def wait(self, seconds):
+        assert seconds == IDLE_WAIT_SECONDS
+        self._note("wait")
 
 
 @pytest.fixture
@@ -67,12 +66,6 @@ def scheduling():
     facade.build_connector_meta(step(new=["r"]))
     role.calls.clear()
     return facade, role
-
-
-@pytest.fixture
-def working():
-    role = IdleWorker()
-    return RolesAsV1(make_config(), KVConnectorRole.WORKER, worker=role), role
 
 
 def request(request_id="r"):
@@ -198,11 +191,6 @@ def test_what_a_host_asks_in_each_step_does_not_wake_an_idle_role(scheduling, ho
     assert role.calls == []
 
 
-def test_a_step_in_no_known_spelling_is_not_quiet(scheduling):
-    facade, _ = scheduling
-    facade.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
-
-
 def test_an_outstanding_load_keeps_the_guard_awake():
     guard = GuardedScheduler(IdleScheduler(), block_size=4)
     assert guard.is_idle
@@ -214,43 +202,49 @@ def test_an_outstanding_load_keeps_the_guard_awake():
     assert guard.is_idle
 
 
-def test_an_idle_worker_is_left_out_of_a_quiet_step(working):
+QUIET = PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
+LOUD = PlanMetadata(EMPTY_PLAN, has_tokens=True)
+
+
+@pytest.fixture
+def working():
+    role = IdleWorker()
+    return RolesAsV1(make_config(), KVConnectorRole.WORKER, worker=role), role
+
+
+def test_an_idle_worker_is_left_out_of_quiet_steps_and_asked_again_once_a_plan_came(working):
     facade, role = working
-    assert run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)).is_empty()
-    assert role.calls == []
-
-
-def test_and_of_no_other(working):
-    facade, role = working
-    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True))
-    assert role.calls == ["begin", "load", "save", "collect", "end"]
-    role.calls.clear()
-    role.is_idle = False
-    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True))
-    assert role.calls == ["begin", "load", "save", "collect", "end"]
-
-
-def test_an_idle_worker_is_asked_whether_it_still_is_once_a_plan_came(working):
-    facade, role = working
-    quiet = PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
     for _ in range(3):
-        run_step(facade, quiet)
+        assert run_step(facade, QUIET).is_empty()
     assert role.calls == []
+    run_step(facade, LOUD)
+    assert role.calls == STEP
     role.is_idle = False
-    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True))
+    run_step(facade, LOUD)
     role.calls.clear()
-    run_step(facade, quiet)
-    assert role.calls == ["begin", "load", "save", "collect", "end"]
+    run_step(facade, QUIET)
+    assert role.calls == STEP
 
 
 def test_a_report_that_came_early_is_passed_on_when_its_request_ends(working):
     facade, role = working
-    role.output = WorkerOutput(finished_sending=frozenset(["r"]))
-    assert not run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True)).finished_sending
-    role.output = EMPTY_OUTPUT
-    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True))
-    results = run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=True), finished=["r"])
-    assert results.finished_sending == {"r"}
+    role.outputs = [WorkerOutput(finished_sending=frozenset(["r"]))]
+    assert not run_step(facade, LOUD).finished_sending
+    run_step(facade, QUIET)
+    assert run_step(facade, LOUD, finished=["r"]).finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("waits", ["well", "not at all"])
+def test_a_worker_waits_for_its_work_in_steps_without_tokens(waits):
+    counters, role = Counters(), IdleWorker(fail=() if waits == "well" else ("wait",))
+    facade = RolesAsV1(make_config(), KVConnectorRole.WORKER, worker=role, observer=counters)
+    run_step(facade, PlanMetadata(EMPTY_PLAN, has_tokens=False))
+    assert role.calls == [*STEP[:3], "wait", *STEP[3:]]
+    assert counters["hook_failed_wait"] == (waits != "well")
+    role.calls.clear()
+    driver = StepDriver(role, counters)
+    driver.no_forward(EMPTY_PLAN, ())
+    assert role.calls == [*STEP[:3], "wait", *STEP[3:]]
 
 
 @pytest.mark.parametrize("kind", ["scheduler", "worker"])

@@ -45,6 +45,7 @@ def test_a_model_run_as_it_is_written_is_what_its_files_say(model):
     expected.pop("torch_dtype")
     assert identity.config == {**expected, "dtype": "float32"}
     assert identity.weights == weights_digest(model)
+    assert identity.name == str(model)
 
 
 def test_a_copy_elsewhere_is_the_same_model(model, tmp_path):
@@ -53,10 +54,14 @@ def test_a_copy_elsewhere_is_the_same_model(model, tmp_path):
     assert namespace(make_config(model)) == namespace(make_config(other))
 
 
-def test_other_weights_under_the_same_path_are_another_model(model):
-    before = namespace(make_config(model))
-    write_model(model, fill=2.0)
-    assert namespace(make_config(model)) != before
+def with_rope(model, **changes):
+    values = load_config(model).to_dict()
+    values["rope_parameters"]["rope_theta"] = 5e5
+    return {"model_config__hf_config": HFConfig(values), **changes}
+
+
+def write_rope_elsewhere(model):
+    return write_model(model.with_name("elsewhere"), rope_parameters={"rope_theta": 5e5})
 
 
 OVERRIDES = {
@@ -66,20 +71,33 @@ OVERRIDES = {
     "implementation": {"model_config__using_transformers_backend": lambda: True},
     "LoRA modules": {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
     "options of a platform": {"additional_config": {"kv": "compressed"}},
+    "rope": with_rope,
+    "config from elsewhere": lambda model: {
+        "model_config__hf_config": load_config(elsewhere := write_rope_elsewhere(model)),
+        "model_config__hf_config_path": str(elsewhere),
+    },
 }
 
 
 @pytest.mark.parametrize("changes", OVERRIDES.values(), ids=OVERRIDES.keys())
 def test_what_the_operator_changes_is_another_model(model, changes):
+    changes = changes(model) if callable(changes) else changes
     assert namespace(make_config(model, **changes)) != namespace(make_config(model))
 
 
-def test_an_override_of_rope_is_another_model(model):
-    config = make_config(model)
-    values = config.model_config.hf_config.to_dict()
-    values["rope_parameters"]["rope_theta"] = 5e5
-    config.model_config.hf_config = HFConfig(values)
-    assert namespace(config) != namespace(make_config(model))
+SHARED_WITH_NOBODY = {
+    "dummy weights": {"load_config__load_format": "dummy"},
+    "an unknown loader": {"load_config__load_format": "tensorizer"},
+    "a class without a file": {"model_config__registry": registry_of(make_code("nowhere"))},
+}
+
+
+@pytest.mark.parametrize("changes", SHARED_WITH_NOBODY.values(), ids=SHARED_WITH_NOBODY)
+def test_what_cannot_be_known_is_shared_with_nobody(model, changes):
+    config = make_config(model, **changes)
+    assert namespace(config) != namespace(config)
+    if changes.get("load_config__load_format") == "tensorizer":
+        assert namespace(config, "v1") == namespace(config, "v1") != namespace(config, "v2")
 
 
 def test_quantisation_by_the_checkpoint_is_known_from_its_config_alone(tmp_path):
@@ -172,11 +190,6 @@ def test_a_model_class_of_a_plug_in_is_another_model_and_its_files_count(
         assert by(other) != theirs
 
 
-def test_a_model_class_without_a_file_is_shared_with_nobody(model):
-    config = make_config(model, model_config__registry=registry_of(make_code("nowhere")))
-    assert namespace(config) != namespace(config)
-
-
 def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     written = write_hub(cache, 1.0)
@@ -211,10 +224,6 @@ def test_latents_are_for_vllm_alone(model):
     assert "latents_of" not in model_identity(make_config(model), None, load_config).config
 
 
-def test_a_weights_version_makes_another_namespace(model):
-    assert namespace(make_config(model), "step-1") != namespace(make_config(model), "step-2")
-
-
 def test_weights_that_are_nowhere_on_disk_need_a_version(model, tmp_path):
     config = make_config(model, model_config__model=str(tmp_path / "not-here"))
     with pytest.raises(ConfigError, match='set "weights_version"') as caught:
@@ -222,15 +231,6 @@ def test_weights_that_are_nowhere_on_disk_need_a_version(model, tmp_path):
     assert "\n" not in str(caught.value)
     first = model_identity(config, "v1", load_config)
     assert first.weights != model_identity(config, "v2", load_config).weights
-
-
-def test_a_config_taken_from_elsewhere_is_another_model(model, tmp_path):
-    elsewhere = write_model(tmp_path / "elsewhere", rope_parameters={"rope_theta": 5e5})
-    changes = {
-        "model_config__hf_config": load_config(elsewhere),
-        "model_config__hf_config_path": str(elsewhere),
-    }
-    assert namespace(make_config(model, **changes)) != namespace(make_config(model))
 
 
 def test_a_config_in_another_format_counts_where_it_differs(model):
@@ -311,12 +311,6 @@ def test_code_that_the_directory_does_not_hold_is_from_elsewhere(tmp_path):
         namespace(make_config(model, **TRUSTED))
 
 
-def test_weights_from_an_unknown_loader_need_a_version_to_be_shared(model):
-    config = make_config(model, load_config__load_format="tensorizer")
-    assert namespace(config) != namespace(config)
-    assert namespace(config, "v1") == namespace(config, "v1") != namespace(config, "v2")
-
-
 def write_hub(cache, fill):
     """A hub's cache that holds one commit of `some/model`."""
     commit = f"{int(fill):040x}"
@@ -349,11 +343,6 @@ def test_a_single_file_of_weights_is_hashed(model, tmp_path):
         for path in (model, other)
     )
     assert first != second
-
-
-def test_dummy_weights_are_not_shared(model):
-    config = make_config(model, load_config__load_format="dummy")
-    assert namespace(config) != namespace(config)
 
 
 def test_scales_taken_from_requests_are_refused(model):
@@ -418,7 +407,3 @@ def test_a_version_is_enough_where_a_directory_has_no_weights(tmp_path, version)
         identities = [model_identity(make_config(path), v, load_config) for v in ("v1", "v1", "v2")]
         assert identities[0] == identities[1] != identities[2]
         assert identities[1].weights != identities[2].weights
-
-
-def test_the_name_is_what_the_user_calls_the_model(model):
-    assert model_identity(make_config(model), None, load_config).name == str(model)

@@ -266,33 +266,6 @@ def test_a_window_of_which_the_host_says_nothing_is_refused(tmp_path, fields, re
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
 
 
-def namespace_of(model_dir: Any, **changes: Any) -> bytes:
-    """The namespace of a connector whose host runs the model of `model_dir` with `changes`."""
-    config = make_config(model_dir, store="memory://x")
-    written = json.loads((model_dir / "config.json").read_text())
-    quantization = changes.pop("quantization", None)
-    config.model_config.hf_config = HFConfig(written | changes)
-    config.model_config.quantization = quantization
-    connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
-    connector.shutdown()
-    return connector.cache.schema.namespace
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"quantization": "fp8"},
-    ],
-    ids=["rope_theta", "rope_scaling", "quantised while loading"],
-)
-def test_what_the_operator_changes_is_another_model(model_dir, changes):
-    plain = namespace_of(model_dir)
-    assert namespace_of(model_dir) == plain
-    assert namespace_of(model_dir, **changes) != plain
-
-
 def test_this_connector_and_the_plug_in_for_vllm_know_a_model_alike(model_dir, monkeypatch):
     reader = SimpleNamespace(get_config=load_config)
     monkeypatch.setitem(sys.modules, "vllm.transformers_utils.config", reader)

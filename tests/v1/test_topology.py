@@ -107,17 +107,6 @@ def test_block_size_ratios(local, remote, ratio):
     assert topology.block_size_ratio_from_engine_id("remote") == ratio
 
 
-def test_own_sizes_are_those_of_the_own_engine():
-    topology = make_topology(local=4, remote=2, blocks=32, remote_blocks=16)
-    assert (topology.tp_size, topology.block_size) == (4, 32)
-
-
-def test_engines_may_be_added_later():
-    topology = make_topology()
-    topology.remote_tp_size["later"] = 8
-    assert topology.tp_ratio_from_engine_id("later") == -2
-
-
 @pytest.mark.parametrize(("local", "remote"), [(3, 2), (2, 3), (4, 6), (6, 4)])
 def test_sizes_that_do_not_divide_are_named(local, remote):
     topology = make_topology(local=local, remote=remote)
