@@ -160,14 +160,6 @@ def test_nothing_is_wrong_with_a_mooncake_that_can_be_listed(url_of):
 # -- stores ---------------------------------------------------------------------------------------
 
 
-def test_1_a_server_that_is_down(found):
-    (port,) = free_ports(1)
-    (what,) = found(f"valkey://me:correct-horse@{LOCALHOST}:{port}/kv")
-    assert what.startswith("away ")
-    assert "it does not answer: the first answer failed" in what
-    assert "correct-horse" not in what
-
-
 def test_2_a_server_that_hangs(found, url_of):
     place = url_of("valkey")
     port = int(re.search(rf"{LOCALHOST}:(\d+)", place)[1])
@@ -246,12 +238,6 @@ def test_7_few_free_inodes():
     assert (finding.fault, "room for 9 more files" in finding.text) == (Fault.FEW_FILES, True)
 
 
-def test_9_a_user_who_may_not_write(found, guarded):
-    (what,) = found(f"valkey://reader:correct-horse@{LOCALHOST}:{guarded.port}/none")
-    assert what.startswith("rights ")
-    assert "NOPERM" in what
-
-
 def test_10_a_server_that_is_full_and_does_not_evict(found, tmp_path):
     with running_valkey(maxmemory="1mb", maxmemory_policy="noeviction") as server:
         whats = found(f"valkey://{LOCALHOST}:{server.port}/kv")
@@ -297,12 +283,6 @@ def test_a_server_that_will_stop_storing(found, options, says):
     assert [each.split()[0] for each in whats] == ([says] if says else [])
 
 
-def test_11_a_wrong_bucket(found, url_of):
-    (what,) = found(url_of("s3").replace("s3://", "s3://no", 1))
-    assert what.startswith("unusable ")
-    assert "create it or correct its name" in what
-
-
 def test_13_two_engines_of_one_model_that_do_not_share(found, url):
     plain = url.partition("?")[0]
     put_prompt(plain)
@@ -331,18 +311,6 @@ def test_a_store_that_keeps_nothing():
     report = StoreReport("memory:")
     check("memory://x", lambda _: Forgetful(), None, report)
     assert [each.fault for each in report.findings] == [Fault.EVICTS_AT_ONCE]
-
-
-def test_a_server_whose_records_are_damaged(found, valkey_server, url_of):
-    place = url_of("valkey")
-    keys = put_prompt(place)
-    prefix = place.rpartition("/")[2].partition("?")[0]
-    names = valkey_server.ask("KEYS", f"{prefix}*")
-    records = [name for name in names if keys[0].hex() in name.decode()]
-    assert len(records) == 1
-    valkey_server.ask("SET", records[0], b"\0" * 100)
-    (what,) = found(place)
-    assert what.startswith("damaged ")
 
 
 def test_a_directory_that_refuses_records(found, url, root):
@@ -393,11 +361,6 @@ def test_17_a_clock_that_differs(url_of):
         ),
         (config(kv_connector_extra_config={"store": 3}), "option", "option 'store'"),
         (config(kv_connector_extra_config=[3]), "option", "is a list, not an object"),
-        (
-            config(kv_connector_extra_config={"memory_bytes": "1000TiB"}),
-            "pool-above-memory",
-            "the host pool (1000TiB) takes more than half of the memory here",
-        ),
         (
             config(kv_connector_module_path="kvferry.vllm"),
             "module",

@@ -13,23 +13,19 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import StoreError
-from kvferry.explain import PromptSearch, Space, TierStores
 from kvferry.identity import adapter_digest
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import NO_DEADLINE, PutResult
+from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
-from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import differences
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS as CHUNK
 from tests.cli.conftest import TOKENS
-from tests.cli.test_hostile_names import is_plain
 from tests.tokenizers import save_tiny_tokenizer
 
 GROUP = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
@@ -90,15 +86,6 @@ def runs_of(value) -> list[tuple[int, int, str]]:
     return [(each["first_token"], each["num_tokens"], each["why"]) for each in chunks]
 
 
-def test_a_hit_ends_before_the_end_of_the_prompt(url, asked):
-    put_prompt(url)
-    value = asked(url)
-    assert (value["hit_tokens"], value["reason"]) == (28, "partial")
-    assert runs_of(value) == [(0, 28, "hit"), (28, 2, "partial")]
-    assert value["summary"].startswith("partial: ")
-    assert value["summary"].endswith("; 28 of 30 tokens would hit")
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "block_size", "hit"),
     [(28, 1, 27), (28, 4, 24), (28, 16, 16), (28, 32, 0), (30, 1, 28), (30, 14, 28), (30, 16, 16)],
@@ -111,16 +98,10 @@ def test_a_hit_is_whole_blocks_of_the_engine(url, run, tokens_file, num_tokens, 
     assert (value["hit_tokens"], value["reason"]) == (hit, "partial")
     hits = [(0, hit, "hit")] if hit else []
     assert runs_of(value) == [*hits, (hit, num_tokens - hit, "partial")]
+    is_whole = (num_tokens, block_size) == (28, 1)
+    assert ("the last token is always computed" in value["summary"]) == is_whole
     default = json.loads(run(*command, "--json", "-").out)
     assert default["hit_tokens"] == 16  # of vLLM on GPUs, and of the embedded engine
-
-
-def test_the_last_token_of_whole_chunks_is_computed(url, asked, tokens_file):
-    tokens_file.write_text(" ".join(map(str, TOKENS[:28])))
-    put_prompt(url)
-    value = asked(url)
-    assert runs_of(value) == [(0, 27, "hit"), (27, 1, "partial")]
-    assert "the last token is always computed" in value["summary"]
 
 
 def test_a_prompt_that_is_shorter_than_a_chunk(url, asked, tokens_file):
@@ -129,18 +110,6 @@ def test_a_prompt_that_is_shorter_than_a_chunk(url, asked, tokens_file):
     assert "shorter than a chunk of 7 tokens" in asked(url)["summary"]
     tokens_file.write_text("[]")
     assert "the prompt is empty" in asked(url)["summary"]
-
-
-def test_a_removal_of_what_was_stored_again_is_no_reason(url, asked):
-    keys = put_prompt(url)
-    with open_one(url) as store:
-        assert store.delete(keys[1])
-    put_prompt(url + "2")  # another store
-    with open_one(url + "2") as other, open_one(url) as store:
-        value = bytearray(next(e.num_bytes for e in other.scan() if e.key == keys[1]))
-        other.read(keys[1], [(0, memoryview(value))])
-        assert store.put(keys[1], [value]) is PutResult.STORED
-    assert asked(url)["hit_tokens"] == 28
 
 
 @pytest.mark.parametrize(
@@ -213,25 +182,6 @@ def test_tiers_are_asked_nearest_first(url_of, url, run, tokens_file, kind):
         assert store.delete(keys[2])
     value = json.loads(run(*command, "--json", "-").out)
     assert [why for _, _, why in runs_of(value)[2:4]] == ["absent", "behind"]
-
-
-def test_a_tier_that_fails_is_asked_once_and_the_others_answer(url):
-    put_prompt(url)
-    asked = []
-
-    class Away(WrapperStore):
-        def of(self, namespace):
-            return self
-
-        def read(self, key, ranges, deadline=NO_DEADLINE):
-            asked.append(key)
-            raise StoreError("away")
-
-    with open_one(url) as store:
-        search = PromptSearch(TierStores({"a": Away(store), "b": store}, {}), TOKENS)
-        (found,) = search.answer([Space(SPACE, {})], list).found
-    assert [run.why for run in found.runs] == [None, LookupMiss.PARTIAL]
-    assert len(asked) == 1
 
 
 def test_files_are_explained_without_a_listing(url, asked, monkeypatch):
@@ -327,21 +277,6 @@ def test_every_reason_is_in_the_docs():
     docs = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
     for reason in LookupMiss:
         assert f"| `{reason}` | {reason.meaning} |" in docs
-
-
-@pytest.mark.parametrize("reason", LookupMiss)
-def test_every_reason_of_a_journal_is_a_sentence(run, tmp_path, reason):
-    path = tmp_path / "journal"
-    why = "expected 2.000 s to load, 1.000 s to compute"
-    path.write_text(line(request="r1", hits={"file": 7}, misses={reason: 23}, why=why))
-    ran = run("explain", "--journal", path)
-    assert ran.code == 0
-    assert ran.out.startswith("7 of 30 tokens of the last 1 requests hit; 23 missed as")
-    value = json.loads(run("explain", "--journal", path, "--json", "-").out)
-    (row,) = value["reasons"]
-    assert row == {"reason": reason, "tokens": 23, "not_stored": 0, "means": reason.meaning}
-    assert value["requests"][0]["why"] == why
-    assert is_plain(ran.out)
 
 
 def test_a_reason_that_is_not_known_and_a_line_under_way(run, tmp_path):

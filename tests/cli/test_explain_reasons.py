@@ -625,9 +625,14 @@ def removed_by_hand(prompt):
     return {}
 
 
-def evicted_stored_again_and_removed_by_hand(prompt):
+def evicted_and_stored_again(prompt):
     made_room(prompt)
     put_prompt(prompt.url)
+    return {}
+
+
+def evicted_stored_again_and_removed_by_hand(prompt):
+    evicted_and_stored_again(prompt)
     return removed_by_hand(prompt)
 
 
@@ -658,6 +663,7 @@ STATES: dict[Callable[[Prompt], dict[str, Any]], tuple[str, ...]] = {
     a_program_deleted: (HIT, LookupMiss.DELETED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     removed_from_outside: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     removed_by_hand: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    evicted_and_stored_again: (HIT, LookupMiss.PARTIAL),
     evicted_stored_again_and_removed_by_hand: (
         HIT,
         LookupMiss.VANISHED,

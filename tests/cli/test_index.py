@@ -56,31 +56,6 @@ def test_a_model_without_a_name_is_called_by_its_config(make_store, run):
     assert asked(run, "ls", made.url)[0]["model"] == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "not json",
-        "[]",
-        "null",
-        '{"model": "liar"}',
-        '{"model": "liar", "description": {}}',
-        '{"model": "liar", "description": {"a": 1e999}}',
-        "[" * 100_000,
-        '{"model": "liar", "description": ' + "[" * 500 + "]" * 500 + "}",
-        "\xff\x00",
-    ],
-)
-def test_a_description_of_another_namespace_is_not_shown(make_store, run, text):
-    made = make_store(num_records=1)
-    (made.root / "namespaces").mkdir()
-    (made.root / "namespaces" / f"{made.schema.namespace.hex()}.json").write_text(text)
-    assert asked(run, "ls", made.url)[0]["model"] == "(unreadable)"
-    assert (
-        asked(run, "ls", made.url, "--by", "namespace")["namespaces"][0]["model"] == "(unreadable)"
-    )
-
-
 def test_what_went_is_listed_with_reason_and_process(make_store, run):
     made = make_store(num_records=5)
     with open_store(made.url) as store:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-
-import pytest
 
 from tests.cli.conftest import CHUNK_TOKENS
 
@@ -52,77 +49,6 @@ def test_stat_counts_records_bytes_and_quarantine(make_store, run):
     assert found["index_complete"] is True
     assert (found["quarantined"], found["quarantined_bytes"]) == (1, made.schema.record_bytes)
     assert found["used_bytes"] >= 2 * made.schema.record_bytes
-
-
-def flipped(content: bytes, at: int) -> bytes:
-    """With one other bit."""
-    changed = bytearray(content)
-    changed[at] ^= 1
-    return bytes(changed)
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda content: content[:-1], "truncated"),
-        (lambda content: content[:5], "truncated"),
-        (lambda content: b"", "truncated"),
-        (lambda content: content + b"\0", "trailing_bytes"),
-        (lambda content: content.replace(b'"version":"1"', b'"version":"2"'), "wrong_version"),
-        (lambda content: (1 << 50).to_bytes(8, "little") + content[8:], "bad_header"),
-        (lambda content: (1 << 15).to_bytes(8, "little") + content[8:], "truncated"),
-        (lambda content: b"\xff" * 100, "bad_header"),
-        (lambda content: flipped(content, content.index(b"leaf_bytes")), "bad_header"),
-        (lambda content: flipped(content, -1), "bad_leaf"),
-    ],
-)
-def test_verify_names_the_damage_and_takes_it_out(make_store, run, damage, reason):
-    made = make_store(num_records=2)
-    made.path(0).write_bytes(damage(made.path(0).read_bytes()))
-    ran = run("verify", made.url, "--json", "-")
-    assert (ran.code, json.loads(ran.out)["reasons"]) == (1, {reason: 1})
-    assert [path.exists() for path in (made.path(0), made.path(1))] == [False, True]
-    assert run("verify", made.url).code == 0
-
-
-@pytest.mark.parametrize("part", ["root", "leaf table"])
-def test_verify_takes_out_a_record_whose_checksums_are_wrong(make_store, run, part):
-    made = make_store(num_records=1)
-    made.flip(0, made.schema.header_bytes + (16 if part == "leaf table" else 0))
-    assert json.loads(run("verify", made.url, "--json", "-").out)["reasons"] == {"bad_root": 1}
-
-
-def test_verify_finds_a_record_under_another_ones_name(make_store, run):
-    made = make_store(num_records=2)
-    made.path(1).write_bytes(made.path(0).read_bytes())
-    found = json.loads(run("verify", made.url, "--json", "-").out)
-    assert found["bad"] == [
-        {"key": made.keys[1].hex(), "reason": "wrong_key", "action": "quarantined"}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("max_records", "older_than", "kept"),
-    [(2, None, 2), (None, "90m", 2), (3, "90m", 2), (1, "90m", 1), (4, "5h", 4), (0, None, 0)],
-)
-def test_gc_dry_run_says_what_would_go(make_store, run, max_records, older_than, kept):
-    """Records that were last used now, one, two and three hours ago."""
-    made = make_store(num_records=4)
-    record_bytes = made.schema.record_bytes
-    now = time.time()
-    for index in range(4):
-        made.set_last_used(index, now - 3600.0 * index)
-    options = ["--older-than", older_than] if older_than else []
-    if max_records is not None:
-        options += ["--max-bytes", f"{max_records * record_bytes}B"]
-    value = json.loads(run("rm", made.url, *options, "--dry-run", "--json", "-").out)
-    assert value == {
-        "dry_run": True,
-        "records": 4 - kept,
-        "num_bytes": (4 - kept) * record_bytes,
-        "used_bytes": kept * record_bytes,
-    }
-    assert all(made.path(index).exists() for index in range(4))
 
 
 def test_gc_goes_by_the_files_where_the_index_was_lost(make_store, run):

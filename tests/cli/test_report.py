@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 
@@ -105,28 +104,3 @@ def test_a_terminal_shows_progress_and_a_pipe_does_not(make_store, tmp_path):
         assert command.returncode == 0
         assert (b"reading records" in shown) == has_terminal
     assert shown == b""
-
-
-def test_an_interrupt_is_one_line_and_leaves_no_page(make_store, tmp_path):
-    made = make_store()
-    os.mkfifo(tmp_path / "journal")
-    options = "--html", tmp_path / "page.html", "--journal", tmp_path / "journal"
-    with (
-        started(made.url, *options, stderr=subprocess.PIPE) as command,
-        (tmp_path / "journal").open("w"),  # opens when the command reads it
-    ):
-        command.send_signal(signal.SIGINT)
-        assert command.stderr.read() == b"error: interrupted\n"
-    assert command.returncode == 130
-    assert not (tmp_path / "page.html").exists()
-
-
-def test_a_reader_that_left_ends_it_quietly(make_store, tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with started(
-        make_store().url, "--html", tmp_path / "page.html", stdout=writer, stderr=subprocess.PIPE
-    ) as command:
-        os.close(writer)
-        assert command.stderr.read() == b""
-    assert command.returncode == 141

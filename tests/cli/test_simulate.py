@@ -85,11 +85,6 @@ def test_the_trace_itself_is_not_overwritten(run, trace, option):
     assert trace.read_bytes() == before
 
 
-def test_two_outputs_in_one_file_are_refused(run, trace, tmp_path):
-    ran = run("simulate", trace, "--png", tmp_path / "out", "--json", tmp_path / "out")
-    assert (ran.code, "named twice" in ran.error_line) == (2, True)
-
-
 def test_a_trace_that_is_none(run, tmp_path):
     ran = run("simulate", tmp_path / "missing")
     assert (ran.code, "cannot read trace" in ran.error_line) == (2, True)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,22 +188,6 @@ def test_a_server_that_is_away_or_hangs_is_one_line(run, prompts):
     with serving(hangs=threading.Event()) as (place, _):
         ran = run("warm", "m", "--openai", place, "--prompts", prompts, "--timeout", 1)
         assert (ran.code, "does not answer" in ran.error_line) == (2, True)
-
-
-def test_ctrl_c_is_one_line(prompts):
-    with serving(hangs=threading.Event()) as (place, asked):
-        command = [sys.executable, "-m", "kvferry.cli", "warm", "m", "--openai", place]
-        with subprocess.Popen(
-            [*command, "--prompts", str(prompts)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as process:
-            try:
-                while not asked and process.poll() is None:
-                    os.sched_yield()
-                process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=60)
-            finally:
-                process.kill()
-    assert (process.returncode, out, err) == (130, b"", b"error: interrupted\n")
 
 
 # -- bad input ------------------------------------------------------------------------------------
