@@ -22,7 +22,7 @@ from kvferry.layout.device import TorchCopies
 from kvferry.layout.ops import PagedKV
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.layout.spec import parse
+from kvferry.layout.spec import ALIASES, parse
 from kvferry.observe import Counters, Observer
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -103,9 +103,10 @@ class Blocks:
 def kv_tensors(
     layout: str, group: KVGroup, num_heads: int, num_blocks: int, device: str | None = None
 ) -> list[torch.Tensor]:
-    """Make one bfloat16 tensor per layer, with the memory order of the layout."""
-    spec = parse(layout)
-    order = spec.order or "L" + spec.axes
+    """Make one bfloat16 tensor per layer; layers and axes lie in memory as the layout is named."""
+    axes = parse(layout).axes
+    name = ALIASES.get(layout, layout)
+    order = name if "L" in name else "L" + axes
     sizes = {
         "L": group.num_layers,
         "B": num_blocks,
@@ -116,7 +117,7 @@ def kv_tensors(
         "D": group.content_size // (2 if "2" in order else 1),
     }
     memory = torch.zeros([sizes[axis] for axis in order], dtype=torch.bfloat16, device=device)
-    return list(memory.permute(*(order.index(axis) for axis in "L" + spec.axes)))
+    return list(memory.permute(*(order.index(axis) for axis in "L" + axes)))
 
 
 def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:

@@ -38,7 +38,6 @@ def test_the_cases_have_the_conversions_of_the_target():
         ("NHD", "BHNC", "BNHC"),
         ("BLNHC", "BHNC", "BNHC"),
         ("2BNHD", "2BNHD", "2BNHD"),
-        ("2BNHD:L2BHND", "2BNHD", "2BHND"),
     ],
 )
 def test_tensors_lie_in_memory_as_the_layout_says(name, axes, in_memory):

@@ -14,11 +14,11 @@ from kvferry.types import GroupShard, KVGroup
 
 LAYOUTS = (
     *(name for name in spec.LAYOUTS if "H" in name), *spec.MEMORY_ORDERS, "HND", "NHD",
-    "2BNHD:L2BHND", "B2NHD:BL2NHD", "BL2NHD", "2BLNHD", "B2HLND",
+    "2BNHD:L2BHND", "B2NHD:BL2NHD", "2BNHD:2BLNHD", "B2NHD:B2HLND",
 )  # fmt: skip
-"""The layouts that can have any number of kv heads."""
+"""The layouts that can have any number of kv heads; some with an order in memory behind a colon."""
 
-MLA_LAYOUTS = ("BND", "LBND", "BLND", "BND:BLND", "HND", "BLHNC")
+MLA_LAYOUTS = ("BND", "BND:BLND", "HND", "BLHNC")
 
 INT_OF = {"float32": np.int32, "bfloat16": np.int16, "float8_e4m3fn": np.uint8}
 
@@ -37,18 +37,12 @@ class Cache:
     window: tuple[int, int] | None = None
     """The range of heads that this rank holds; None for all."""
     device: str = "cpu"
-    buffer: bool = False
-    """Whether the tensors are the memory of one of vLLM's orders itself, not views of it."""
 
     def __post_init__(self) -> None:
+        self.layout, _, order = self.layout.partition(":")
         name = spec.ALIASES.get(self.layout, self.layout)
-        axes, _, order = name.partition(":")
-        if name in spec.MEMORY_ORDERS:
-            axes, order = (name if self.buffer else "BHNC"), name
-        order = order or axes
-        if "L" not in order:
-            order = "L" + order
-        self.axes = axes
+        axes = self.axes = spec.parse(self.layout).axes
+        order = order or (name if "L" in name else "L" + name)
         heads = self.window or (0, self.num_heads)
         is_mla = "H" not in axes
         content = 2 * self.head_dim
@@ -60,9 +54,8 @@ class Cache:
         shape = [sizes[axis] for axis in order]
         memory = torch.zeros(shape, dtype=torch.uint8 if "8" in self.dtype else None)
         memory = memory.to(getattr(torch, self.dtype)).to(self.device)
-        wanted = axes if "L" in axes else "L" + axes
-        self.whole = memory.permute(*(order.index(axis) for axis in wanted))
-        self.tensors = [self.whole] if "L" in axes else list(self.whole)
+        self.whole = memory.permute(*(order.index(axis) for axis in "L" + axes))
+        self.tensors = list(self.whole)
         self.group = KVGroup(
             num_layers=self.num_layers, num_kv_heads=self.num_heads, content_size=content,
             dtype=self.dtype, block_size=self.block_size,
@@ -77,7 +70,7 @@ class Cache:
         """A copy of all elements as integers, `[layer, block, head, slot, content]`, made only from
         the names of the axes."""
         bits = getattr(torch, np.dtype(INT_OF[self.dtype]).name)
-        letters = self.axes if "L" in self.axes else "L" + self.axes
+        letters = "L" + self.axes
         values = self.whole.cpu().contiguous().view(bits).numpy()
         sizes = dict(zip(letters, values.shape, strict=True))
         result = np.empty(

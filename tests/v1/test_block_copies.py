@@ -91,9 +91,9 @@ def test_two_blocks_need_a_layout_by_name(layout):
     check_copied(src, dst, make_caches(layout, 2, fill=0.0), layout, [(0, 1)])
 
 
-@pytest.mark.parametrize(("layout", "axis"), [("L2BNHD", 2), ("BLHNC", 0), ("HND", 0)])
+@pytest.mark.parametrize(("layout", "axis"), [("2BNHD", 1), ("B2NHD", 0), ("HND", 0)])
 def test_blocks_of_every_named_layout_are_found(layout, axis):
-    shape = {"L2BNHD": (2, 2, 5, 3, 2, 2), "BLHNC": (5, 2, 2, 3, 4), "HND": (5, 2, 3, 4)}[layout]
+    shape = {"2BNHD": (2, 5, 3, 2, 2), "B2NHD": (5, 2, 3, 2, 2), "HND": (5, 2, 3, 4)}[layout]
     src, dst = torch.rand(shape), torch.zeros(shape)
     copy_kv_blocks({"kv": src}, {"kv": dst}, [4, 0], [1, 3], "h2d", layout=layout)
     for index, source in enumerate([None, 4, None, 0, None]):

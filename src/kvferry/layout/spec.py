@@ -1,29 +1,18 @@
-"""Named KV layouts: which axes a host's tensors have, and how these lie in memory. No tensors here.
+"""Named KV layouts: which axes a host's tensors have. No tensors here.
 
-`layout.ops.PagedKV` checks the engine's KV tensors against a layout when they are registered.
+`layout.ops.PagedKV` checks the engine's KV tensors, one for each layer, against a layout when they
+are registered. How their axes lie in memory, their strides say: any order will do.
 
-A layout consists of
-
-    axes     the axes of each tensor that the host registers: one tensor per layer, or, with L among
-             the axes, one tensor for all layers
-    order    the order of these axes and L in memory, outermost first; if left out, the strides may
-             have any order
-
-    L layer · B block · 2 keys, values · H kv head · N token of a block · D head dim, or the latent
-    of MLA · C content of a token and head, keys then values
+    B block · 2 keys, values · H kv head · N token of a block · D head dim, or the latent of MLA
+    C content of a token and head, keys then values
 
 A name is one of
 
-    2BNHD B2NHD BND BHNC    one tensor per layer with these axes, memory in any order
-    LBHNC LBNHC LHBNC       memory in this order. The host registers one view `[B, H, N, C]` per
-    BLHNC BLNHC BHLNC       layer, or one tensor with all five axes. HND is LBHNC, NHD is LBNHC
-    AXES:ORDER              AXES of one of the first four, memory in ORDER: 2BNHD:L2BHND (heads
-                            before tokens), B2NHD:BL2NHD (views of a buffer over all layers)
-    BL2NHD, ...             one tensor for all layers: L and the axes of one of the first four, in
-                            any order, which is also the order in memory
-    BHNC~ 2BHND~            one tensor per layer as vLLM's CPU kernels fill it: the keys of a block
-                            and head are stored transposed, [D, N], before its values, [N, D]. So
-                            the tensor's axes N and C do not index tokens and content
+    2BNHD B2NHD BND BHNC    the axes of a tensor
+    NHD HND LBHNC ...       hosts' names of orders in memory, of views `[B, H, N, C]`: as BHNC
+    BHNC~ 2BHND~            tensors as vLLM's CPU kernels fill them: the keys of a block and head
+                            are stored transposed, [D, N], before its values, [N, D]. So the
+                            tensor's axes N and C do not index tokens and content
     A|B|...                 the first of these names with as many axes as the tensor
 """
 
@@ -31,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from kvferry.errors import LayoutError
 from kvferry.types import GroupShard, KVGroup
 
 LAYOUTS = ("BHNC", "2BNHD", "B2NHD", "BND")
-"""Axes of one layer's tensor; its memory may have any order."""
+"""Axes of one layer's tensor."""
 
 KEYS_ACROSS = ("BHNC~", "2BHND~")
 """Layouts whose keys are transposed within a block."""
@@ -75,37 +63,20 @@ class ContentPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The axes and memory order of a name, as in the module's text. `parse` makes it."""
+    """The axes of a name, as in the module's text. `parse` makes it."""
 
     name: str
     axes: str
-    order: str | None
     keys_across: bool = False
     """Keys are transposed within a block; see the module's text."""
 
-    @property
-    def is_one_buffer(self) -> bool:
-        """Whether one tensor holds all layers."""
-        return "L" in self.axes
-
-    def of_tensor(self, num_axes: int) -> Layout:
-        """Return the layout for a tensor with so many axes. A name in `MEMORY_ORDERS` means a view
-        of four axes or a buffer of five; all other layouts stay as they are."""
-        if num_axes == 5 and self.name in MEMORY_ORDERS:
-            return Layout(self.name, self.name, self.name)
-        return self
-
-    def check(self, tensor: Strided, num_layers: int, layer_stride: int | None = None) -> None:
-        """Check the tensor of one layer, or of all. Gaps are allowed: pages may be padded, and a
-        view may be part of a larger tensor.
-
-        Args:
-            layer_stride: distance from one of `num_layers` tensors to the next, in elements; None
-                if they are not evenly spaced.
+    def check(self, tensor: Strided) -> None:
+        """Check the tensor of one layer. Gaps are allowed: pages may be padded, and a view may be
+        part of a larger tensor.
 
         Raises:
             LayoutError: the number of axes is wrong, the axis named 2 has another size, or the
-                strides have another order, overlap or, with transposed keys, leave a gap.
+                strides overlap or, with transposed keys, leave a gap.
         """
         if len(tensor.shape) != len(self.axes):
             raise LayoutError(
@@ -113,28 +84,21 @@ class Layout:
             )
         if self.keys_across:
             self._check_keys_across(tensor)
-        sizes = {"L": num_layers} | dict(zip(self.axes, tensor.shape, strict=True))
+        sizes = dict(zip(self.axes, tensor.shape, strict=True))
         if sizes.get("2", 2) != 2:
             raise LayoutError(
                 f"layout {self.name}: axis {self.axes.index('2')} must be 2, not {sizes['2']}"
             )
-        strides = dict(zip(self.axes, tensor.strides, strict=True))
-        if layer_stride is not None:
-            strides["L"] = layer_stride
-        # The stride of an axis of size 1 means nothing.
-        shown = sorted((a for a in strides if sizes[a] > 1), key=lambda axis: -strides[axis])
         extent = 1
-        for axis in reversed(self.order or shown):
-            # If the spacing of layers is unknown, assume the least: no gaps.
-            stride = strides.get(axis, extent)
-            if sizes[axis] > 1:
-                if stride < extent or (self.order and extent == 1 != stride):
-                    raise LayoutError(
-                        f"layout {self.name} is {self.order or 'without overlaps'} in memory; the "
-                        f"tensor has shape {tensor.shape} and strides {tensor.strides}: "
-                        f"{''.join(shown)}"
-                    )
-                extent = stride * sizes[axis]
+        for stride, size in sorted(zip(tensor.strides, tensor.shape, strict=True)):
+            if size == 1:
+                continue  # its stride means nothing
+            if stride < extent:
+                raise LayoutError(
+                    f"layout {self.name} is without overlaps in memory; the tensor has shape "
+                    f"{tensor.shape} and strides {tensor.strides}"
+                )
+            extent = stride * size
 
     def _check_keys_across(self, tensor: Strided) -> None:
         size = tensor.shape[-1]
@@ -144,8 +108,8 @@ class Layout:
                 f"{tensor.shape} and strides {tensor.strides}"
             )
 
-    def parts(self, tensor: Strided, layer: int) -> tuple[ContentPart, ...]:
-        """Return the content parts of one layer; `layer` matters only in a buffer of all layers."""
+    def parts(self, tensor: Strided) -> tuple[ContentPart, ...]:
+        """Return the content parts of the tensor of one layer."""
         sizes = dict(zip(self.axes, tensor.shape, strict=True))
         strides = dict(zip(self.axes, tensor.strides, strict=True))
         if self.keys_across:
@@ -160,7 +124,7 @@ class Layout:
                 ),
             )
         content = "C" if "C" in sizes else "D"
-        offset = tensor.offset + layer * strides.get("L", 0)
+        offset = tensor.offset
         shape = (sizes["B"], sizes.get("H", 1), sizes["N"], sizes[content])
         steps = (strides["B"], strides.get("H", 0), strides["N"], strides[content])
         return tuple(
@@ -171,22 +135,14 @@ class Layout:
 
 def parse(name: str) -> Layout:
     """Return the layout of that name. Raises LayoutError if there is none."""
-    full = ALIASES.get(name, name)
-    if full in KEYS_ACROSS:
-        return Layout(full, full[:-1], None, keys_across=True)
-    if full in MEMORY_ORDERS:
-        return Layout(full, "BHNC", full)
-    axes, colon, order = full.partition(":")
-    is_known = axes in LAYOUTS or any(sorted(axes) == sorted(f"L{each}") for each in LAYOUTS)
-    if colon:
-        is_known &= sorted(order) in (sorted(axes), sorted({"L", *axes}))
-    if not is_known:
+    if name in KEYS_ACROSS:
+        return Layout(name, name[:-1], keys_across=True)
+    if name in (*ALIASES, *MEMORY_ORDERS):
+        return Layout(name, "BHNC")
+    if name not in LAYOUTS:
         known = ", ".join((*LAYOUTS, *ALIASES, *MEMORY_ORDERS, *KEYS_ACROSS))
-        raise LayoutError(
-            f"unknown KV layout {name!r}; known: {known}, AXES:ORDER (for example 2BNHD:L2BHND), "
-            "and buffers of all layers by their axes (for example BL2NHD)"
-        )
-    return Layout(full, axes, order or (axes if "L" in axes else None))
+        raise LayoutError(f"unknown KV layout {name!r}; known: {known}")
+    return Layout(name, name)
 
 
 def layer_parts(
@@ -195,7 +151,7 @@ def layer_parts(
     """Check a rank's tensors, and return the content parts of each layer.
 
     Args:
-        tensors: one per layer, in layer order, or one with all layers.
+        tensors: one per layer, in layer order.
         group: geometry of the whole group.
         shard: the layers and heads that the rank holds.
         layout: a name that `parse` knows, or several with | between them.
@@ -204,40 +160,20 @@ def layer_parts(
         LayoutError: the tensors do not fit group, shard and layout.
     """
     num_layers = shard.layers[1] - shard.layers[0]
-    num_axes = len(tensors[0].shape) if tensors else 0
-    layouts = [parse(name).of_tensor(num_axes) for name in layout.split("|")]
+    if len(tensors) != num_layers or num_layers < 1:
+        raise LayoutError(f"{len(tensors)} KV tensors for a shard of {num_layers} layers")
+    num_axes = len(tensors[0].shape)
+    layouts = [parse(name) for name in layout.split("|")]
     spec = next((each for each in layouts if len(each.axes) == num_axes), layouts[0])
-    expected = 1 if spec.is_one_buffer else num_layers
-    if len(tensors) != expected or num_layers < 1:
-        raise LayoutError(
-            f"{len(tensors)} KV tensors for a shard of {num_layers} layers in layout {layout}, "
-            f"which needs {expected}"
-        )
-    layer_stride = None if spec.is_one_buffer else _layer_stride(tensors)
     for tensor in tensors:
-        spec.check(tensor, num_layers, layer_stride)
+        spec.check(tensor)
         if tensor.dtype != group.dtype:
             raise LayoutError(f"KV dtype is {group.dtype}, the tensor has {tensor.dtype}")
-    if spec.is_one_buffer:
-        buffer_layers = tensors[0].shape[spec.axes.index("L")]
-        if buffer_layers != num_layers:
-            raise LayoutError(f"{buffer_layers} layers in the buffer, {num_layers} in the shard")
-        layers = [spec.parts(tensors[0], layer) for layer in range(num_layers)]
-    else:
-        layers = [spec.parts(tensor, 0) for tensor in tensors]
+    layers = [spec.parts(tensor) for tensor in tensors]
     num_blocks = layers[0][0].shape[0]
     for parts in layers:
         _check_geometry(parts, group, shard, num_blocks)
     return layers
-
-
-def _layer_stride(tensors: Sequence[Strided]) -> int | None:
-    """Return the elements from one layer to the next; None if layers are not evenly spaced."""
-    if len({tensor.storage for tensor in tensors}) > 1:
-        return None
-    steps = {after.offset - before.offset for before, after in pairwise(tensors)}
-    step = steps.pop() if len(steps) == 1 else 0
-    return abs(step) or None
 
 
 def _check_geometry(

@@ -119,7 +119,7 @@ def _pair(
 
 def _block_axis(name: str, tensor: torch.Tensor, layout: str | None) -> int:
     if layout is not None:
-        axes = parse(layout).of_tensor(tensor.dim()).axes
+        axes = parse(layout).axes
         if tensor.dim() != len(axes):
             raise LayoutError(
                 f"layer {name!r}: layout {layout} has {len(axes)} axes, the tensor {tensor.dim()}"
