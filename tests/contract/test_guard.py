@@ -26,7 +26,7 @@ from kvferry.contract.rules import Promises, Reports
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Counters
 from kvferry.v1 import asynchronous
-from kvferry.v1.asynchronous import OVERDUE_SECONDS, AsyncPromises, AsyncReports
+from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 from tests.contract.dict_roles import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,
@@ -280,42 +280,14 @@ def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(faili
     assert guard.lookup(request, 4) == MISS
 
 
-def test_a9_a_free_that_no_rank_reports_is_reported_in_the_end():
-    now = [0.0]
-    guard, observer = guarded(request_finished=FinishResult(True), clock=lambda: now[0])
-    for request_id in ("stuck", "done"):
-        guard.request_finished(request_of(9, request_id), ([1],))
-    guard.update_output(WorkerOutput(finished_sending=frozenset({"done"})))
-    now[0] = OVERDUE_SECONDS - 1
-    assert guard.build_plan(NO_STEP) == LoadPlan()
-    now[0] += 1
-    plan = guard.build_plan(NO_STEP)
-    assert plan == RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"stuck"}))
-    assert guard.build_plan(NO_STEP) == LoadPlan()
-    assert observer["contract_violation"] == 1
-    driver = StepDriver(RecordingWorker())
-    assert driver.no_forward(plan, frozenset({"stuck"})).finished_sending == {"stuck"}
-
-
-def test_a9_overdue_frees_of_two_plans_wait_for_one_report():
-    driver = StepDriver(RecordingWorker())
-    for request_id in ("stuck", "too"):
-        driver.begin(RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({request_id})))
-        driver.end()
-    output = driver.no_forward(LoadPlan(), frozenset({"stuck", "too"}))
-    assert output.finished_sending == {"stuck", "too"}
-    assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
-
-
 @pytest.mark.parametrize(
     ("plan", "report"),
     [
         (RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9})), EMPTY_OUTPUT),
         (RepairedPlan(plan=LoadPlan(), lost_request_ids=frozenset({"q"})), EMPTY_OUTPUT),
-        (RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"q"})), EMPTY_OUTPUT),
         (LoadPlan(), WorkerOutput(finished_sending=frozenset({"q"}))),
     ],
-    ids=["lost blocks", "a lost load", "an overdue free", "a report that came early"],
+    ids=["lost blocks", "a lost load", "a report that came early"],
 )
 def test_a_worker_is_not_idle_while_something_is_due(plan, report):
     class Idle(RecordingWorker):
@@ -344,31 +316,6 @@ def test_a9_freed_requests_that_the_role_never_reports_do_not_pile_up(monkeypatc
     assert not driver._reports._freed
     worker.outputs = [WorkerOutput(finished_sending=frozenset(names))]
     assert driver.no_forward(LoadPlan(), frozenset()) is EMPTY_OUTPUT
-
-
-def test_a9_an_overdue_free_of_an_id_that_was_freed_before_is_reported():
-    driver = StepDriver(RecordingWorker())
-    freed = RepairedPlan(plan=LoadPlan(), freed_request_ids=frozenset({"again"}))
-    assert driver.no_forward(freed, {"again"}) is EMPTY_OUTPUT
-    overdue = RepairedPlan(plan=LoadPlan(), overdue_sending=frozenset({"again"}))
-    assert driver.no_forward(overdue, {"again"}).finished_sending == {"again"}
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a6_a_load_that_no_rank_ends_fails_in_the_end(aborted):
-    now = [0.0]
-    guard, _ = guarded(lookup=(8, True), clock=lambda: now[0])
-    request = request_of(40)
-    guard.lookup(request, 0)
-    guard.update_after_alloc(request, ([1, 2],), 8)
-    guard.build_plan(NO_STEP)
-    if aborted:
-        guard.request_finished(request, ([1, 2],))
-    now[0] = OVERDUE_SECONDS
-    plan = guard.build_plan(NO_STEP)
-    assert plan.lost_request_ids == {"r"}
-    assert plan.lost_block_ids == (set() if aborted else {1, 2})
-    assert (guard.lookup(request, 0) == MISS) is not aborted
 
 
 def test_a10_delayed_free_is_refused_to_a_request_that_loads():

@@ -37,8 +37,7 @@ class GuardedScheduler(SchedulerRole):
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
     - "ask again" ends after the role's `ask_again_seconds`;
-    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`), and
-      so are overdue async loads; overdue delayed frees are reported as done;
+    - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
     - a request that lost a load before its plan, or had an async load fail, gets no further hit:
       a host that recomputes it from its start asks again, and would repeat this for ever.
 
@@ -182,7 +181,6 @@ class GuardedScheduler(SchedulerRole):
                 "request_finished", f"delay_free for {request_id!r}, which {why}"
             )
             return FinishResult(False, params)
-        self._promises.delay_free(request_id)
         return result
 
     def take_events(self) -> Iterable[Any]:

@@ -104,7 +104,7 @@ class Promises:
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         # Blocks of promised loads, by request: the host counts on them.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
-        self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role, or overdue
+        self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role
         self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
         self._suspect = False  # from the first plan on that could not be built: loads are checked
 
@@ -174,9 +174,6 @@ class Promises:
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
-
-    def delay_free(self, request_id: str) -> None:
-        """The host holds the blocks of an ended request until a worker reports it as sent."""
 
     def free_now(self, request_id: str) -> None:
         """The host frees the blocks of an ended request, and the role may not know that."""

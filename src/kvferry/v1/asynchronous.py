@@ -10,7 +10,9 @@ A host may crash, or hold blocks for ever, where a role breaks one of these rule
   aborted. For a request aborted during its load, that report frees the blocks, so its
   `request_finished` must return `delay_free=False`.
 - A request that ended with `delay_free` must be in `finished_sending` exactly once, after its end.
-- Both reports must come within `OVERDUE_SECONDS`. After that the guard reports for the role.
+
+A report that never comes holds its blocks for ever: nobody else knows whether the role still writes
+to them or reads them. So a role needs deadlines of its own.
 """
 
 from __future__ import annotations
@@ -25,18 +27,13 @@ from kvferry.contract.rules import HookFaults, Promises, Reports
 from kvferry.contract.worker import WorkerRole
 from kvferry.types import BlockTable
 
-OVERDUE_SECONDS = 300.0
-"""An async load or delayed free that a role has not reported for so long is reported by the guard,
-the load as failed. A role must have shorter deadlines, and not touch the engine's blocks after them
-(`WorkerRole.start_load`). Without a bound, a report lost in a fault would hold blocks for ever."""
-
 REMEMBERED_REQUESTS = 65_536
 """How many ended requests are remembered, reported or not. Nothing but this limit removes them.
 A `finished_sending` of a forgotten id is held back until a request with the same id ends."""
 
 
 class AsyncPromises(Promises):
-    """Promises with async loads under way and reports that workers owe. Runs in: scheduler."""
+    """Promises with async loads under way. Runs in: scheduler."""
 
     is_asynchronous = True
 
@@ -48,7 +45,6 @@ class AsyncPromises(Promises):
         self._loading: dict[str, frozenset[int]] = {}
         # Requests freed since the last plan because `request_finished` raised.
         self._freed: set[str] = set()
-        self._owed: dict[str, float] = {}  # when the wait for a worker's report on a request began
 
     def allocate(
         self, request_id: str, block_ids: BlockTable, num_external_tokens: int
@@ -57,7 +53,6 @@ class AsyncPromises(Promises):
         blocks = super().allocate(request_id, block_ids, num_external_tokens)
         if is_async and num_external_tokens > 0:
             self._loading[request_id] = blocks
-            self._owed[request_id] = self._clock()
         return blocks
 
     def end(self, request_id: str) -> bool:
@@ -66,9 +61,6 @@ class AsyncPromises(Promises):
             return False
         self._loading[request_id] = frozenset()
         return True
-
-    def delay_free(self, request_id: str) -> None:
-        self._owed[request_id] = self._clock()
 
     def free_now(self, request_id: str) -> None:
         self._freed.add(request_id)
@@ -81,22 +73,18 @@ class AsyncPromises(Promises):
                 self._hits_blocked.add(request_id)
         for request_id in output.finished_recving:
             self._loading.pop(request_id, None)
-            self._owed.pop(request_id, None)
-        for request_id in output.finished_sending:
-            self._owed.pop(request_id, None)
 
     @property
     def is_settled(self) -> bool:
-        return super().is_settled and not (self._loading or self._freed or self._owed)
+        return super().is_settled and not (self._loading or self._freed)
 
     def settle(self, plan: Plan) -> Plan:
-        overdue = self._overdue() if self._owed else frozenset()
         lost = frozenset(self._lost.keys() & self._loading.keys())
         promised = frozenset(self._planned.keys() & self._loading.keys())
         freed, self._freed = frozenset(self._freed), set()
         repaired = super().settle(plan)
         if not isinstance(repaired, RepairedPlan):
-            if not (freed or overdue):
+            if not freed:
                 return plan
             repaired = RepairedPlan(plan=plan)
         return msgspec.structs.replace(
@@ -104,27 +92,12 @@ class AsyncPromises(Promises):
             lost_request_ids=lost,
             promised_request_ids=frozenset() if repaired.promised_block_ids is None else promised,
             freed_request_ids=freed,
-            overdue_sending=overdue,
         )
-
-    def _overdue(self) -> frozenset[str]:
-        """Return ended requests whose delayed free is overdue. Add overdue loads to `_lost`."""
-        limit = self._clock() - OVERDUE_SECONDS
-        overdue = [request_id for request_id, since in self._owed.items() if since <= limit]
-        for request_id in overdue:
-            del self._owed[request_id]
-            self._faults.violation(
-                "overdue",
-                f"{request_id!r}: no report of its load or its blocks in {OVERDUE_SECONDS:.0f} s",
-            )
-            if request_id in self._loading:
-                self._lost[request_id] = self._loading[request_id]
-        return frozenset(overdue).difference(self._loading)
 
 
 class AsyncReports(Reports):
-    """Passes on the request ids that the host expects, each once. Reports the ends of loads and
-    frees that the role will not report, or not in time. Runs in: worker."""
+    """Passes on the request ids that the host expects, each once. Reports the ends of loads that
+    the role will not report. Runs in: worker."""
 
     is_asynchronous = True
 
@@ -134,14 +107,13 @@ class AsyncReports(Reports):
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._lost: set[str] = set()  # those that failed and may not have started: due
         self._failed: set[str] = set()  # failed ones that may still write: due when they end
-        self._overdue: set[str] = set()  # delayed frees not reported in time: due
         self._freed: set[str] = set()  # their blocks are free, and the role may not know it
         self._early: set[str] = set()  # finished_sending that came before the end of the request
         self._ended: dict[str, bool] = {}  # ended requests; True: nothing is to be reported
 
     @property
     def is_due(self) -> bool:
-        return bool(self._lost or self._overdue or self._early) or super().is_due
+        return bool(self._lost or self._early) or super().is_due
 
     def begin(self, plan: Plan) -> bool:
         """Note the async loads that a plan starts, too. If the worker cannot name them, only one
@@ -150,7 +122,6 @@ class AsyncReports(Reports):
             self._loading |= self._started(plan)
             return True
         self._freed |= plan.freed_request_ids
-        self._overdue |= plan.overdue_sending
         lost = plan.lost_request_ids
         is_sound = super().begin(plan)
         # The role may still start some lost loads and write to their blocks until it reports their
@@ -230,10 +201,9 @@ class AsyncReports(Reports):
     def _sending(self, reported: frozenset[str]) -> frozenset[str]:
         """Return the ids whose blocks may be freed now. Hold a report that came before the end of
         its request until that end."""
-        early, overdue = self._early, self._overdue
-        self._early, self._overdue = set(), set()
+        early, self._early = self._early, set()
         admitted = set()
-        for request_id in reported | early | overdue:
+        for request_id in reported | early:
             last_report_given = self._ended.get(request_id)
             if request_id in self._loading:
                 # The end of the load frees the blocks; a second report for the id kills the host.
