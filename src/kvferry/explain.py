@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, Namespace
-from kvferry.record.check import MissReason, parse_head
-from kvferry.record.schema import MAX_HEADER_BYTES
+from kvferry.record.check import MissReason
 from kvferry.store.base import NO_DEADLINE, Catalogue, ReadRange, Removal
+from kvferry.store.maintenance import read_header
 from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import Differences, chunk_tokens_of, survey
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
@@ -238,7 +238,6 @@ class PromptSearch:
         self._unknown = _FORGETFUL if removals is None else _NEVER_STORED
         # The newest removal of a key overwrites the older ones.
         self._removed = {each.key: each for each in reversed(removals or ())}
-        self._head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
 
     def answer(
         self, spaces: Sequence[Space], others: Callable[[], Sequence[Space]]
@@ -354,16 +353,11 @@ class PromptSearch:
     def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
         """Return why a chunk is no hit, judged by its head; None for a hit."""
         try:
-            size = self.store.of(namespace).read(key, [(0, self._head)])
+            info = read_header(self.store.of(namespace), key)
         except StoreError as error:
             return error
-        if size is None:
-            return MissReason.ABSENT
-        info = parse_head(self._head[:size], size)
         if isinstance(info, MissReason):
             return info
-        if info.key != key:
-            return MissReason.WRONG_KEY
         return None if info.schema.namespace == namespace else MissReason.WRONG_NAMESPACE
 
 

@@ -21,6 +21,8 @@ from kvferry.journal import ENGINE, read_journal
 K = TypeVar("K")
 
 MAX_METRICS_BYTES = 32 << 20
+MAX_LABEL = 120
+"""Characters that are kept of a label's value."""
 
 JOURNAL_REQUESTS = 1000
 """Number of a journal's last requests that are summed up."""
@@ -32,7 +34,7 @@ Buckets = dict[float, float]
 class TierReading(NamedTuple):
     """State of a tier, as the scheduler or worker role sees it."""
 
-    name: str
+    tier: str
     role: str
     state: str
     since: float
@@ -142,22 +144,23 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
     hits, misses, counts = (defaultdict[str, float](float) for _ in range(3))
     times: defaultdict[str, Buckets] = defaultdict(lambda: defaultdict(float))
     tiers = []
-    for name, labels, value, *_ in samples:
-        tier = labels.get("tier", "")
+    for name, given, value, *_ in samples:
+        labels = defaultdict(str, {each: text[:MAX_LABEL] for each, text in given.items()})
+        tier = labels["tier"]
         if name == "hit_tokens_total":
             hits[tier] += value
         elif name == "local_hit_tokens_total":
             hits[ENGINE] += value
         elif name == "miss_tokens_total":
-            misses[labels.get("reason", "")] += value
+            misses[labels["reason"]] += value
         elif name.endswith("_seconds_bucket"):
             times[name.removesuffix("_seconds_bucket")][float(labels["le"])] += value
         elif name == "tier_since_seconds":
             if value:  # 0: the tier is no longer in that state
-                place = tier, labels.get("role", ""), labels.get("state", "")
-                tiers.append(TierReading(*place, value, labels.get("because", "")))
+                place = tier, labels["role"], labels["state"]
+                tiers.append(TierReading(*place, value, labels["because"]))
         elif name == "pool_slots":
-            counts[f"{name}/{labels.get('state', '')}"] += value
+            counts[f"{name}/{labels['state']}"] += value
         elif name.startswith("store_") and tier:
             counts[f"{name}/{tier}"] += value
         elif name.endswith("_total"):

@@ -349,21 +349,21 @@ def test_17_a_clock_that_differs(url_of):
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [
-        (config(kv_rol="kv_both"), "key", "unknown key 'kv_rol'; did you mean 'kv_role'?"),
-        (config(kv_connector="KVFerryConector"), "connector", "mean 'KVFerryConnector'?"),
-        ('{"kv_role": "kv_both"}', "connector", "kv_connector is missing"),
-        (config(kv_role="kv_boht"), "role", "unknown kv_role 'kv_boht'; did you mean 'kv_both'?"),
-        (config(kv_role=None), "role", "kv_role is missing"),
+        (config(kv_rol="kv_both"), "config", "unknown key 'kv_rol'; did you mean 'kv_role'?"),
+        (config(kv_connector="KVFerryConector"), "config", "mean 'KVFerryConnector'?"),
+        ('{"kv_role": "kv_both"}', "config", "kv_connector is missing"),
+        (config(kv_role="kv_boht"), "config", "unknown kv_role 'kv_boht'; did you mean 'kv_both'?"),
+        (config(kv_role=None), "config", "kv_role is missing"),
         (
             config(kv_connector_extra_config={"chunk_token": 64}),
-            "option",
+            "config",
             "did you mean 'chunk_tokens'?",
         ),
-        (config(kv_connector_extra_config={"store": 3}), "option", "option 'store'"),
-        (config(kv_connector_extra_config=[3]), "option", "is a list, not an object"),
+        (config(kv_connector_extra_config={"store": 3}), "config", "option 'store'"),
+        (config(kv_connector_extra_config=[3]), "config", "is a list, not an object"),
         (
             config(kv_connector_module_path="kvferry.vllm"),
-            "module",
+            "config",
             "unknown kv_connector_module_path",
         ),
         (
@@ -373,18 +373,18 @@ def test_17_a_clock_that_differs(url_of):
         ),
         (
             json.dumps({"kv_transfer_config": CONFIG, "pipeline_parallel_size": 2}),
-            "parallel",
+            "config",
             "pipeline_parallel_size=2 is not served",
         ),
         (
             json.dumps({"kv_transfer_config": CONFIG, "decode-context-parallel-size": "2"}),
-            "parallel",
+            "config",
             "decode_context_parallel_size=2 is not served",
         ),
-        (json.dumps({"kv_transfer_config": [3]}), "form", "kv_transfer_config is no object"),
-        ("{'kv_role': 'kv_both'}", "form", "no JSON"),
-        ("{" + '"a":[' * 50_000, "form", "no JSON"),
-        ('{"store": "file:///kv"}', "connector", "kv_connector is missing"),
+        (json.dumps({"kv_transfer_config": [3]}), "config", "kv_transfer_config is no object"),
+        ("{'kv_role': 'kv_both'}", "config", "no JSON"),
+        ("{" + '"a":[' * 50_000, "config", "no JSON"),
+        ('{"store": "file:///kv"}', "config", "kv_connector is missing"),
     ],
 )
 def test_18_the_json(found, given, code, says):
@@ -397,7 +397,7 @@ def test_errors_come_before_warnings_wherever_they_are(found, url):
     transfer = {**CONFIG, "kv_role": None}
     given = json.dumps({"enable_prefix_caching": False, "kv_transfer_config": transfer})
     whats = found(url.partition("?")[0], "--vllm-config", given)
-    assert [each.split()[0] for each in whats] == ["role", "no-prefix-caching", "no-quota"]
+    assert [each.split()[0] for each in whats] == ["config", "no-prefix-caching", "no-quota"]
 
 
 def test_every_option_of_the_connector_is_known(found):

@@ -14,10 +14,9 @@ from kvferry.errors import ConfigError
 from kvferry.journal import KEY_BYTES, JournalLine
 from kvferry.report.gather import (
     AGE_UNKNOWN,
-    MAX_BRANCHES,
     MAX_CHUNKS,
+    MAX_RUNS,
     MAX_STEPS,
-    Branch,
     RecordedRequests,
     Survey,
     TimeSteps,
@@ -49,51 +48,59 @@ def surveyed(requests: RecordedRequests, *numbers: int, num_bytes: int = 10) -> 
     return survey
 
 
+def runs_of(survey: Survey) -> list[tuple]:
+    """Of each run: namespace, place of the run before it, its tokens, bytes, uses and last use."""
+    runs = survey.runs()
+    return [
+        (run.namespace, runs.index(run.parent.run) if run.parent else None,
+         run.parent.end if run.parent else 0, run.run_end, run.all_bytes, run.uses, run.last_used)
+        for run in runs
+    ]  # fmt: skip
+
+
 def test_prompts_with_a_common_start_become_a_tree_of_what_is_stored():
     requests = recorded([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 6])
     survey = surveyed(requests, 1, 2, 3, 5, 9)
-    assert survey.branches() == [
-        Branch(SPACE, None, 0, 14, 40, 3, NOW - 1),
-        Branch(SPACE, 0, 14, 21, 10, 1, NOW - 3),
-        Branch(SPACE, 0, 14, 21, 10, 2, NOW - 5),
+    assert runs_of(survey) == [
+        (SPACE, None, 0, 14, 40, 3, NOW - 1),
+        (SPACE, 0, 14, 21, 10, 1, NOW - 3),
+        (SPACE, 0, 14, 21, 10, 2, NOW - 5),
     ]
-    assert survey.branches() == survey.branches()
+    assert runs_of(survey) == runs_of(survey)
     assert survey.spaces[SPACE].num_records == 5
     assert dict(survey.spaces[SPACE].ages) == {"used in the last hour": 10}  # the ninth
 
 
 def test_a_run_goes_on_over_a_chunk_that_was_evicted_and_knows_its_namespace():
     survey = surveyed(recorded([1, 2, 3]), 3)
-    assert survey.branches() == [Branch(SPACE, None, 0, 21, 10, 1, NOW - 3)]
+    assert runs_of(survey) == [(SPACE, None, 0, 21, 10, 1, NOW - 3)]
 
 
 @given(st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=8), st.sets(st.integers(0, 12)))
 def test_no_part_is_larger_than_the_whole_whatever_a_journal_says(prompts, stored):
-    requests = recorded(*prompts)
-    branches = surveyed(requests, *stored).branches()
-    below = [0] * len(branches)
-    for number, run in enumerate(branches):
-        assert run.parent is None or run.parent < number
-        if run.parent is not None:
-            below[run.parent] += run.num_bytes
-    assert all(size <= run.num_bytes for size, run in zip(below, branches, strict=True))
+    runs = runs_of(surveyed(recorded(*prompts), *stored))
+    below = [0] * len(runs)
+    for number, (_, parent, _, _, num_bytes, *_) in enumerate(runs):
+        if parent is not None:
+            assert parent < number
+            below[parent] += num_bytes
+    sizes = [num_bytes for _, _, _, _, num_bytes, *_ in runs]
+    assert all(size <= whole for size, whole in zip(below, sizes, strict=True))
     told = {number for numbers in prompts for number in numbers}
-    roots = sum(run.num_bytes for run in branches if run.parent is None)
+    roots = sum(size for (_, parent, *_), size in zip(runs, sizes, strict=True) if parent is None)
     assert roots == 10 * len(told & stored)
 
 
-def test_the_largest_branches_are_kept_with_what_they_follow():
+def test_the_largest_runs_are_kept_with_what_they_follow():
     prompts = [
         [0, 10_000 + n, *range(20_000 + 50 * n, 20_001 + 50 * n + n % 40)] for n in range(600)
     ]
-    requests = recorded(*prompts)
     stored = {number for numbers in prompts for number in numbers}
-    branches = surveyed(requests, *stored).branches()
-    assert len(branches) == MAX_BRANCHES
-    assert branches[0].parent is None
-    assert {run.parent for run in branches[1:]} == {0}
-    smallest = sorted((2 + n % 40) * 10 for n in range(600))[600 - MAX_BRANCHES + 1]
-    assert min(run.num_bytes for run in branches) >= smallest
+    runs = runs_of(surveyed(recorded(*prompts), *stored))
+    assert len(runs) == MAX_RUNS
+    assert [parent for _, parent, *_ in runs] == [None] + [0] * (MAX_RUNS - 1)
+    smallest = sorted((2 + n % 40) * 10 for n in range(600))[600 - MAX_RUNS + 1]
+    assert min(num_bytes for _, _, _, _, num_bytes, *_ in runs) >= smallest
 
 
 def test_memory_is_bounded_whatever_is_in_the_journal_and_the_store():

@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from kvferry.cli.main import main
 from kvferry.journal import KEY_BYTES
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
-from kvferry.report.gather import MAX_BRANCHES, Branch, RecordedRequests, SpaceSums
+from kvferry.report.gather import MAX_RUNS, Chunk, RecordedRequests, SpaceSums
 from kvferry.report.page import MAX_ROWS, Report, render
 from kvferry.store.url import open_store
 from kvferry.survey import Holding
@@ -187,18 +187,21 @@ def test_hostile_text_makes_no_element_even_where_no_policy_is_kept(tmp_path):
 
 
 def test_what_has_no_box_in_the_tree_still_counts_and_the_page_says_so():
-    runs = [Branch(b"n" * 32, None, 0, 7, 10, 1, 1e9)] * MAX_BRANCHES
+    runs = [
+        Chunk(None, 7, uses=1, all_bytes=10, last_used=1e9, namespace=b"n" * 32)
+        for _ in range(MAX_RUNS)
+    ]
     spaces = {bytes([number]) * 32: SpaceSums(1, 10) for number in range(MAX_ROWS)}
-    spaces = {b"n" * 32: SpaceSums(MAX_BRANCHES + 9, 10 * MAX_BRANCHES + 90), **spaces}
+    spaces = {b"n" * 32: SpaceSums(MAX_RUNS + 9, 10 * MAX_RUNS + 90), **spaces}
     report = Report(
-        url="memory:", at=1e9, facts={}, branches=runs, removals=None, spaces=spaces,
+        url="memory:", at=1e9, facts={}, runs=runs, removals=None, spaces=spaces,
         holdings={digest: Holding(digest, 0, 0, is_described=False) for digest in spaces},
         requests=RecordedRequests(),
     )  # fmt: skip
     page = render(report)
-    assert f"Only the {MAX_BRANCHES} largest parts are shown" in page
+    assert f"Only the {MAX_RUNS} largest parts are shown" in page
     (figures,) = re.findall(r'id="figures">(.*?)</script>', page)
     (tree,) = json.loads(figures)["tree"]["data"]
     sizes = dict(zip(tree["ids"], tree["values"], strict=True))
-    assert sizes["n0"] == 10 * MAX_BRANCHES + 90
+    assert sizes["n0"] == 10 * MAX_RUNS + 90
     assert sizes["all"] == sizes["n0"] + 10 * MAX_ROWS  # one namespace is not shown

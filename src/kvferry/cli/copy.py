@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -48,80 +50,69 @@ def copy(
             if not num_records:
                 raise typer.Exit(1)
             return
-        task = bar.add_task("copying", total=num_records)
         with open_one(target, Opening(index=False)) as store:
             await_answer(store)
-            copying = Copying(source, store)
-            for done, entry in enumerate(chosen(source, choice), 1):
-                copying.copy(entry)
-                bar.update(task, completed=done)
+            found = bar.track(chosen(source, choice), num_records, description="copying")
+            copied = _copy(source, store, found)
             if choice.token_ids is not None:  # in order, and the start of a prompt is evicted last
-                store.touch(copying.keys)
-    bad: list[JsonRow] = [
-        {"key": entry.key.hex(), "reason": str(why)} for entry, why in copying.bad
-    ]
-    facts |= {"stored": copying.num_stored, "existing": copying.num_existing, "bad": list(bad)}
-    text = f"{said}: {copying.num_stored} copied, {copying.num_existing} were there before"
+                store.touch(copied.keys)
+    bad: list[JsonRow] = [{"key": entry.key.hex(), "reason": str(why)} for entry, why in copied.bad]
+    num_stored, num_existing = (
+        copied.results[each] for each in (PutResult.STORED, PutResult.EXISTS)
+    )
+    facts |= {"stored": num_stored, "existing": num_existing, "bad": list(bad)}
+    text = f"{said}: {num_stored} copied, {num_existing} were there before"
     tables = [make_table({"not copied": "key", "reason": "reason"}, bad)] if bad else []
     emit(facts, json, text, *tables)
     if bad:
         raise typer.Exit(1)
 
 
-class Copying:
-    """Copies records one by one, and describes their namespaces in the target.
+class _Copied(NamedTuple):
+    keys: list[ChunkKey]
+    """Of the records that the target has now, in order."""
+    results: Counter[PutResult]
+    bad: list[tuple[Entry, MissReason]]
+    """Records that were left out, and why."""
 
-    Attributes:
-        keys: of the records that the target has now, in order.
-        bad: records that were left out, and why.
-    """
 
-    def __init__(self, source: Catalogue, target: Catalogue) -> None:
-        self._source = source
-        self._target = target
-        self._described: set[bytes] = set()
-        self.keys: list[ChunkKey] = []
-        self.bad: list[tuple[Entry, MissReason]] = []
-        self.num_stored = self.num_existing = 0
-
-    def copy(self, entry: Entry) -> None:
-        """Copy a record, if it is still there. Raises StoreError if a store fails, or the target
-        does not take it."""
-        values = self._source.of(entry.namespace)
+def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Copied:
+    """Copy records that are still there, and describe their namespaces in the target. Raises
+    StoreError if a store fails, or the target does not take a record."""
+    copied = _Copied([], Counter(), [])
+    described: set[bytes] = set()
+    for entry in entries:
+        values = source.of(entry.namespace)
         size = values.read(entry.key, ())
-        if size is None:
-            return
-        record = memoryview(bytearray(min(size, MAX_RECORD_BYTES)))
-        if values.read(entry.key, [(0, record)]) is None:
-            return
-        info = parse_head(record, size)
-        if isinstance(info, MissReason):
-            self.bad.append((entry, info))
-            return
-        schema, key = info.schema, entry.key
-        why = check_head(schema, key, info.first_token, size, record)
-        why = why or check_record(schema, key, record, size)
-        if why is None:
-            self._store(entry, schema.namespace, record)
-        else:
-            self.bad.append((entry, why))
-
-    def _store(self, entry: Entry, namespace: bytes, record: memoryview) -> None:
-        if namespace not in self._described:
-            self._described.add(namespace)
-            text = self._source.describe(namespace)
+        record = memoryview(bytearray(min(size or 0, MAX_RECORD_BYTES)))
+        if size is None or values.read(entry.key, [(0, record)]) is None:
+            continue
+        namespace = _checked(entry.key, record, size)
+        if isinstance(namespace, MissReason):
+            copied.bad.append((entry, namespace))
+            continue
+        if namespace not in described:
+            described.add(namespace)
+            text = source.describe(namespace)
             if text is not None and Namespace.from_text(namespace, text) is not None:
-                self._target.describe(namespace, text)
-        result = self._target.of(namespace).put(entry.key, [record])
-        if result in (PutResult.NO_SPACE, PutResult.FAILED):
+                target.describe(namespace, text)
+        result = target.of(namespace).put(entry.key, [record])
+        if not result.is_there:
             why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
-            because = f": {self._target.refusal}" if self._target.refusal else ""
-            raise StoreError(
-                f"{self._target.url} {why}{because}; {len(self.keys)} records were copied"
-            )
-        self.num_stored += result is PutResult.STORED
-        self.num_existing += result is PutResult.EXISTS
-        self.keys.append(entry.key)
+            because = f": {target.refusal}" if target.refusal else ""
+            raise StoreError(f"{target.url} {why}{because}; {len(copied.keys)} records were copied")
+        copied.results[result] += 1
+        copied.keys.append(entry.key)
+    return copied
+
+
+def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | MissReason:
+    """Check a whole record; return its namespace, or why it is wrong."""
+    info = parse_head(record, size)
+    if isinstance(info, MissReason):
+        return info
+    why = check_head(info.schema, key, info.first_token, size, record)
+    return why or check_record(info.schema, key, record, size) or info.schema.namespace
 
 
 def _target(url: str) -> StoreUrl:

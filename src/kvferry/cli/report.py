@@ -89,7 +89,7 @@ def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: 
         facts=store.facts(),
         spaces=spaces,
         holdings={each.digest: each for each in survey(store, list(spaces)[:MAX_ROWS], shown)},
-        branches=sums.branches(),
+        runs=sums.runs(),
         removals=store.removals(MAX_REMOVALS),
         requests=requests,
     )

@@ -185,29 +185,19 @@ def _counted(recent: Reading) -> list[RenderableType]:
 
 def _tiers(now: Reading) -> list[JsonRow]:
     return [
-        {
-            "tier": each.name[:_MAX_TEXT],
-            "role": each.role,
-            "state": each.state[:_MAX_TEXT],
-            "since": each.since,
-            "age": format_age(each.since),
-            "because": each.because[: 2 * _MAX_TEXT] or None,
-        }
+        {**each._asdict(), "because": each.because or None, "age": format_age(each.since)}
         for each in now.tiers[: 4 * _MAX_ROWS]
     ]
 
 
 def _quotas(now: Reading) -> list[JsonRow]:
     names = [name.partition("/")[2] for name in now.counts if name.startswith("store_used_bytes/")]
-    columns = {"records": "store_records", "used_bytes": "store_used_bytes"}
-    columns["max_bytes"] = "store_max_bytes"
-    rows = []
-    for name in names[:_MAX_ROWS]:
-        row: JsonRow = {"tier": name[:_MAX_TEXT]}
-        for column, what in columns.items():
-            if (value := now.counts.get(f"{what}/{name}")) is not None:
-                row[column] = int(value)
-        rows.append(row)
+    whats = "records", "used_bytes", "max_bytes"
+    rows: list[JsonRow] = []
+    for tier in names[:_MAX_ROWS]:
+        counts = {what: now.counts.get(f"store_{what}/{tier}") for what in whats}
+        known = {what: int(count) for what, count in counts.items() if count is not None}
+        rows.append({"tier": tier, **known})
     return rows
 
 

@@ -110,16 +110,9 @@ class Fault(Enum):
                "add kvferry to {variable}, or unset it")
     ENTRY_POINT = (_E, "vLLM does not find kvferry: its entry point is not installed",
                    'install it by pip, or add "kv_connector_module_path": "{module}"')
-    FORM = (_E, "it is not of the form that vLLM reads: {said}",
-            'write an object with "kv_connector": "KVFerryConnector", names in double quotes')
-    CONNECTOR = (_E, "its connector is not kvferry's: {said}",
-                 'set "kv_connector": "KVFerryConnector"')
-    MODULE = (_E, "its module is not kvferry's: {said}", 'leave it out, or set it to "{module}"')
-    KEY = (_E, "vLLM does not know one of its keys: {said}",
-           "correct it; options of kvferry go into kv_connector_extra_config")
-    ROLE = (_E, "it has no role: {said}", 'set "kv_role": "kv_both" to store and to read')
-    OPTION = (_E, "an option of kvferry is wrong: {said}", "correct it; docs/vllm.md lists them")
-    PARALLEL = (_E, "this split of the model is not served: {said}", "docs/vllm.md lists what is")
+    CONFIG = (_E, "vLLM or kvferry would refuse it: {said}",
+              'correct it; needed are "kv_connector": "KVFerryConnector" and "kv_role": "kv_both"; '
+              "docs/vllm.md lists the options, and what is served")
     NO_PREFIX_CACHING = (_W, "prefix caching is off: each hit is loaded again, also where vLLM has "
                          "just had it, and requests with images may not be cached",
                          "leave enable_prefix_caching out, or set it to true")

@@ -51,8 +51,8 @@ class VllmConfig:
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """What it decides of a namespace."""
 
-    def add(self, fault: Fault, said: object = "") -> None:
-        self.findings.append(fault.at("config", said=said, module=MODULE))
+    def add(self, said: object) -> None:
+        self.findings.append(Fault.CONFIG.at("config", said=said))
 
 
 def check_installed(environment: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -79,21 +79,21 @@ def check_config(given: str) -> VllmConfig:
     try:
         options = json.loads(given)
     except (ValueError, RecursionError) as error:
-        found.add(Fault.FORM, f"no JSON: {error}")
+        found.add(f"no JSON: {error}")
         return found
     if not isinstance(options, dict):
-        found.add(Fault.FORM, f"a {type(options).__name__}, not an object")
+        found.add(f"a {type(options).__name__}, not an object")
         return found
     plain = {str(name).replace("-", "_"): value for name, value in options.items()}
     transfer = plain.get("kv_transfer_config", options)
     if transfer is not options:
         _check_engine(plain, found)
     elif not any(str(name).startswith("kv_") for name in options):
-        found.add(Fault.CONNECTOR, "kv_connector is missing")
+        found.add("kv_connector is missing")
         return found
     ours = [_check_connector(connector, found) for connector in _connectors(transfer, found)]
     if not any(ours) and not found.findings:
-        found.add(Fault.CONNECTOR, f"none of its connectors is {CONNECTOR}")
+        found.add(f"none of its connectors is {CONNECTOR}")
     return found
 
 
@@ -101,13 +101,13 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
     """Check options of vLLM other than the connector's."""
     caching = options.get("enable_prefix_caching", not options.get("no_enable_prefix_caching"))
     if caching is False:
-        found.add(Fault.NO_PREFIX_CACHING)
+        found.findings.append(Fault.NO_PREFIX_CACHING.at("config"))
     found.step_tokens = _number(options.get("max_num_batched_tokens"))
     sizes = {name: _number(size) for name, size in options.items() if size is not None}
     try:
         refuse_parallel(SimpleNamespace(**sizes))
     except ConfigError as error:
-        found.add(Fault.PARALLEL, error)
+        found.add(error)
 
 
 def _number(value: object) -> int:
@@ -119,7 +119,7 @@ def _number(value: object) -> int:
 def _connectors(transfer: object, found: VllmConfig) -> Iterator[Mapping[str, Any]]:
     """Yield the connector, or kvferry's connectors inside a `MultiConnector`."""
     if not isinstance(transfer, dict):
-        found.add(Fault.FORM, "kv_transfer_config is no object")
+        found.add("kv_transfer_config is no object")
         return
     extra = transfer.get("kv_connector_extra_config")
     if transfer.get("kv_connector") != "MultiConnector" or not isinstance(extra, dict):
@@ -135,19 +135,19 @@ def _connectors(transfer: object, found: VllmConfig) -> Iterator[Mapping[str, An
 def _check_keys(transfer: Mapping[str, Any], found: VllmConfig) -> None:
     for name in transfer:
         if name not in KEYS:
-            found.add(Fault.KEY, unknown("key", _cut(name), KEYS))
-    _check_value(transfer, "kv_role", ROLES, Fault.ROLE, found)
+            found.add(unknown("key", _cut(name), KEYS))
+    _check_value(transfer, "kv_role", ROLES, found)
 
 
 def _check_value(
-    transfer: Mapping[str, Any], name: str, known: Sequence[str], fault: Fault, found: VllmConfig
+    transfer: Mapping[str, Any], name: str, known: Sequence[str], found: VllmConfig
 ) -> bool:
     """Check that a key has one of the known values."""
     value = transfer.get(name)
     if value is None:
-        found.add(fault, f"{name} is missing")
+        found.add(f"{name} is missing")
     elif value not in known:
-        found.add(fault, unknown(name, _cut(value), known))
+        found.add(unknown(name, _cut(value), known))
     return value in known
 
 
@@ -158,17 +158,17 @@ def _cut(value: object) -> str:
 def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     """Check one connector; return whether it is kvferry's."""
     _check_keys(transfer, found)
-    if not _check_value(transfer, "kv_connector", [CONNECTOR], Fault.CONNECTOR, found):
+    if not _check_value(transfer, "kv_connector", [CONNECTOR], found):
         return False
     if transfer.get("kv_connector_module_path") is not None:
-        _check_value(transfer, "kv_connector_module_path", [MODULE], Fault.MODULE, found)
+        _check_value(transfer, "kv_connector_module_path", [MODULE], found)
     extra = transfer.get("kv_connector_extra_config") or {}
     try:
         options = connector_options(extra)
         options.pop("handover", None)  # of the connector itself
         config = build_config(SharedStorageConfig, options, where=WHERE)
     except ConfigError as error:
-        found.add(Fault.OPTION, error)
+        found.add(error)
         return True
     stores = [config.store] if isinstance(config.store, str) else list(config.store)
     if not extra.keys() & {"store", "shared_storage_path"}:  # an engine's first start makes it

@@ -21,7 +21,7 @@ from kvferry.store.base import Entry, Removal
 MAX_CHUNKS = 1 << 17
 """Most chunks of the last requests from which the tree is made."""
 
-MAX_BRANCHES = 400
+MAX_RUNS = 400
 """Most runs of chunks in the picture; the largest are shown."""
 
 COMPUTED = "computed: "
@@ -77,7 +77,7 @@ class TimeSteps:
             yield float(step * self.seconds), self._sums[step]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """A chunk of recorded prompts.
 
@@ -86,7 +86,9 @@ class Chunk:
         end: tokens of the prompt up to the chunk's end.
         uses: number of requests that it was part of.
         num_bytes: size of its stored record; 0 if it is not stored.
-        all_bytes: stored bytes of the chunk and of all that follow it; set by `Survey.branches`.
+        all_bytes: stored bytes of the chunk and of all that follow it.
+        run: first of the chunks in a row that the same requests share, this one among them.
+        run_end: of a first one: tokens of the prompt up to the end of its run.
     """
 
     parent: Chunk | None
@@ -96,6 +98,8 @@ class Chunk:
     all_bytes: int = 0
     last_used: float = 0.0
     namespace: bytes = b""
+    run: Chunk = field(init=False)
+    run_end: int = 0
 
 
 class RecordedRequests:
@@ -161,20 +165,6 @@ class SpaceSums:
     ages: Counter[str] = field(default_factory=Counter)
 
 
-class Branch(NamedTuple):
-    """A run of chunks that the same recorded requests share."""
-
-    namespace: bytes
-    parent: int | None
-    """Index of the run before it in the list; None for the start of prompts."""
-    first_token: int
-    end_token: int
-    num_bytes: int
-    """Stored bytes of this run and all that follow it."""
-    uses: int
-    last_used: float
-
-
 class Survey:
     """Sums of a store's records, added as a scan finds them.
 
@@ -208,9 +198,12 @@ class Survey:
         """Return all namespaces, the largest first."""
         return dict(sorted(self.spaces.items(), key=lambda item: -item[1].num_bytes))
 
-    def branches(self) -> list[Branch]:
-        """Return the largest `MAX_BRANCHES` runs of the tree, each after its parent."""
-        return _largest(_runs(self._chunks.values()))
+    def runs(self) -> list[Chunk]:
+        """Return the first chunks of the largest `MAX_RUNS` runs, and set what is known of them.
+        A run comes after the one that it follows."""
+        # A run is at least as large as what follows it, and comes first.
+        runs = _runs(_with_followers(list(self._chunks.values())))
+        return sorted(runs, key=lambda chunk: -chunk.all_bytes)[:MAX_RUNS]
 
 
 def age(last_used: float, now: float) -> str:
@@ -220,25 +213,17 @@ def age(last_used: float, now: float) -> str:
     return next((name for name, most in AGES.items() if now - last_used <= most), AGE_UNKNOWN)
 
 
-def _runs(chunks: Iterable[Chunk]) -> list[Branch]:
-    """Join each chunk with its only successor that has stored bytes, if both have equal uses."""
-    kept = _with_followers(list(chunks))
-    followers = Counter(id(chunk.parent) for chunk in kept)
-    runs: list[Branch] = []
-    run_of: dict[int, int] = {}
-    for chunk in kept:
-        before, sums = chunk.parent, (chunk.all_bytes, chunk.uses, chunk.last_used)
-        if before is None:
-            runs.append(Branch(chunk.namespace, None, 0, chunk.end, *sums))
-        else:
-            index = run_of[id(before)]
-            if followers[id(before)] == 1 and before.uses == chunk.uses:
-                runs[index] = runs[index]._replace(end_token=chunk.end)
-                run_of[id(chunk)] = index
-                continue
-            runs.append(Branch(runs[index].namespace, index, before.end, chunk.end, *sums))
-        run_of[id(chunk)] = len(runs) - 1
-    return runs
+def _runs(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Join each chunk with its only follower, if both have equal uses. Return the first ones."""
+    followers = Counter(chunk.parent for chunk in chunks)
+    for chunk in chunks:
+        before, chunk.run = chunk.parent, chunk
+        if before is not None:
+            chunk.namespace = before.namespace
+            if followers[before] == 1 and before.uses == chunk.uses:
+                chunk.run = before.run
+        chunk.run.run_end = chunk.end
+    return [chunk for chunk in chunks if chunk.run is chunk]
 
 
 def _with_followers(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -253,17 +238,6 @@ def _with_followers(chunks: Sequence[Chunk]) -> list[Chunk]:
             before.last_used = max(before.last_used, chunk.last_used)
             before.namespace = before.namespace or chunk.namespace
     return [chunk for chunk in chunks if chunk.all_bytes]
-
-
-def _largest(runs: Sequence[Branch]) -> list[Branch]:
-    # A parent is at least as large as what follows it, and comes first.
-    chosen = sorted(range(len(runs)), key=lambda index: (-runs[index].num_bytes, index))
-    kept = sorted(chosen[:MAX_BRANCHES])
-    place = {index: number for number, index in enumerate(kept)}
-    return [
-        run._replace(parent=None if run.parent is None else place[run.parent])
-        for run in (runs[index] for index in kept)
-    ]
 
 
 class Cause(NamedTuple):

@@ -20,8 +20,8 @@ from kvferry.report.gather import (
     AGE_UNKNOWN,
     AGES,
     COMPUTED,
-    MAX_BRANCHES,
-    Branch,
+    MAX_RUNS,
+    Chunk,
     RecordedRequests,
     SpaceSums,
     TimeSteps,
@@ -80,7 +80,7 @@ class Report:
         facts: what the store says of itself, such as its quota.
         spaces: sums of each namespace, by digest, the largest first.
         holdings: the namespaces that are shown, by digest.
-        branches: the prefix tree of recorded requests.
+        runs: the prefix tree of recorded requests: the first chunk of each run.
         removals: removals, newest first; None if the store does not remember them.
         requests: requests of a journal; None without a journal.
     """
@@ -90,7 +90,7 @@ class Report:
     facts: Mapping[str, int | bool | None]
     spaces: Mapping[bytes, SpaceSums]
     holdings: Mapping[bytes, Holding]
-    branches: Sequence[Branch]
+    runs: Sequence[Chunk]
     removals: Sequence[Removal] | None
     requests: RecordedRequests | None
 
@@ -229,10 +229,10 @@ def _tree(report: Report, figures: dict[str, Figure]) -> list[str]:
     note = "Width is size. A click shows a part alone."
     if report.requests is None:
         note += " Give a journal (--journal) to see prefixes: records alone do not tell them."
-    elif report.branches:
+    elif report.runs:
         note += " Prefixes are those of the last requests of the journal."
-        if len(report.branches) == MAX_BRANCHES:
-            note += f" Only the {MAX_BRANCHES} largest parts are shown; others leave gaps."
+        if len(report.runs) == MAX_RUNS:
+            note += f" Only the {MAX_RUNS} largest parts are shown; others leave gaps."
     else:
         note += " No prompt of the journal's last requests is in this store."
     figures["tree"] = _draw_tree(report)
@@ -256,16 +256,18 @@ def _boxes(report: Report) -> dict[str, _Box]:
     boxes: dict[str, _Box] = {}
     sizes: Counter[str] = Counter()
     tops = {digest: f"n{number}" for number, (digest, _) in enumerate(report.shown_spaces())}
-    for index, run in enumerate(report.branches):
-        top = tops.get(run.namespace)
-        if top is None:
+    names = {chunk: f"r{number}" for number, chunk in enumerate(report.runs)}
+    for chunk, name in names.items():
+        if (top := tops.get(chunk.namespace)) is None:
             continue
-        if run.parent is None:
-            sizes[top] += run.num_bytes
-        parent = top if run.parent is None else f"r{run.parent}"
-        label = f"tokens {run.first_token:,} to {run.end_token:,}"
-        used = age(run.last_used, report.at)
-        boxes[f"r{index}"] = _Box(parent, label, run.num_bytes, used, f"in {run.uses:,} requests")
+        first, parent = 0, top
+        if chunk.parent is None:
+            sizes[top] += chunk.all_bytes
+        else:
+            first, parent = chunk.parent.end, names[chunk.parent.run]
+        label = f"tokens {first:,} to {chunk.run_end:,}"
+        used = age(chunk.last_used, report.at)
+        boxes[name] = _Box(parent, label, chunk.all_bytes, used, f"in {chunk.uses:,} requests")
     note = "" if report.requests is None else "in no recorded prompt"
     for digest, space in report.shown_spaces():
         top = tops[digest]

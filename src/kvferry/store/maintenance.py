@@ -84,16 +84,20 @@ def verify(
 def inspect(store: Catalogue, entry: Entry) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
-        head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
-        size = store.of(entry.namespace).read(entry.key, [(0, head)])
-        if size is None:
-            return MissReason.ABSENT
-        info = parse_head(head[:size], size)
+        return read_header(store.of(entry.namespace), entry.key)
     except StoreError:
         return MissReason.IO_ERROR
-    if isinstance(info, RecordInfo) and info.key != entry.key:
-        return MissReason.WRONG_KEY
-    return info
+
+
+def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
+    """Read the header of a record; hostile bytes become a reason. Raises StoreError if the medium
+    failed."""
+    head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+    size = store.read(key, [(0, head)])
+    if size is None:
+        return MissReason.ABSENT
+    info = parse_head(head[:size], size)
+    return info if isinstance(info, MissReason) or info.key == key else MissReason.WRONG_KEY
 
 
 def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
