@@ -19,6 +19,7 @@ from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, flip_bit
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer import client
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
+from tests.cache.deciding.test_handovers import WINDOWED
 from tests.cache.hosts import make_groups
 from tests.servers.places import num_said
 from tests.servers.process import LOCALHOST, free_ports
@@ -27,7 +28,6 @@ from tests.transfer.test_tls import make_authority, make_files
 
 from .keeping import NUM_CHUNKS, PROMPT, HangsLater, assert_settles
 from .keeping import open_store as open_directory
-from .test_handovers import WINDOWED
 
 HIT = 40
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -19,10 +19,9 @@ from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ExtraKeys, KVGroup
+from tests.cache.keeping import open_store
 from tests.contract.test_handover import ANY_PARAMS
 from tests.store.servers.remote_client import DictClient
-
-from .keeping import open_store
 
 CHUNK = 8
 PROMPT = list(range(41))
