@@ -161,7 +161,8 @@ class StoreOptions:
 
     Attributes:
         load_timeout_seconds: time limit of a load; what has not arrived by then is recomputed.
-        io_threads: threads for loads; half as many more store.
+        io_threads: threads for loads. An engine's connector also saves on up to half of them; the
+            other hosts have half as many more for that.
         tenant: name of a tenant, whose records no other tenant reads.
         weights_version: a name for weights that are not those of the model's directory, or that
             change in place. The operator guarantees that different weights never share a name.

@@ -202,7 +202,7 @@ def test_no_slot_is_filled_again_while_another_rank_loads_from_it(
     host.scheduler.lookup(other, 0)
     host.step([])
     if waits:
-        wait_until(first.io.read_pool._queue.empty, "the reads are under way")
+        wait_until(first.io.pool._queue.empty, "the reads are under way")
         assert opened == []
         slow.reached = True
 

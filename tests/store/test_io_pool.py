@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from kvferry.store.io_pool import IOPool
+from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import let_run
 
 
@@ -163,3 +164,34 @@ def test_threads_do_not_share_the_processor_that_an_engine_thread_is_tied_to():
     thread.start()
     thread.join()
     assert found == [cpus]
+
+
+def test_jobs_that_can_wait_leave_half_of_the_threads_to_others():
+    pool = IOPool(4, "test")
+    for _ in range(2):  # one that failed holds no thread from then on
+        hanging, together = threading.Event(), threading.Barrier(2, timeout=60)
+
+        def hang(_job, hanging=hanging):
+            assert hanging.wait(60)
+            raise ValueError
+
+        waiting = [pool.submit(hang, can_wait=True) for _ in range(5)]
+        others = [pool.submit(lambda _job, both=together: both.wait()) for _ in range(2)]
+        assert all(job.wait(60) and job.error is None for job in others)
+        assert not any(job.poll() for job in waiting)
+        hanging.set()
+        assert all(job.wait(60) for job in waiting)
+    assert pool.close(60)
+
+
+def test_jobs_that_wait_when_a_pool_is_closed_are_done():
+    pool, hanging, done = IOPool(2, "test"), threading.Event(), []
+    pool.submit(lambda _job: hanging.wait(60), can_wait=True)
+    for number in range(3):
+        pool.submit(lambda _job, number=number: done.append(number), can_wait=True)
+    closing = threading.Thread(target=pool.close, args=[60])
+    closing.start()
+    wait_until(lambda: pool._closed, "it is being closed")
+    hanging.set()
+    closing.join()
+    assert sorted(done) == [0, 1, 2]

@@ -78,20 +78,17 @@ class CacheBounds:
     """Limits of waits and sizes for the parts that move chunks and that choose which to save.
 
     Attributes:
-        device_seconds: how long an I/O thread waits for a copy that is queued behind the engine's
-            steps.
-        unregister_seconds: how long to wait for copies under way before the engine's tensors may be
-            freed.
+        device_seconds: how long to wait for copies that are queued behind the engine's steps, on an
+            I/O thread and before the engine's tensors may be freed.
         device_close_seconds: how long `close` waits for copies before the slots may be freed.
         writes_close_seconds: how long `close` waits for writes under way before it abandons them.
-        reads_close_seconds: how long `close` waits for cancelled reads and for comparisons, which
-            no request needs; one that hangs is abandoned.
+        reads_close_seconds: how long `close` waits for cancelled reads and for a wrong record to be
+            taken out, which no request needs; what hangs is abandoned.
         saves_seconds: after the last progress of a save or the last end of a request, an idle host
             is stepped for so much longer. So a stalled store does not keep an engine busy.
     """
 
     device_seconds: float = 60.0
-    unregister_seconds: float = 60.0
     device_close_seconds: float = 2.0
     writes_close_seconds: float = 10.0
     reads_close_seconds: float = 0.5

@@ -54,13 +54,16 @@ class IOPool:
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._open: set[Job[object]] = set()  # that wait or run
+        self._waiting: deque[tuple[Job[object], Callable[[Job[object]], object]]] = deque()
+        self._num_begun = 0  # jobs that can wait, and that do not
         self.num_threads = num_threads
         self.name = name
         self._closed = False
         self._lock = threading.Lock()  # for the threads and the end
 
-    def submit(self, run: Callable[[Job[T]], T]) -> Job[T]:
-        """Queue `run(job)`. Never blocks.
+    def submit(self, run: Callable[[Job[T]], T], *, can_wait: bool = False) -> Job[T]:
+        """Queue `run(job)`. Never blocks. Half of the threads at most run jobs that can wait, so
+        that others find a free one.
 
         `run` is called even if the job was cancelled meanwhile, so that it can give back what it
         holds; it should look at `job.cancelled` first. After `close` it is not called: the returned
@@ -72,7 +75,12 @@ class IOPool:
                 job.cancelled = True
                 job._done.set()
                 return job
-            self._open.add(job)  # type: ignore[arg-type]  # T is erased
+            if can_wait:
+                run = self._in_turn(run)
+                if self._num_begun >= max(1, self.num_threads // 2):
+                    self._waiting.append((job, run))  # type: ignore[arg-type]  # T is erased
+                    return job
+            self._open.add(job)  # type: ignore[arg-type]
             if len(self._threads) < min(len(self._open), self.num_threads):
                 thread = threading.Thread(
                     target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
@@ -87,8 +95,25 @@ class IOPool:
                         return job
                 else:
                     self._threads.append(thread)
+            self._num_begun += can_wait
             self._queue.put((job, run))  # type: ignore[arg-type]
         return job
+
+    def _in_turn(self, run: Callable[[Job[T]], T]) -> Callable[[Job[T]], T]:
+        """As `run`, but then the next job that waits begins."""
+
+        def run_in_turn(job: Job[T]) -> T:
+            try:
+                return run(job)
+            finally:
+                with self._lock:
+                    if self._waiting:
+                        self._open.add(self._waiting[0][0])
+                        self._queue.put(self._waiting.popleft())
+                    else:
+                        self._num_begun -= 1
+
+        return run_in_turn
 
     def spread(
         self, items: Sequence[T], work: Callable[[T], None], *, alone: bool = False
@@ -145,6 +170,8 @@ class IOPool:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                while self._waiting:
+                    self._queue.put(self._waiting.popleft())
                 for _ in self._threads:
                     self._queue.put(None)
         deadline = time.monotonic() + timeout

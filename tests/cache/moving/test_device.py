@@ -352,10 +352,10 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
     host = make(setup=device.setup()) if which == "simulated" else make()
     submit, refused = IOPool.submit, [True, False, True]
 
-    def sometimes(pool, run):
+    def sometimes(pool, run, **options):
         if pool.name == "kvferry-seal" and refused and refused.pop(0):
             return job_without_a_thread()
-        return submit(pool, run)
+        return submit(pool, run, **options)
 
     monkeypatch.setattr(IOPool, "submit", sometimes)
     host.begin(saves=saves())
@@ -588,7 +588,8 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
 
 def test_memory_that_is_still_copied_does_not_go(make):
     device = SimulatedDevice()
-    host = make(setup=device.setup(), bounds=CacheBounds(unregister_seconds=0.05))
+    host = make(setup=device.setup())
+    host.worker._bounds = CacheBounds(device_seconds=0.05)  # I/O threads go on waiting
     host.begin(saves=saves())
     host.end()
     with pytest.raises(TransferError, match="keep it"):

@@ -46,9 +46,6 @@ REMEDY = (
     'stored (other kernels, device or number of ranks), set the option audit to "off"'
 )
 
-CLOSE_SECONDS = 0.5
-"""How long `close` waits until a wrong record is taken out of the store."""
-
 
 @dataclass(slots=True, eq=False)
 class Audit:
@@ -278,7 +275,7 @@ class Audits:
 
     def close(self) -> None:
         """End the thread, in bounded time. Idempotent."""
-        if not self._thread.close(CLOSE_SECONDS):
+        if not self._thread.close(self._context.bounds.reads_close_seconds):
             logger.warning(
                 "a wrong record was not taken out of %s in time at close; it may still be there",
                 self._context.store.url,

@@ -1,7 +1,7 @@
 """One rank's part of audits: compares chunks that the engine computed with their stored records.
 
-The worker role calls it on the model runner's thread. The comparisons run on a thread of their own,
-so that none waits for writes to a slow store.
+The worker role calls it on the model runner's thread. The comparisons run on the thread that hashes
+chunks, so none waits for a store.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ class Comparisons:
         rows: which bytes of a record this rank holds.
         memory: memory of the slots.
         context: model and limits of waits.
+        pool: compares.
     """
 
-    def __init__(self, rows: RankRows, memory: SlotMemory, context: RoleContext) -> None:
+    def __init__(
+        self, rows: RankRows, memory: SlotMemory, context: RoleContext, pool: IOPool
+    ) -> None:
         self._rows = rows
         self._memory = memory
         self._bounds = context.bounds
         self._tolerances = tolerances_for(context.spec.identity.config)
         # Slot of the copy, audited load if the tokens of this step depend on it, comparison.
         self._jobs: list[tuple[int, Load | None, Job[Filled]]] = []
-        self._pool = IOPool(1, "kvferry-audit")
+        self._pool = pool
 
     @property
     def are_over(self) -> bool:
@@ -85,8 +88,3 @@ class Comparisons:
             if checks is not None and not (result and result.agrees):
                 yield checks
         self._jobs = pending
-
-    def close(self) -> None:
-        """End the thread, in bounded time. Idempotent."""
-        if not self._pool.close(self._bounds.reads_close_seconds):
-            logger.warning("a comparison did not end in time; left behind at close")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
@@ -35,12 +36,26 @@ READERS_POLL_SECONDS = 1e-3
 """How often a read looks whether other ranks have ended their loads from its slot."""
 
 
+@dataclass(slots=True)
+class _Save:
+    """A save under way: its copy, hash and write, each until it is reported."""
+
+    chunk: SlotChunk
+    copy: Gathered | None
+    hash: Job[Sealed] | None = None
+    write: Job[Saved] | None = None  # the hash thread sets it
+
+
 class SlotIO:
     """All reads and writes of one rank, and what its slots hold.
 
     Args:
         rows: which bytes of a record this rank holds.
         context: store, observer and options.
+
+    Attributes:
+        pool: threads for reads, writes, and copies into blocks. Writes take half of them at most.
+        hash_pool: a thread that reads and writes memory only: a slow store does not delay it.
     """
 
     def __init__(self, rows: RankRows, replicas: Replicas, context: RoleContext) -> None:
@@ -53,14 +68,10 @@ class SlotIO:
         self._used_by_device: dict[int, Mark] = {}
         self._last_load: dict[int, int] = {}  # number of the plan, by slot
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
-        self._copying: dict[int, tuple[SlotChunk, Gathered]] = {}
-        self._hashes: dict[int, Job[tuple[Sealed, Job[Saved] | None]]] = {}
-        self._writes: dict[int, Job[Saved]] = {}
-        io_threads = context.config.io_threads
-        self.read_pool = IOPool(io_threads, "kvferry-load")
-        # A pool of its own, so that a slow store does not delay seals.
-        self._hash_pool = IOPool(1, "kvferry-seal")
-        self._write_pool = IOPool(-(-io_threads // 2), "kvferry-save")
+        self._saves: dict[int, _Save] = {}
+        # With one thread, a write that hangs would keep hits from being read.
+        self.pool = IOPool(max(2, context.config.io_threads), "kvferry-io")
+        self.hash_pool = IOPool(1, "kvferry-seal")
 
     @property
     def _observer(self) -> Observer:
@@ -139,7 +150,7 @@ class SlotIO:
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds, detail="; ".join(map(str, faults)))
 
-        self._reads[chunk.slot] = (fetch, self.read_pool.submit(run))
+        self._reads[chunk.slot] = (fetch, self.pool.submit(run))
 
     def _await_readers(self, slot: int) -> None:
         deadline = time.monotonic() + self._bounds.device_seconds
@@ -169,21 +180,18 @@ class SlotIO:
         the chunk; if this rank holds whole records, write it. Never blocks."""
         schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
-        self._copying[chunk.slot] = chunk, gathered
-        self._hashes[chunk.slot] = self._hash_pool.submit(
-            lambda _job: self._hash(chunk, gathered, schema)
-        )
+        save = self._saves[chunk.slot] = _Save(chunk, gathered)
+        save.hash = self.hash_pool.submit(lambda _job: self._seal(save, gathered, schema))
 
-    def _hash(
-        self, chunk: SlotChunk, gathered: Gathered, schema: RecordSchema
-    ) -> tuple[Sealed, Job[Saved] | None]:
+    def _seal(self, save: _Save, gathered: Gathered, schema: RecordSchema) -> Sealed:
         """Hash a chunk, and queue the write of a record that is whole. Runs in: hash thread."""
+        chunk = save.chunk
         if not gathered.mark.wait(self._bounds.device_seconds):
             raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
         digests = self._rows.digests(image, gathered.digests)
         if not self._is_alone:
-            return Sealed(chunk.slot, digests), None
+            return Sealed(chunk.slot, digests)
         key = ChunkKey(chunk.key)
         seal_record(schema, key, chunk.first_token, digests, image)
 
@@ -192,44 +200,53 @@ class SlotIO:
             result = write_sealed(store, key, [image], self._observer)
             return Saved(chunk.slot, result, "" if result.is_there else store.refusal)
 
-        return Sealed(chunk.slot), self._write_pool.submit(write)
+        save.write = self.pool.submit(write, can_wait=True)
+        return Sealed(chunk.slot)
 
     # -- reports --------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that will be reported."""
-        return bool(self._reads or self._copying or self._hashes or self._writes)
+        return bool(self._reads or self._saves)
 
     def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
-        """Append the operations that ended since the last call, the stages of a chunk in order."""
-        if not self.is_busy:
-            return
-        # The last stage is polled first: else a hash that ends meanwhile comes before its copy.
-        for slot in [slot for slot, write in self._writes.items() if write.poll()]:
-            write = self._writes.pop(slot)
-            if write.result is None:
-                self._observer.count("save_failed")
-                logger.error("saving a chunk failed", exc_info=write.error)
-            saved.append(write.result or Saved(slot, PutResult.FAILED))
-        for slot in [slot for slot, job in self._hashes.items() if job.poll()]:
-            hashed = self._hashes.pop(slot)
-            if hashed.result is None:
-                logger.error("hashing a chunk failed", exc_info=hashed.error)
-                sealed.append(Sealed(slot, None))
-                continue
-            of_slot, started = hashed.result
-            sealed.append(of_slot)
-            if started is not None:
-                self._writes[slot] = started
-        for slot in [slot for slot, (_, copy) in self._copying.items() if copy.mark.poll()]:
-            chunk, _ = self._copying.pop(slot)
-            self._contents[slot] = chunk.key, self._rows.all_groups
-            filled.append(Filled(slot))
+        """Append what ended since the last call."""
+        for slot, save in list(self._saves.items()):
+            if self._has_ended(save, filled, sealed, saved):
+                del self._saves[slot]
         for slot, (fetch, read) in list(self._reads.items()):
             if read.poll():
                 del self._reads[slot]
                 filled.append(self._end_read(fetch, read))
+
+    def _has_ended(
+        self, save: _Save, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]
+    ) -> bool:
+        """Append the stages of a save that ended, one after the other. Whether the last one has."""
+        slot = save.chunk.slot
+        if save.copy is not None:
+            if not save.copy.mark.poll():
+                return False
+            save.copy = None
+            self._contents[slot] = save.chunk.key, self._rows.all_groups
+            filled.append(Filled(slot))
+        if save.hash is not None:
+            if not save.hash.poll():
+                return False
+            if save.hash.result is None:
+                logger.error("hashing a chunk failed", exc_info=save.hash.error)
+            sealed.append(save.hash.result or Sealed(slot, None))
+            save.hash = None
+        if save.write is None:
+            return True
+        if not save.write.poll():
+            return False
+        if save.write.result is None:
+            self._observer.count("save_failed")
+            logger.error("saving a chunk failed", exc_info=save.write.error)
+        saved.append(save.write.result or Saved(slot, PutResult.FAILED))
+        return True
 
     def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:
         ended = read.result
@@ -246,9 +263,10 @@ class SlotIO:
         """End the threads; one that does not end in time is abandoned. Idempotent."""
         for _, read in self._reads.values():
             read.cancel()
-        has_read = self.read_pool.close(self._bounds.reads_close_seconds)
         until = time.monotonic() + self._bounds.writes_close_seconds
-        has_hashed = self._hash_pool.close(self._bounds.writes_close_seconds)  # it submits writes
-        has_written = self._write_pool.close(max(0.0, until - time.monotonic()))
+        has_hashed = self.hash_pool.close(self._bounds.writes_close_seconds)  # it submits writes
+        writes = [save.write for save in self._saves.values() if save.write is not None]
+        has_written = all(write.wait(max(0.0, until - time.monotonic())) for write in writes)
+        has_read = self.pool.close(self._bounds.reads_close_seconds)
         if not (has_read and has_hashed and has_written):
             logger.warning("a store operation did not end in time; it is abandoned at close")

@@ -139,7 +139,7 @@ class SharedStorageWorker(WorkerRole):
         self._loading: deque[tuple[int, Mark]] = deque()
         self.io = SlotIO(rows, self._replicas, context)
         self._bounds = context.bounds
-        self._comparisons = Comparisons(rows, self._memory, context)
+        self._comparisons = Comparisons(rows, self._memory, context, self.io.hash_pool)
         self._copies = BlockCopies(context.spec, rows, setup)
         self._ended = _Ended()
         self._plan = EMPTY_PLAN
@@ -168,7 +168,7 @@ class SharedStorageWorker(WorkerRole):
 
     def unregister_kv_caches(self) -> None:
         # Comparisons may go on: they read slots only.
-        self._copies.unregister(self._bounds.unregister_seconds)
+        self._copies.unregister(self._bounds.device_seconds)
 
     def planned_blocks(self, plan: Plan) -> frozenset[int]:
         if not isinstance(plan, SharedStoragePlan):
@@ -285,7 +285,6 @@ class SharedStorageWorker(WorkerRole):
             self._replicas.move_past(number)
 
     def close(self) -> None:
-        self._comparisons.close()
         self.io.close()
         if not self._copies.close(self._bounds.device_close_seconds):
             logger.warning(
@@ -301,7 +300,7 @@ class SharedStorageWorker(WorkerRole):
         self._observer.count("loaded_tokens", sum(load.stop - load.start for load in loads))
         try:
             loaded = [one for load in loads for one in self._copies_of(load)]
-            errors = self.io.read_pool.spread(
+            errors = self.io.pool.spread(
                 loaded,
                 lambda one: self._copies.scatter(one.copy),
                 alone=self._copies.overlaps,
