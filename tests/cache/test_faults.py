@@ -16,8 +16,9 @@ from benchmarks.host import HostStep
 from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS
+from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.messages import RepairedPlan
+from kvferry.contract.messages import RepairedPlan, WorkerOutput
 from kvferry.errors import TransferError
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
@@ -35,7 +36,7 @@ from kvferry.testing.stores import read_value
 from kvferry.types import ExtraKeys
 from tests.simulated_host import prefix_seeds
 
-from .keeping import PROMPT, assert_settles, keys_of, lose_chunk, wait_for
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
 
 
 def store_prompt(make_host, prompt=PROMPT):
@@ -343,32 +344,23 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
     gate.release()
 
 
-def test_an_idle_host_is_kept_stepping_while_saves_go_on(make_host):
-    first, last, clock = Gate(), Gate(), FakeClock()
-
-    class Slow(WrapperStore):
-        def put(self, key, *args):
-            (last if key == keys[-1] else first).pass_through()
-            return self.inner.put(key, *args)
-
-    host = make_host(store=Slow(MemoryStore("x")), clock=clock)
-    keys = keys_of(host, PROMPT)
-    host.run("writer", PROMPT)
+@pytest.mark.parametrize("stage", ["filled", "sealed", "saved"])
+def test_each_stage_of_a_save_gives_an_idle_host_as_much_time_again(make_host, stage):
+    clock = FakeClock()
+    host = make_host(clock=clock)
+    request = host.add("writer", PROMPT)
+    host.admit(request)
+    request.num_scheduled_tokens = len(PROMPT)
+    save, *_ = host.scheduler.build_plan(HostStep([request])).saves
+    slot = save.chunk.slot
+    ended = {"filled": Filled(slot), "sealed": Sealed(slot), "saved": Saved(slot, "stored")}
+    report = RankReport(rank=0, pool=host.pool.pool_id, **{stage: (ended[stage],)})
     clock.advance(CacheBounds().saves_seconds - 1)
-    first.release()
-    slots = [host.pool.find(key) for key in keys]
-
-    def has_learned() -> bool:
-        host.step([])
-        return not any(slot.is_writing for slot in slots[:-1])
-
-    wait_for(has_learned)
+    host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
     clock.advance(2)
-    assert slots[-1].is_writing
     assert host.scheduler.has_pending_work()
     clock.advance(CacheBounds().saves_seconds)
     assert not host.scheduler.has_pending_work()
-    last.release()
 
 
 def store_prompts(make_host, number: int) -> tuple[MemoryStore, list[list[int]]]:

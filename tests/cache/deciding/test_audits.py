@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from kvferry.contract.messages import LookupMiss
+from kvferry.cache.messages import RankReport, SharedStorageMeta
+from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ExtraKeys
@@ -601,6 +602,23 @@ def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkey
     host.settle()
     assert_settles(host)
     assert settled_run(host, "later").num_external_tokens == WHOLE
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_load_that_failed_ends_the_audits_that_wait(reader, recomputes):
+    """Their requests may compute on blocks that were not filled."""
+    host = reader(recomputes=recomputes)
+    request = host.add("first", PROMPT)
+    host.admit(request)
+    host.step([request], tokens=1)
+    failed = RankReport(rank=0, pool=host.pool.pool_id, failures=1, failed_keys=(b"of another",))
+    host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(failed,))))
+    host.step([request], tokens=len(PROMPT) - SHORT - 1)
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+    assert counts(host) == (0, 0, 0)
+    assert bool(host.invalid_block_ids) == recomputes  # what it loaded counts as unchecked
 
 
 def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.deciding.lookup import Fetching
+from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search
 from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec
@@ -171,6 +171,15 @@ class Events:
             assert key in pinned
             assert needed <= self.role.pool.find(key).held
 
+    def check_wait(self, search: Search) -> None:
+        """It waits for what may still come, and not beyond the latest time."""
+        state, plan = search.state, search.wanted.plan
+        if isinstance(state, Asking):
+            assert None in map(self.store.contains, search.wanted.keys)
+        if isinstance(state, Awaiting):
+            assert state.until <= plan.latest
+            assert any(map(self.store.awaits, search.wanted.keys[: plan.num_chunks]))
+
     def check_end(self, request: HostRequest, local: int) -> None:
         """If nothing happens, a search asks, awaits and fetches once each at most."""
         for _ in range(4):
@@ -237,6 +246,7 @@ class Events:
             assert self.clock() < search.state.until, "it asks again after its deadline"
             assert search.state.until <= self.clock() + LONGEST
             assert deadline is None or self.fetch_until(name) in (None, deadline)
+            self.check_wait(search)
             self.build(HostStep())
         elif not promised:
             search = self.role.requests.by_id[name].search
@@ -292,6 +302,11 @@ class Events:
                 needed = tables.groups_of(chunk.first_token + CHUNK, load.start, load.stop)
                 assert slot.key == chunk.key
                 assert needed <= slot.held
+        ends = (each.num_computed_tokens + each.num_scheduled_tokens for each in step.scheduled)
+        computed = max(ends, default=0)
+        for save in getattr(plan, "saves", ()):
+            assert save.chunk.first_token + CHUNK <= computed
+            assert save.compare_with is None or save.compare_with.key == save.chunk.key
         self.ends += [("fetch", fetch.chunk.slot) for fetch in getattr(plan, "fetches", ())]
         for save in getattr(plan, "saves", ()):
             self.ends.append(("save" if save.compare_with is None else "audit", save.chunk.slot))

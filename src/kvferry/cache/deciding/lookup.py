@@ -135,7 +135,9 @@ class Search:
     - Promised chunks are held by all ranks, and pinned until the search ends.
     - A promise stands until the host has another number of tokens itself.
     - A look-up asks again only before the deadline of the state. Only chunks that came while
-      another engine was awaited move a deadline on. If nothing happens, each state comes once.
+      another engine was awaited move a deadline on, up to the latest time of the plan. If nothing
+      happens, each state comes once.
+    - It asks only a store that has not answered, and awaits only what the store awaits.
     """
 
     wanted: Wanted = NOTHING
@@ -345,6 +347,14 @@ class Lookup:
             if search.hit is not None and search.hit.audit is not None:
                 self._audits.release(search.hit.audit)
             search.state = search.state.before
+
+    def admit(self, search: Search) -> Audit | None:
+        """End the search of a request that was admitted. Its load takes the pins over before. The
+        audit of its hit goes on: hand it over."""
+        audit = search.hit and search.hit.audit
+        self._pin_only(search, ())
+        search.state = NEVER
+        return audit
 
     def release(self, search: Search) -> None:
         """End the pins and the promise of a search that ends."""

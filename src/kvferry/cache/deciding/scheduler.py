@@ -23,7 +23,7 @@ from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.lookup import NEVER, Lookup, Search, Short
+from kvferry.cache.deciding.lookup import Lookup, Search, Short
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.requests import Requests, RequestState
@@ -197,8 +197,8 @@ class SharedStorageScheduler(SchedulerRole):
         return state.search
 
     def _end_search(self, state: RequestState) -> None:
-        """End the search of a request that was admitted, or is gone. If the request waits once
-        more, another search begins."""
+        """End the search of a request that is not admitted yet. If it waits once more, another one
+        begins."""
         if state.search is not None:
             self._lookup.release(state.search)
             state.search = None
@@ -275,9 +275,8 @@ class SharedStorageScheduler(SchedulerRole):
         if state.search is not None or state.answer is None:  # else a session goes on in its blocks
             self._accounts.admitted(request, state, search, stop, limit)
         load, _slots = self._loads.get(request.request_id, (None, ()))
-        self.audits.expect(request.request_id, search.hit and search.hit.audit, load)
-        search.state = NEVER  # the audit is not given up with the search
-        self._end_search(state)
+        self.audits.expect(request.request_id, self._lookup.admit(search), load)
+        state.search = None
 
     def _plan_load(
         self,
