@@ -17,11 +17,6 @@ def test_every_store_is_its_own_also_under_one_name():
         assert second.read(make_key(), ()) is None
 
 
-def test_it_is_of_one_process():
-    with MemoryStore() as store:
-        assert store.multi_process is False
-
-
 @pytest.mark.parametrize("max_bytes", [0, -1])
 def test_a_quota_that_holds_nothing_is_refused(max_bytes):
     with pytest.raises(ConfigError, match=str(max_bytes)):
@@ -59,11 +54,3 @@ def test_scan_says_when_a_value_was_used():
         clock.advance(9)
         store.touch([make_key(0), make_key(7)])
         assert {e.key: e.last_used for e in store.scan()} == {make_key(0): 59.0, make_key(1): 50.0}
-
-
-def test_repr_counts():
-    store = MemoryStore("n")
-    store.put(make_key(), [b"abc"])
-    assert repr(store) == "<MemoryStore memory://n 1 values, 3 bytes>"
-    store.close()
-    assert repr(store) == "<MemoryStore memory://n closed>"

@@ -11,7 +11,7 @@ import pytest
 
 import kvferry.store.kind
 import kvferry.store.url
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError
 from kvferry.observe import Counters
 from kvferry.store import memory
 from kvferry.store.base import PutResult
@@ -27,7 +27,6 @@ from kvferry.store.url import (
 )
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.types import ChunkKey
 from tests.servers.process import LOCALHOST
 from tests.servers.proxy import running_proxy
 
@@ -70,6 +69,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
         ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
         ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),
+        ("valkeys://a?key_file=/x", ["without cert_file"]),
         ("valkey://a?password_file=/absent", ["password_file: No such file"]),
     ],
 )
@@ -87,11 +87,6 @@ def test_two_passwords_are_refused_and_not_shown():
     with pytest.raises(ConfigError, match="give one of them") as caught:
         open_store("valkey://me:secret@host?password_file=/x")
     assert "secret" not in str(caught.value)
-
-
-def test_a_key_file_alone_is_refused():
-    with pytest.raises(ConfigError, match="without cert_file"):
-        open_store("valkeys://a?key_file=/x")
 
 
 def test_the_url_of_a_store_on_servers_shows_no_credentials():
@@ -120,32 +115,13 @@ def test_a_file_url_opens_a_file_store_with_its_options(tmp_path):
     with open_store(url, observer=counters, multi_process=True) as store:
         assert store.stat().max_bytes == 2**20
         assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        with open_store(store.url) as again:
+            assert read_value(again, make_key()) == b"value"
     assert root.is_dir()
     assert counters["store_put_records"] == 1
     with open_store(f"file://{quote(str(root))}?read_only=yes") as store:
         assert read_value(store, make_key()) == b"value"
         assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
-
-
-def test_an_absent_directory_is_refused_where_it_may_not_be_made(tmp_path):
-    with pytest.raises(ConfigError, match="absent"):
-        open_store(f"file://{tmp_path}/absent?create=no")
-    with pytest.raises(ConfigError, match="absent"):
-        open_store(f"file://{tmp_path}/absent?read_only=yes")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_url_of_an_open_store_opens_it_again(tmp_path):
-    with open_store(f"file://{quote(str(tmp_path / 'a b%?#'))}") as store:
-        store.put(make_key(), [b"value"])
-        with open_store(store.url) as again:
-            assert read_value(again, make_key()) == b"value"
-
-
-def test_a_store_without_an_index_knows_no_keys(tmp_path):
-    with open_store(f"file://{tmp_path}/s", index=False) as store:
-        store.put(make_key(), [b"value"])
-        assert not store.contains(make_key())
 
 
 @pytest.mark.parametrize(
@@ -187,30 +163,6 @@ def opens(monkeypatch):
     return make
 
 
-def test_a_tier_whose_medium_does_not_answer_is_used_once_it_does(opens, caplog):
-    is_away = threading.Event()
-    is_away.set()
-
-    def opener(url, may_create):
-        assert may_create or url.endswith("far")
-        if url.endswith("far") and is_away.is_set():
-            raise StoreError("away")
-        return MemoryStore(url)
-
-    opens(opener)
-    with open_store(["memory://near", "memory://far"]) as store:
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
-        assert store.stat().num_records == 1
-        is_away.clear()
-        wait_until(lambda: store.tiers()[1].state == "up", "the far one is open")
-        assert store.put(make_key(1), [b"value"]) is PutResult.STORED
-        wait_until(lambda: store.stat().num_records == 3, "the far one has this one, too")
-    assert len(caplog.records) == 2
-    is_away.set()
-    with pytest.raises(StoreError, match="away"):
-        open_store("memory://far")
-
-
 def test_one_bucket_name_at_two_servers_is_two_places(opens):
     opens(lambda url, _: MemoryStore(url), objects)
     urls = ["s3://kv/x?endpoint=http://one", "s3://kv/x?endpoint=http://two"]
@@ -219,30 +171,13 @@ def test_one_bucket_name_at_two_servers_is_two_places(opens):
         open_store([*urls, urls[0]])
 
 
-@pytest.mark.parametrize("urls", [None, 5, {"a": 1}])
-def test_what_is_no_url_and_no_list_is_refused(urls):
-    with pytest.raises(ConfigError, match="a URL or a list"):
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [*((each, "a URL or a list") for each in (None, 5, {"a": 1})), ([], "list of stores is empty")],
+)
+def test_what_is_no_url_and_no_list_is_refused(urls, says):
+    with pytest.raises(ConfigError, match=says):
         open_store(urls)
-
-
-def test_an_empty_list_is_refused():
-    with pytest.raises(ConfigError, match="list of stores is empty"):
-        open_store([])
-
-
-def test_several_urls_are_tiers(tmp_path):
-    with open_store([(tmp_path / "near").as_uri(), "memory://far"]) as store:
-        assert store.url == f"{(tmp_path / 'near').as_uri()}, memory://far"
-        assert store.put(ChunkKey(bytes(32)), [b"value"]) is PutResult.STORED
-
-
-def test_of_tiers_none_stays_open_if_one_cannot_be_opened(tmp_path):
-    before = threading.active_count()
-    with pytest.raises(ConfigError, match="Is a directory"):
-        open_store([(tmp_path / "near").as_uri(), f"valkey://h?password_file={tmp_path}"])
-    with pytest.raises(ConfigError, match="/proc/nowhere"):
-        open_store(["file:///proc/nowhere", "file:///proc/neither"])
-    wait_until(lambda: threading.active_count() == before, "all threads have ended")
 
 
 @pytest.mark.parametrize(

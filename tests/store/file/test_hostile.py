@@ -17,10 +17,6 @@ from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
 
-def make_directory(path, outside):
-    path.mkdir()
-
-
 def make_fifo(path, outside=None):
     os.mkfifo(path)
 
@@ -33,42 +29,6 @@ def make_dangling_link(path, outside):
     path.symlink_to(outside.parent / "nowhere")
 
 
-@pytest.mark.parametrize("make", [make_directory, make_fifo, make_link, make_dangling_link])
-@pytest.mark.parametrize("first", ["read", "write", "evict"])
-def test_what_is_no_file_is_a_miss_and_makes_way(bench, tmp_path, make, first):
-    outside = tmp_path / "outside"
-    outside.write_bytes(b"not a record")
-    store = bench.open(max_bytes=10_000)
-    path = bench.path(make_key())
-    path.parent.mkdir(parents=True)
-    make(path, outside)
-    store.maintain()
-    if first == "read":
-        assert store.read(make_key(), ()) is None
-    elif first == "evict":
-        for number in range(1, 5):
-            assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
-    assert read_value(store, make_key()) == b"value"
-    assert list(bench.root.glob("quarantine/*")) == []
-    assert outside.read_bytes() == b"not a record"
-    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
-
-
-def test_foreign_names_are_neither_listed_nor_evicted(bench):
-    store = bench.open(max_bytes=10_000)
-    shard = bench.root / "records" / "ab"
-    shard.mkdir(parents=True)
-    foreign = [shard / "notes.txt", shard / ("A" * 64 + ".safetensors"), shard / "ab.safetensors"]
-    for path in foreign:
-        path.write_bytes(b"x" * 100)
-    for number in range(5):
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
-    store.maintain()
-    assert all(path.exists() for path in foreign)
-    assert {entry.key for entry in store.scan()} <= {make_key(number) for number in range(5)}
-
-
 def test_a_key_of_another_length_is_refused(bench):
     store = bench.open()
     for key in (b"", b"short", bytes(33)):
@@ -76,16 +36,6 @@ def test_a_key_of_another_length_is_refused(bench):
             store.put(key, [b"value"])
         with pytest.raises(ValueError, match="32 bytes"):
             store.read(key, ())
-
-
-def test_gc_by_age_leaves_foreign_names_alone(bench):
-    store = bench.open()
-    store.put(make_key(), [b"value"])
-    foreign = bench.path(make_key()).parent / "notes.txt"
-    foreign.write_text("mine")
-    bench.wall.advance(1e9)
-    assert store.gc(older_than_seconds=1.0).removed_records == 1
-    assert foreign.exists()
 
 
 def make_tree(path, outside=None):
@@ -262,16 +212,25 @@ def test_an_index_that_is_no_database_is_rebuilt(bench, outside, name, make):
 
 
 @pytest.mark.parametrize("make", MAKERS[:-1])
-def test_what_stands_in_a_records_place_makes_way(bench, outside, make):
-    store = bench.open(max_bytes=100_000)
-    bench.path(make_key()).parent.mkdir(parents=True)
-    make(bench.path(make_key()), outside)
+@pytest.mark.parametrize("first", ["read", "write", "evict", "delete"])
+def test_what_stands_in_a_records_place_is_a_miss_and_makes_way(bench, outside, make, first):
+    store = bench.open(max_bytes=10_000)
+    path = bench.path(make_key())
+    path.parent.mkdir(parents=True)
+    make(path, outside)
+    store.maintain()
+    if first == "read":
+        assert store.read(make_key(), ()) is None
+    elif first == "evict":
+        for number in range(1, 5):
+            assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    elif first == "delete":
+        assert store.delete(make_key())
+        assert not os.path.lexists(path)
     assert store.put(make_key(), [b"value"]) is PutResult.STORED
     assert read_value(store, make_key()) == b"value"
-    assert store.delete(make_key())
-    make(bench.path(make_key()), outside)
-    assert store.delete(make_key())
-    assert not os.path.lexists(bench.path(make_key()))
+    assert list(bench.root.glob("quarantine/*")) == []
+    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
 
 
 def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):

@@ -344,8 +344,3 @@ def test_a_store_that_other_users_can_change_is_warned_of_once(tmp_path, caplog)
             store.maintain()
         assert len(caplog.records) == 1
         assert "belongs to user 4711" in caplog.text
-
-
-def test_the_path_of_a_record_is_where_the_store_keeps_it(bench):
-    bench.open().put(make_key(), [b"value"])
-    assert Path(record_path(str(bench.root), make_key())).read_bytes() == b"value"

@@ -279,27 +279,11 @@ def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
     assert one.stat().used_bytes == 5000
 
 
-@pytest.mark.parametrize("quota", [None, 20_000])
-def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(bench, tmp_path, quota):
-    (tmp_path / "file").write_bytes(b"no folder")
-    place = tmp_path / "file" / "cache" / "index.sqlite3"
-    counters = Counters()
-    store = bench.open(index_file=place, max_bytes=quota, observer=counters)
-    store.maintain()
-    for number in range(10):
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
-    assert read_value(store, make_key(9)) == make_value(4000)
-    assert counters["store_open_failed"] == 1
-    again = bench.open(index_file=place, max_bytes=quota)
-    again.maintain()
-    assert again.contains(make_key(9))
-    assert again.stat().used_bytes == stored_bytes(bench.root)
+def a_file_in_the_way(tmp_path, _monkeypatch):
+    (tmp_path / "cache").write_bytes(b"no folder")
 
 
-def test_a_home_that_cannot_be_written_is_no_reason_to_fail(bench, tmp_path, monkeypatch):
-    """A directory on a network mount, whose index would be in the user's cache directory."""
-    monkeypatch.setattr(filesystem, "file_system", lambda root: "nfs4")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def a_home_that_cannot_be_written(tmp_path, monkeypatch):
     makedirs = os.makedirs
 
     def fail(path, *args, **named):
@@ -308,30 +292,41 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_fail(bench, tmp_path, mon
         makedirs(path, *args, **named)
 
     monkeypatch.setattr(os, "makedirs", fail)
-    store = bench.open(max_bytes=20_000)
-    store.maintain()
-    assert store.put(make_key(), [make_value(4000)]) is PutResult.STORED
-    assert store.contains(make_key())
-    monkeypatch.undo()
-    assert not (tmp_path / "cache").exists()
-    assert not (bench.root / "index.sqlite3").exists()
 
 
-def test_an_unknown_home_is_no_reason_to_fail(bench, tmp_path, monkeypatch):
+def an_unknown_home(tmp_path, monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr(filesystem, "file_system", lambda root: "nfs4")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    before = os.listdir(tmp_path)
-    store = bench.open(max_bytes=20_000)
+
+
+@pytest.mark.parametrize("quota", [None, 20_000])
+@pytest.mark.parametrize(
+    "cause", [a_file_in_the_way, a_home_that_cannot_be_written, an_unknown_home]
+)
+def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(
+    bench, tmp_path, monkeypatch, cause, quota
+):
+    """Its place is in the user's cache directory."""
+    monkeypatch.setattr(filesystem, "file_system", lambda root: "nfs4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cause(tmp_path, monkeypatch)
+    before = set(os.listdir(tmp_path))
+    counters = Counters()
+    store = bench.open(max_bytes=quota, observer=counters)
     store.maintain()
-    assert store.put(make_key(), [make_value(4000)]) is PutResult.STORED
-    reader = bench.open(read_only=True)
-    reader.maintain()
-    assert reader.contains(make_key())
-    assert set(os.listdir(tmp_path)) - set(before) <= {bench.root.name}
+    for number in range(10):
+        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+    assert store.contains(make_key(9))
+    assert counters["store_open_failed"] == (cause is not an_unknown_home)
+    for options in ({"max_bytes": quota}, {"read_only": True}):
+        again = bench.open(**options)
+        again.maintain()
+        assert again.contains(make_key(9))
+        assert again.stat().used_bytes == stored_bytes(bench.root)
+    assert set(os.listdir(tmp_path)) - before <= {bench.root.name}
     assert not (bench.root / "index.sqlite3").exists()

@@ -74,7 +74,13 @@ def test_a_disk_that_fails_while_it_is_opened_is_no_crash(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        (json.dumps({"format": "kvferry-store", "version": 7}), "version 7.*knows 2"),
+        *(
+            (
+                json.dumps({"format": "kvferry-store", "version": version}),
+                f"version {version}.*knows 2",
+            )
+            for version in (1, 3, 7)
+        ),
         (json.dumps({"format": "kvferry-store", "version": "1"}), "not the marker"),
         (json.dumps({"format": "other", "version": 1}), "not the marker"),
         ("[" * 4000, "not the marker"),
@@ -85,8 +91,12 @@ def test_a_disk_that_fails_while_it_is_opened_is_no_crash(bench, monkeypatch):
 def test_another_format_is_refused_and_left_alone(bench, marker, message):
     bench.root.mkdir()
     (bench.root / "kvferry.json").write_text(marker)
-    with pytest.raises(ConfigError, match=message):
+    before = {path: path.lstat().st_mtime_ns for path in [bench.root, *bench.root.rglob("*")]}
+    with pytest.raises(ConfigError, match=message) as refused:
         bench.open()
+    assert "\n" not in str(refused.value)
+    after = {path: path.lstat().st_mtime_ns for path in [bench.root, *bench.root.rglob("*")]}
+    assert after == before
     assert (bench.root / "kvferry.json").read_text() == marker
 
 

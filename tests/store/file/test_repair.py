@@ -37,34 +37,6 @@ def fill(store, numbers):
         store.put(make_key(number), [make_value(SIZE)])
 
 
-def execute(root, *statements):
-    with closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None)) as db:
-        for statement in statements:
-            db.execute(statement)
-
-
-def test_an_index_whose_first_look_fails_is_compared_all_the_same(bench, monkeypatch):
-    """Another process holds the lock of the new database when it is first read."""
-    store = bench.open(max_bytes=QUOTA)
-    fill(store, range(20))
-    store.maintain()
-    (bench.root / "index.sqlite3").unlink()
-    transaction, failures = store.index.database.transaction, [1]
-
-    def locked(*, writes):
-        if failures:
-            failures.pop()
-            raise IndexUnavailable(errno.EAGAIN, "locked")
-        return transaction(writes=writes)
-
-    monkeypatch.setattr(store.index.database, "transaction", locked)
-    for _ in range(100):
-        store.upkeep.step(rests=False)
-    assert store.stat().used_bytes == disk_bytes(bench.root)
-    fill(store, range(100, 140))
-    assert disk_bytes(bench.root) <= QUOTA
-
-
 def test_an_older_copy_moved_into_place_does_not_void_the_quota(bench):
     store = bench.open(max_bytes=QUOTA)
     fill(store, range(3))
@@ -125,28 +97,6 @@ def test_a_listing_of_many_slices_is_in_order_and_whole(bench):
     times = [entry.last_used for entry in recent]
     assert times == sorted(times, reverse=True)
     assert list(store.recent(7)) == recent[:7]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE totals SET num_bytes = 0",
-        "UPDATE totals SET num_records = 0",
-        "UPDATE totals SET num_bytes = num_bytes + 60000",
-    ],
-)
-def test_totals_that_are_wrong_are_found_when_the_store_is_opened(bench, damage):
-    store = bench.open(max_bytes=QUOTA)
-    fill(store, range(20))
-    store.maintain()
-    store.close()
-    execute(bench.root, damage)
-    store = bench.open(max_bytes=QUOTA)
-    for _ in range(3):
-        store.maintain()
-    fill(store, range(100, 140))
-    assert store.stat().used_bytes == disk_bytes(bench.root) <= QUOTA
-    assert_index_agrees(bench.root)
 
 
 def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch):
@@ -223,32 +173,6 @@ def test_notes_may_come_while_others_are_written(bench):
         for thread in threads:
             thread.join()
     assert min(took) <= FileBounds().lock_seconds  # a fault makes all slow, a busy machine one
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE sqlite_sequence SET seq = 'many'",
-        "UPDATE records SET id = 9223372036854775807 WHERE id = (SELECT max(id) FROM records)",
-        "UPDATE removals SET id = 9223372036854775807 WHERE id = (SELECT max(id) FROM removals)",
-        "UPDATE records SET id = 4503599627370496 WHERE id = (SELECT max(id) FROM records)",
-    ],
-)
-def test_hostile_numbers_of_rows_are_repaired(bench, caplog, damage):
-    store = bench.open(max_bytes=QUOTA)
-    fill(store, range(5))
-    store.delete(make_key(0))
-    store.maintain()
-    store.close()
-    execute(bench.root, damage)
-    store = bench.open(max_bytes=QUOTA)
-    for _ in range(4):
-        store.maintain()
-    assert [store.contains(make_key(number)) for number in range(5)] == [False] + [True] * 4
-    assert sum(count for count, _ in store.namespaces().values()) == 4
-    assert store.put(make_key(9), [b"value"]) is PutResult.STORED
-    assert store.delete(make_key(9))
-    assert "Traceback" not in caplog.text
 
 
 def test_a_record_placed_by_hand_while_its_key_was_written_is_found(bench):

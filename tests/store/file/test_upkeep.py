@@ -41,17 +41,6 @@ def test_known_keys_take_at_most_150_bytes_each():
     assert one + of_all / len(keys) <= 150
 
 
-def test_a_banned_key_is_not_learnt_again_until_it_is_stored():
-    known = KnownKeys()
-    known.add(make_key())
-    known.hide(make_key())
-    assert not known.contains(make_key())
-    known.add(make_key())
-    assert not known.contains(make_key())
-    known.note_written(make_key())
-    assert known.contains(make_key())
-
-
 def test_opening_does_not_wait_for_the_index(bench):
     bench.open().put(make_key(), [b"value"])
     store = bench.open()
@@ -86,21 +75,6 @@ def test_touched_records_are_written_back_in_batches_and_on_close(bench):
     used = {entry.key: entry.last_used for entry in bench.open().scan()}
     assert [used[key] for key in keys] == sorted(used.values(), reverse=True)
     assert max(used.values()) == pytest.approx(bench.wall(), abs=1)
-
-
-def test_the_least_recently_used_of_many_go_first(bench):
-    store = bench.open()
-    keys = make_keys(3000)
-    for key in keys:
-        store.put(key, [b"v"])
-        bench.wall.advance(1)
-    store.touch(keys[:5])
-    store.close()
-    small = bench.open(max_bytes=2990)
-    assert small.put(make_key(1), [b"v"]) is PutResult.STORED
-    evicted = [age for age, key in enumerate(keys) if not bench.path(key).exists()]
-    assert evicted == list(range(5, 5 + len(evicted)))
-    assert len(evicted) == 11
 
 
 @pytest.mark.parametrize("seed", range(4))

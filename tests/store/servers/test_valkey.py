@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import socket
 import ssl
 import threading
@@ -14,47 +13,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-import hiredis
 import pytest
 
-from kvferry.errors import ConfigError, KVError, StoreError
-from kvferry.observe import Observer
+from kvferry.errors import KVError, StoreError
 from kvferry.store.base import PutResult
-from kvferry.store.kind import Opening
 from kvferry.store.servers.resp import command
 from kvferry.store.servers.valkey import Login, ValkeyClient
 from kvferry.store.servers.valkey_nodes import ValkeyNode
 from kvferry.store.url import open_one
 from kvferry.testing.stores import (
-    ProbeTests,
-    RemoteStoreTests,
-    ScanTests,
     make_key,
     read_value,
 )
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
 from tests.servers.valkey import ValkeyCluster, ValkeyServer, make_certificate, running_valkey
-from tests.store.servers.real_clients import ClientTests
+from tests.store.servers.real_clients import (
+    ClientTests,
+    ServerStoreTests,
+    calls_of,
+    ends_within,
+    fail_in_time,
+    soon,
+    value_of,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("patient_calls")
 
-SPACE = b"n" * 32
 SECRET = "pa:ss/word@%20"
-# What a call may take beyond its deadline, on a busy machine. One that ignores it takes 20 s.
-GRACE_SECONDS = 5.0
 
 
 def make_client(port: int, **options: object) -> ValkeyClient:
     return ValkeyClient([(LOCALHOST, port)], **options)
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
-
-
-def make_value(num_bytes: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(num_bytes)
 
 
 def read_whole(client: ValkeyClient, name: str, deadline: float | None = None) -> bytes | None:
@@ -65,14 +55,6 @@ def read_whole(client: ValkeyClient, name: str, deadline: float | None = None) -
     buffer = bytearray(size)
     assert client.read(name, [(0, memoryview(buffer))], deadline) in (size, None)
     return bytes(buffer)
-
-
-@contextlib.contextmanager
-def ends_in(seconds: float) -> Iterator[float]:
-    """A deadline; what runs inside must end by itself, and soon after it."""
-    start = time.monotonic()
-    yield start + seconds
-    assert time.monotonic() - start < seconds + GRACE_SECONDS
 
 
 @pytest.fixture(params=["server", "cluster"])
@@ -96,69 +78,29 @@ def lone() -> Iterator[ValkeyServer]:
         yield server
 
 
-class TestStoreOnValkey(ScanTests, ProbeTests, RemoteStoreTests):
-    """The suite of all stores, over a real server."""
+class TestStoreOnValkey(ServerStoreTests):
+    """On one server, and on three nodes."""
 
-    persistent = True
-
-    @pytest.fixture(autouse=True)
-    def _server(self, valkey_server):
-        self.server = valkey_server
-        yield
-        valkey_server.ask("FLUSHALL")
-
-    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
-        assert max_bytes is None
-        url = f"valkey://{LOCALHOST}:{self.server.port}/{tmp_path.name}"
-        counts = observer or Observer()
-        return open_one(url, Opening(multi_process=True, observer=counts, namespace=SPACE))
-
-    def poke(self, store, key, value):
-        if value is None:
-            self.server.ask("DEL", store.name_of(key))
+    @pytest.fixture(params=["server", "cluster"])
+    def nodes(self, request):
+        if request.param == "server":
+            nodes = [request.getfixturevalue("valkey_server")]
         else:
-            self.server.ask("SET", store.name_of(key), value)
-
-    def peek(self, store, key):
-        return self.server.ask("GET", store.name_of(key))
-
-
-class TestStoreOnValkeyCluster(ScanTests, ProbeTests, RemoteStoreTests):
-    """The suite of all stores, over three nodes."""
-
-    persistent = True
-
-    @pytest.fixture(autouse=True)
-    def _server(self, valkey_cluster):
-        self.nodes = valkey_cluster.nodes
-        yield
-        for node in self.nodes:
+            nodes = request.getfixturevalue("valkey_cluster").nodes
+        yield nodes
+        for node in nodes:
             node.ask("FLUSHALL")
 
-    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
-        assert max_bytes is None
-        nodes = ",".join(f"{LOCALHOST}:{node.port}" for node in self.nodes)
-        url = f"valkey://{nodes}/{tmp_path.name}?cluster=true"
-        counts = observer or Observer()
-        return open_one(url, Opening(multi_process=True, observer=counts, namespace=SPACE))
+    @pytest.fixture
+    def make_client(self, nodes, closing):
+        seeds, is_cluster = [(LOCALHOST, node.port) for node in nodes], len(nodes) > 1
+        return lambda: closing(ValkeyClient(seeds, cluster=is_cluster))
 
-    def poke(self, store, key, value):
-        if value is None:
-            self._ask("DEL", store.name_of(key))
-        else:
-            self._ask("SET", store.name_of(key), value)
-
-    def peek(self, store, key):
-        return self._ask("GET", store.name_of(key))
-
-    def _ask(self, *words):
-        """Of the node that has the key."""
-        for node in self.nodes:
-            try:
-                return node.ask(*words)
-            except hiredis.HiredisError as error:
-                assert str(error).startswith("MOVED")  # noqa: PT017  # the other errors fail
-        raise AssertionError("no node has the key")
+    @pytest.fixture
+    def url_of(self, nodes):
+        hosts = ",".join(f"{LOCALHOST}:{node.port}" for node in nodes)
+        options = "?cluster=true" if len(nodes) > 1 else ""
+        return lambda path: f"valkey://{hosts}/{path}{options}"
 
 
 class TestValkeyClient(ClientTests):
@@ -227,7 +169,7 @@ def test_both_sides_of_a_fork_have_their_own_connections(client):
 def test_a_full_server_has_no_space():
     with running_valkey(maxmemory="6mb", maxmemory_policy="noeviction") as server:
         client = make_client(server.port)
-        value = make_value(400_000)
+        value = value_of(num_bytes=400_000)
         results = [client.put(f"kv/ns/{number}", [value], soon()) for number in range(20)]
         num_stored = results.count(PutResult.STORED)
         assert 3 < num_stored < 16
@@ -239,7 +181,7 @@ def test_a_full_server_has_no_space():
 def test_an_evicting_server_gives_whole_values_or_none():
     with running_valkey(maxmemory="8mb", maxmemory_policy="allkeys-lru") as server:
         client = make_client(server.port)
-        values = {f"kv/ns/{number}": make_value(200_000, number) for number in range(60)}
+        values = {f"kv/ns/{number}": value_of(number, 200_000) for number in range(60)}
         stop = threading.Event()
 
         def write() -> None:
@@ -298,7 +240,7 @@ def test_a_password_is_given(locked, tmp_path):
     file.write_text(SECRET + "\n")
     for login in (Login(password=SECRET), Login("default", SECRET), Login(password_file=str(file))):
         client = make_client(locked.port, login=login)
-        assert client.put("kv/ns/a", [make_value(100_000)], soon()) is not PutResult.FAILED
+        assert client.put("kv/ns/a", [value_of(num_bytes=100_000)], soon()) is not PutResult.FAILED
         client.close()
 
 
@@ -320,7 +262,7 @@ def test_a_wrong_password_is_one_clear_line_without_it(locked, login, caplog):
     caplog.set_level(logging.DEBUG)
     client = make_client(locked.port, login=login)
     with pytest.raises(StoreError, match=r"refused the login \(WRONGPASS\); check") as caught:
-        client.put("kv/ns/a", [make_value(300_000)], soon())
+        client.put("kv/ns/a", [value_of(num_bytes=300_000)], soon())
     text = f"{caught.value!r} {caught.value} {caught.value.__cause__!r} {login!r} {caplog.text}"
     assert "wr0ng" not in text
     assert "some0ne" not in text
@@ -331,18 +273,8 @@ def test_a_wrong_password_is_one_clear_line_without_it(locked, login, caplog):
 def test_a_missing_password_is_named(locked):
     client = make_client(locked.port)
     with pytest.raises(StoreError, match=r"NOAUTH.*give username and password_file"):
-        client.put("kv/ns/a", [make_value(3_000_000)], soon())
+        client.put("kv/ns/a", [value_of(num_bytes=3_000_000)], soon())
     client.close()
-
-
-def test_a_password_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="password_file: No such file"):
-        make_client(1, login=Login(password_file=str(tmp_path / "absent")))
-
-
-def test_several_servers_are_a_cluster():
-    with pytest.raises(ConfigError, match=r"\?cluster=true"):
-        ValkeyClient([(LOCALHOST, 1), (LOCALHOST, 2)])
 
 
 def test_a_replica_is_read_and_refuses_writes(lone):
@@ -374,42 +306,12 @@ def test_a_list_under_the_name_of_a_value_is_a_wrong_record(valkey_server):
 # Servers and networks that fail.
 
 
-def every_call(client: ValkeyClient, deadline: float) -> Iterator[object]:
-    """One thunk for each method that asks the server."""
-    buffer = memoryview(bytearray(300_000))
-    yield lambda: client.read("kv/ns/a", [(0, buffer)], deadline)
-    yield lambda: client.put("kv/ns/a", [make_value(8_000_000)], deadline)
-    yield lambda: client.exists(["kv/ns/a", "kv/ns/b"], deadline)
-    yield lambda: client.delete("kv/ns/a", deadline)
-    yield lambda: list(client.scan("kv/", deadline))
-
-
-def all_fail_by(client: ValkeyClient, seconds: float) -> None:
-    """Every method, in a thread of its own, raises at the deadline at the latest."""
-    with ends_in(seconds) as deadline:
-        outcomes: list[object] = []
-
-        def run(call: object) -> None:
-            try:
-                outcomes.append(call())
-            except StoreError as error:
-                outcomes.append(error)
-
-        calls = list(every_call(client, deadline))
-        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    assert len(outcomes) == len(calls)
-    assert all(isinstance(each, StoreError) for each in outcomes), outcomes
-
-
 def test_a_killed_server_is_an_error_and_comes_back_empty(lone):
     client = make_client(lone.port)
     client.put("kv/ns/a", [b"value"], soon())
     lone.process.kill()
-    all_fail_by(client, 2.0)
+    for call in calls_of(client, "kv/ns/a", 2.0):
+        fail_in_time(call, 2.0)
     lone.start()
     assert client.exists(["kv/ns/a"], soon()) == [False]
     assert read_whole(client, "kv/ns/a") is None
@@ -426,17 +328,6 @@ def test_connections_that_a_server_closed_are_replaced(lone):
     client.close()
 
 
-def test_a_black_hole_holds_no_call(valkey_server):
-    with running_proxy(valkey_server.port) as proxy:
-        client = make_client(proxy.port)
-        client.exists(["kv/ns/a"], soon())
-        proxy.black_hole()
-        all_fail_by(client, 0.5)
-        proxy.pass_all()
-        assert client.exists(["kv/ns/a"], soon()) == [False]
-        client.close()
-
-
 def test_a_connect_that_is_not_answered_ends_at_the_deadline():
     # A backlog that is full: the kernel drops further requests to connect.
     with socket.create_server((LOCALHOST, 0), backlog=0) as listener:
@@ -446,7 +337,7 @@ def test_a_connect_that_is_not_answered_ends_at_the_deadline():
             each.setblocking(False)
             each.connect_ex(address)
         node = ValkeyNode(*address, Login(), None)
-        with ends_in(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
+        with ends_within(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
             node.ask([command("PING")], deadline)
         for each in waiting:
             each.close()
@@ -455,12 +346,12 @@ def test_a_connect_that_is_not_answered_ends_at_the_deadline():
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 10, 150_000, 299_999])
 def test_a_value_cut_in_the_middle_is_an_error(valkey_server, num_bytes):
-    value = make_value(300_000)
+    value = value_of(num_bytes=300_000)
     with running_proxy(valkey_server.port) as proxy:
         client = make_client(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.cut_after(num_bytes)
-        with ends_in(15.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
+        with ends_within(15.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
             read_whole(client, "kv/ns/a", deadline)
         proxy.pass_all()
         assert read_whole(client, "kv/ns/a") == value
@@ -469,15 +360,15 @@ def test_a_value_cut_in_the_middle_is_an_error(valkey_server, num_bytes):
 
 
 def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_server):
-    value = make_value(2_000_000)
+    value = value_of(num_bytes=2_000_000)
     with running_proxy(valkey_server.port) as proxy:
         client = make_client(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.limit(5e6)
-        with ends_in(15.0) as deadline:
+        with ends_within(15.0) as deadline:
             assert read_whole(client, "kv/ns/a", deadline) == value
         # Something arrives all the time, and the call still ends.
-        with ends_in(0.15) as deadline, pytest.raises(StoreError, match="no answer in time"):
+        with ends_within(0.15) as deadline, pytest.raises(StoreError, match="no answer in time"):
             read_whole(client, "kv/ns/a", deadline)
         client.close()
     valkey_server.ask("FLUSHALL")
@@ -485,14 +376,14 @@ def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_ser
 
 def test_a_deadline_that_has_passed_is_an_error_at_once(valkey_server):
     client = make_client(valkey_server.port)
-    with ends_in(0.0), pytest.raises(StoreError, match="no answer in time"):
+    with ends_within(0.0), pytest.raises(StoreError, match="no answer in time"):
         client.exists(["kv/ns/a"], time.monotonic() - 1)
     client.close()
 
 
 def test_a_host_without_an_address_is_an_error():
     client = ValkeyClient([("no-such-host.invalid", 6379)])
-    with ends_in(2.0) as deadline, pytest.raises(StoreError, match=r"no-such-host\.invalid"):
+    with ends_within(2.0) as deadline, pytest.raises(StoreError, match=r"no-such-host\.invalid"):
         client.exists(["kv/ns/a"], deadline)
     client.close()
 
@@ -594,9 +485,9 @@ def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster):
     try:
         lost = next(name for name in names if owners[name] == 2)
         kept = next(name for name in names if owners[name] == 0)
-        with ends_in(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
+        with ends_within(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
             client.read(lost, [], deadline)
-        with ends_in(10.0) as deadline:
+        with ends_within(10.0) as deadline:
             assert client.read(kept, [], deadline) == 1
     finally:
         third.process.resume()
@@ -614,7 +505,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_tls(valkey_server, certificate):
-    value = make_value(1_000_003)
+    value = value_of(num_bytes=1_000_003)
     trusting = ssl.create_default_context(cafile=certificate[0])
     with running_proxy(valkey_server.port, certificate) as proxy:
         client = make_client(proxy.port, tls=trusting)
@@ -624,7 +515,7 @@ def test_tls(valkey_server, certificate):
             assert read_whole(client, "kv/ns/tls") == value
         assert proxy.num_connections == 1
         proxy.black_hole()
-        with ends_in(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
+        with ends_within(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
             read_whole(client, "kv/ns/tls", deadline)
         client.close()
     valkey_server.ask("FLUSHALL")
@@ -658,6 +549,6 @@ def test_tls_to_a_server_without_it_is_an_error(valkey_server, certificate):
     trusting = ssl.create_default_context(cafile=certificate[0])
     client = make_client(valkey_server.port, tls=trusting)
     # It waits for the end of what looks like a command.
-    with ends_in(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
+    with ends_within(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
         client.exists(["kv/ns/a"], deadline)
     client.close()

@@ -1,13 +1,10 @@
-"""The state of a tier, without threads: what each event leads to, by table and by property."""
+"""The state of a tier, without threads: what each event leads to."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import ConfigError, StoreError, StorePlaceError
 from kvferry.store.tiers.health import Health, Patience, State
@@ -68,6 +65,7 @@ LATE = ("is_left_out", "did not open")
         ([("open_failed", AWAY), ("opened",)], State.UP, True, math.inf),
         ([("open_failed", AWAY), *[FAIL] * 2, ("opened",), FAIL], State.UP, True, math.inf),
         ([LATE, FAIL, COME_BACK], State.OPENING, False, -math.inf),
+        ([FAIL, ("open_failed", AWAY)], State.UP, True, math.inf),
     ],
 )
 def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
@@ -127,6 +125,7 @@ def test_one_failure_that_took_long_is_enough():
             ["answers, but a value could not be stored: read-only"],
         ),
         ([("opened",), ("write_failed", "read-only"), *GO_AWAY], ["not used until"]),
+        ([("opened",), ("write_failed", "read-only"), ("close",), COME_BACK], []),
         ([("opened",), *[("no_room",)] * 3], ["answers, but it has no room for a value"]),
     ],
 )
@@ -157,6 +156,9 @@ def test_trials_of_an_away_store_come_at_growing_pauses():
         assert not health.claim_try()
         pauses.append(waited)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    opening = make(LATE)
+    assert opening.claim_try()
+    assert not opening.claim_try(), "one at a time"
 
 
 def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little():
@@ -202,106 +204,3 @@ def test_refusals_end_when_a_write_succeeds_long_after_the_last():
     clock.advance(1)
     assert health.stored() == "store x://y: takes values again"
     assert not health.stored()
-
-
-class AnyEvents(RuleBasedStateMachine):
-    """Any events in any order keep what a tier relies on."""
-
-    def __init__(self):
-        super().__init__()
-        self.clock = FakeClock()
-        self.health = Health("store x", self.clock, PATIENCE)
-        self.in_a_row = 0
-
-    @rule(seconds=st.sampled_from([0.0, 0.1, 0.6, 6.0, 100.0]))
-    def wait(self, seconds):
-        self.clock.advance(seconds)
-
-    @rule(error=st.sampled_from([AWAY, NOT_A_STORE]))
-    def open_fails(self, error):
-        before = self.health.state
-        self.health.open_failed(error)
-        assert self.health.state is before
-
-    @rule()
-    def opens(self):
-        was_opening = self.health.state is State.OPENING
-        self.health.opened()
-        assert not was_opening or self.health.state is State.UP
-
-    @rule(is_long=st.booleans())
-    def fails(self, is_long):
-        before = self.health.state
-        self.health.failed("why", is_long=is_long)
-        if before not in (State.UP, State.REFUSING):
-            assert self.health.state is before
-            return
-        self.in_a_row += 1
-        is_away = is_long or self.in_a_row >= PATIENCE.max_failures
-        assert self.health.state is (State.AWAY if is_away else before)
-
-    @rule()
-    def is_answered(self):
-        before = self.health.state
-        self.health.answered()
-        assert self.health.state is before
-        if self.health.is_up:
-            self.in_a_row = 0
-
-    @rule()
-    def a_trial_is_answered(self):
-        before = self.health.state
-        self.health.trial_answered()
-        if before is State.AWAY:
-            assert self.health.state is State.UP
-        else:
-            assert self.health.state is before
-        if self.health.is_up:
-            self.in_a_row = 0
-
-    @rule()
-    def write_fails(self):
-        was_up = self.health.is_up
-        self.health.write_failed("")
-        assert self.health.is_up is was_up, "a store that refuses writes is read"
-        assert not self.health.accepts_writes
-
-    @rule()
-    def has_no_room(self):
-        was_up = self.health.is_up
-        self.health.no_room()
-        assert self.health.is_up is was_up
-
-    @rule()
-    def stores(self):
-        accepted = self.health.accepts_writes
-        self.health.stored()
-        assert self.health.accepts_writes is accepted
-
-    @rule()
-    def tries(self):
-        is_due = self.clock() >= self.health.next_try
-        assert self.health.claim_try() is is_due
-        if not self.health.is_up:
-            assert not self.health.claim_try(), "one at a time"
-
-    @precondition(lambda self: self.health.state is State.AWAY)
-    @rule()
-    def is_tried_soon(self):
-        assert self.health.next_try <= self.clock() + PATIENCE.longest_pause_seconds
-
-    @rule(is_time=st.integers(0, 9))
-    def closes(self, is_time):
-        if not is_time:
-            self.health.close()
-
-    @invariant()
-    def agrees_with_itself(self):
-        health = self.health
-        assert not health.accepts_writes or health.is_up
-        assert health.state is not State.CLOSED or health.next_try == math.inf
-        assert health.is_up == (health.state in (State.UP, State.REFUSING))
-
-
-TestAnyEvents = AnyEvents.TestCase
-TestAnyEvents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

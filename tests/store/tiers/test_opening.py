@@ -86,13 +86,6 @@ def is_open(store):
     return ": up" in repr(store)
 
 
-def test_a_store_that_opens_in_time_is_used_at_once(opened, caplog):
-    opening = Opening()
-    opening.go.set()
-    assert opened(opening, 60.0).put(KEY, [b"x"]) is PutResult.STORED
-    assert not caplog.records
-
-
 def test_an_error_in_time_is_raised(opened):
     opening = Opening(ConfigError("no such place"))
     opening.go.set()
