@@ -82,7 +82,7 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     because with overlapping steps the next output may belong to another step."""
     namespace: bytes | None = None
     """Namespace digest that records carry from now on; None: the same as before."""
-    first_namespace: bytes | None = None
+    first_namespace: bytes = b""
     """Namespace digest that a rank must have begun with: another one reads and saves nothing."""
 
 

@@ -31,10 +31,12 @@ class LateWeights:
 
     Attributes:
         why: why there is no digest; empty if there is one, or none is needed.
+        has_failed: whether there will be none.
     """
 
     def __init__(self) -> None:
         self.why = ""
+        self.has_failed = False
         self._digest: Future[bytes] = Future()
         self._is_taken = False
 
@@ -66,12 +68,16 @@ class LateWeights:
         self._is_taken = True
         error = self._digest.exception()
         if error is not None:
-            self.why = "the weights have no digest"
+            self.fail()
             logger.error("kvferry is off: the weights have no digest: %s", error)
             return None
         self.why = ""
         logger.info("kvferry: the weights are hashed")
         return self._digest.result()
+
+    def fail(self) -> None:
+        """Note that there is no digest that can be used."""
+        self.why, self.has_failed = "the weights have no digest", True
 
     def later(self) -> Future[bytes]:
         """Return what gets the digest of `take`, on the thread that hashes; may be cancelled."""

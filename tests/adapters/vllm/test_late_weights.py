@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from kvferry.adapters.vllm import connector
+from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding.policy import PREFILL_TOKENS
 from kvferry.errors import ConfigError
 from kvferry.journal import journal_lines
@@ -178,21 +179,55 @@ HANDOVERS = {
 FAULTS = [ConfigError("model.safetensors changes while it is read"), OSError(5, "broken mount")]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-@pytest.mark.parametrize("halves", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("fault", [*FAULTS, None], ids=str)
+@pytest.mark.parametrize(
+    ("world", "halves"), [(1, (0, 1)), (1, (0,)), (1, (1,)), (2, (1,)), (2, (2,))]
+)
 def test_weights_that_cannot_be_hashed_leave_an_engine_without_the_cache(
-    late, tmp_path, caplog, halves, fault
+    late, engine, tmp_path, caplog, monkeypatch, world, halves, fault
 ):
-    def found():
-        raise fault
+    """Without a fault of the weights, what takes up their digest fails."""
+    first = engine(world=world)
+    assert [run(first, "stored", prompt()), run(first, "again", prompt())] == [0, WHOLE]
+    first.shutdown()
+    before = records(tmp_path)
 
-    host = late(*halves, found=found)
+    def found():
+        if fault is not None:
+            raise fault
+        return b"w" * 32
+
+    def broken(_cache, _weights):
+        raise ArithmeticError("no namespace")
+
+    monkeypatch.setattr(PrefixCache, "take_up", broken)
+    host = late(*halves, world=world, found=found)
     become_known(host)
-    assert [run(host, f"{n}", prompt()) for n in range(3)] == [0, 0, 0]
-    assert records(tmp_path) == []
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    for start in (0, 2):  # stored and new
+        assert run(host, f"from {start}", prompt(start=start)) == 0
+    said = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(said) == len(halves)
-    assert all(str(fault) in line and "\n" not in line for line in said)
+    assert all(str(fault or "broken") in each.getMessage() for each in said)
+    assert all("\n" not in each.getMessage() for each in said)
+    orders = watch_orders(host)
+    for start in (0, 2):
+        assert run(host, f"again from {start}", prompt(start=start)) == 0
+    assert orders == []
+    assert records(tmp_path) == before
+
+
+def watch_orders(host):
+    """Return a list that gets each plan from now on with something to read or to store."""
+    orders, build = [], host.scheduler.build_connector_meta
+
+    def watched(output):
+        metadata = build(output)
+        if metadata.plan.fetches or metadata.plan.saves:
+            orders.append(metadata.plan)
+        return metadata
+
+    host.scheduler.build_connector_meta = watched
+    return orders
 
 
 def test_ranks_that_find_other_weights_serve_nothing(late, tmp_path, caplog):

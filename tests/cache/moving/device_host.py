@@ -112,7 +112,8 @@ class DeviceHost:
 
     def begin(self, **plan: object) -> None:
         """Run the part of a step before the forward."""
-        self.worker.begin_step(SharedStoragePlan(**plan))
+        first = self.cache.schema.namespace
+        self.worker.begin_step(SharedStoragePlan(first_namespace=first, **plan))
         self.worker.start_load()
 
     def end(self) -> None:

@@ -32,6 +32,7 @@ from kvferry.adapters.vllm.spec import (
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, format_size
+from kvferry.contract.rules import HookFaults
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
@@ -144,16 +145,22 @@ class FerryConnector(OneRole):
 
     def _why_unread(self) -> str:
         """Take up the weights' digest if it has become known. Return why there is none, or empty
-        text. Runs between steps; never waits."""
+        text. Runs between steps; never waits, never raises."""
         digest = self._weights.take()
         if digest is not None:
-            self._cache.take_up(digest)
-            logger.info("kvferry: namespace %s", self._cache.schema.namespace.hex()[:16])
+            if self._faults.run(self._cache.take_up, digest, then="nothing is loaded or saved"):
+                logger.info("kvferry: namespace %s", self._cache.schema.namespace.hex()[:16])
+            else:
+                self._weights.fail()
+        if self._weights.has_failed and self._is_worker:
+            role: Any = self._worker.role
+            role.stop(self._weights.why)
         return self._weights.why
 
     def _open(self, spec: EngineSpec) -> None:
         """Open the cache, and take this half's role of it."""
         self._observer = Counters()
+        self._faults = HookFaults(type(self).__name__, self._observer)
         self._cache = PrefixCache(
             spec, self._options, self._observer, where=WHERE, has_scheduler=not self._is_worker
         )

@@ -151,11 +151,15 @@ class SharedStorageWorker(WorkerRole):
         """Take the namespace that this rank begins with. Before, it loads and saves nothing."""
         self._region = msgspec.structs.replace(self._region, namespace=namespace)
 
+    def stop(self, why: str) -> None:
+        """Load and save nothing from now on. The next report tells the scheduler role why."""
+        if not self._off:
+            self._off = self._ended.off = why
+
     @property
     def _is_off(self) -> bool:
-        own, first = self._region.namespace, self._plan.first_namespace
-        # Its report tells the scheduler role of another namespace, but only after this step.
-        return bool(self._off) or not own or first not in (None, own)
+        # The report tells the scheduler role of another namespace, but only after this step.
+        return bool(self._off) or self._plan.first_namespace != self._region.namespace
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
@@ -163,7 +167,7 @@ class SharedStorageWorker(WorkerRole):
         except TransferError as error:
             # The engine starts all the same. The scheduler role plans nothing more once it knows.
             logger.error("kvferry is off: %s", error)
-            self._off = self._ended.off = str(error)
+            self.stop(str(error))
         self._memory.make_ready()
 
     def unregister_kv_caches(self) -> None:
