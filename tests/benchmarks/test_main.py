@@ -41,8 +41,8 @@ ROWS = {
             "part", "case", "failed", "note", "triton", "cuda", "device_gib", "passed", "skipped",
             "chunk_mb", "out_gb_per_s", "out_ratio", "in_gb_per_s", "in_ratio", "both_gb_per_s",
             "hash_gb_per_s", "out_host_us", "in_host_us", "start_s", "stall_us", "gather_gb_per_s",
-            "alone_ms", "verifying_ms", "hashing_without_lock_ms", "ratio", "verified_gb_per_s",
-            "actions", "wrong", "of_limit", "error", "bias", "chunks",
+            "alone_ms", "verifying_ms", "without_lock_ms", "ratio", "verified_gb_per_s",
+            "without_lock_gb_per_s", "actions", "wrong", "of_limit", "error", "bias", "chunks",
         },
     ),
     "handover": (
@@ -59,8 +59,8 @@ ROWS = {
     "launches": (
         [1, 2, 4],
         {
-            "threads", "alone_ms", "verifying_ms", "hashing_without_lock_ms", "ratio",
-            "verified_gb_per_s",
+            "threads", "alone_ms", "verifying_ms", "without_lock_ms", "ratio",
+            "verified_gb_per_s", "without_lock_gb_per_s",
         },
     ),
     "layout": (
