@@ -8,19 +8,17 @@ it cannot name its namespaces otherwise.
 from __future__ import annotations
 
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
 from kvferry.keys import ChunkKeys, Namespace
-from kvferry.record.check import MissReason
-from kvferry.store.base import NO_DEADLINE, Catalogue, ReadRange, Removal
+from kvferry.record.check import MissReason, RecordInfo
+from kvferry.store.base import Catalogue, Removal
 from kvferry.store.maintenance import read_header
-from kvferry.store.wrappers import WrapperStore
 from kvferry.survey import Differences, chunk_tokens_of, survey
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
@@ -130,127 +128,99 @@ class PromptAnswer:
         return why
 
 
-def spaces_of_tokens(store: Catalogue, digests: Sequence[bytes]) -> list[Namespace]:
-    """Return those of the first `MAX_NAMESPACES` namespaces whose keys follow from tokens."""
-    known = [each.namespace for each in survey(store, digests[:MAX_NAMESPACES])]
-    return [each for each in known if each is not None and chunk_tokens_of(each) is not None]
-
-
-class TierStores(WrapperStore):
-    """Several stores as tiers, nearest first, by name. `read` takes a value from the first store
-    that has it. A store that failed is away, and is not asked again: if no other has the value,
-    `read` raises.
-
-    Args:
-        stores: at least one.
-        away: why a tier does not answer, by its name. It grows.
-    """
-
-    def __init__(self, stores: Mapping[str, Catalogue], away: dict[str, str]) -> None:
-        super().__init__(next(iter(stores.values())))
-        self._stores = stores
-        self._away = away
-        self._tier: dict[ChunkKey, str] = {}
-
-    def _answers(self, ask: Callable[[Catalogue], T]) -> Iterator[tuple[str, T]]:
-        for name, store in self._stores.items():
-            if name not in self._away:
-                try:
-                    yield name, ask(store)
-                except StoreError as error:
-                    self._away[name] = str(error)
-
-    def _all(self, ask: Callable[[Catalogue], T]) -> list[T]:
-        return [each for _, each in self._answers(ask)]
-
-    def read(
-        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
-        for name, size in self._answers(lambda store: store.read(key, ranges, deadline)):
-            if size is not None:
-                self._tier[key] = name
-                return size
-        if self._away:
-            raise StoreError("; ".join(away_lines(self._away)))
-        return None
-
-    def tier_of(self, key: ChunkKey) -> str:
-        return self._tier.get(key, "")
-
-    def lists(self, key: ChunkKey) -> bool:
-        return any(self._all(lambda store: store.lists(key)))
-
-    def of(self, namespace: bytes) -> Catalogue:
-        stores = {name: store.of(namespace) for name, store in self._stores.items()}
-        view = TierStores(stores, self._away)
-        view._tier = self._tier
-        return view
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        return dict(ChainMap(*self._all(lambda store: store.namespaces())))
-
-    def described(self) -> list[bytes]:
-        return list(dict.fromkeys(chain(*self._all(lambda store: store.described()))))
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        return next(filter(None, self._all(lambda store: store.describe(namespace))), None)
-
-    def removals(self, limit: int) -> list[Removal] | None:
-        """Return the removals of all stores that remember theirs, newest first."""
-        known = self._all(lambda store: store.removals(limit))
-        found = [each for each in known if each is not None]
-        return sorted(chain(*found), key=lambda each: -each.at)[:limit] if found else None
-
-
 def away_lines(away: Mapping[str, str]) -> list[str]:
     """Say which tiers do not answer, and why."""
     return [f"{name}: away: {why}" for name, why in away.items()]
 
 
+def _described(store: Catalogue) -> list[bytes]:
+    """Return the namespaces that a store describes; none if it cannot list them."""
+    try:
+        return store.described()
+    except StoreError:
+        return []
+
+
+def _removed(store: Catalogue) -> tuple[Catalogue, dict[ChunkKey, Removal] | None]:
+    """Return the newest removal of each key; None if the store remembers none."""
+    removals = store.removals(MAX_REMOVALS)
+    return store, None if removals is None else {each.key: each for each in reversed(removals)}
+
+
 class PromptSearch:
-    """The search for one prompt in a store. Blocks on the store's I/O.
+    """The search for one prompt in a store, or in several stores as tiers. Blocks on their I/O.
+
+    A tier that fails is away, and is asked no further: each question could take as long.
 
     Args:
+        tiers: the stores by name, nearest first.
         extra: salt and LoRA adapter of the request.
         block_tokens: tokens of the engine's blocks; a hit is whole blocks.
+        away: tiers that could not be opened.
 
     Attributes:
-        store, token_ids: as given.
-
-    Raises:
-        StoreError: the store cannot say what it removed.
+        token_ids: as given.
+        away: why a tier does not answer, by its name. It grows.
+        where: the stores, for messages.
     """
 
     def __init__(
         self,
-        store: Catalogue,
+        tiers: Mapping[str, Catalogue],
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
+        away: Mapping[str, str] | None = None,
     ) -> None:
-        self.store = store
-        # A tier that failed is asked no further, so the other tiers may be.
-        self._asks_on = isinstance(store, TierStores)
+        self._tiers = tiers
         self.token_ids = token_ids
         self._extra = extra
         self._block_tokens = block_tokens
-        removals = store.removals(MAX_REMOVALS)
-        self._unknown = _FORGETFUL if removals is None else _NEVER_STORED
-        # The newest removal of a key overwrites the older ones.
-        self._removed = {each.key: each for each in reversed(removals or ())}
+        self.away = dict(away or {})
+        self.where = ", ".join(store.url for store in tiers.values())
+        self._removed = dict(answer for _, answer in self.ask(_removed))
+
+    def ask(self, question: Callable[[Catalogue], T]) -> Iterator[tuple[str, T]]:
+        """Yield the answer of each tier that is not away, with its name."""
+        for name, store in self._tiers.items():
+            if name not in self.away:
+                try:
+                    yield name, question(store)
+                except StoreError as error:
+                    self.away[name] = str(error)
+
+    def namespaces(self, digits: str = "") -> dict[bytes, Namespace | None]:
+        """Return the namespaces, `MAX_NAMESPACES` of each tier, whose digests start with `digits`;
+        None for one without a sound description."""
+
+        def known(store: Catalogue) -> dict[bytes, Namespace | None]:
+            digests = [bytes.fromhex(digits)] if len(digits) == 64 else _described(store)
+            wanted = [each for each in digests if each.hex().startswith(digits)]
+            found = survey(store, wanted[:MAX_NAMESPACES])
+            return {
+                each.digest: each.namespace
+                for each in found
+                if each.is_described or each.digest in _described(store)
+            }
+
+        found: dict[bytes, Namespace | None] = {}
+        for _, spaces in self.ask(known):
+            found |= {digest: found.get(digest) or space for digest, space in spaces.items()}
+        return found
+
+    def of_tokens(self) -> list[Namespace]:
+        """Return the namespaces whose keys follow from tokens."""
+        known = [each for each in self.namespaces().values() if each is not None]
+        return [each for each in known if chunk_tokens_of(each) is not None]
 
     def answer(
         self, spaces: Sequence[Space], others: Callable[[], Sequence[Space]]
     ) -> PromptAnswer:
         """Look every chunk up in `spaces`. If the first miss stays unexplained, also look how much
         of the prompt is stored without salt and LoRA, and in `others`, called only then."""
-        found: list[Explanation] = []
-        for space in spaces:
-            found.append(self.explain(space))
-            if not self._asks_on and any(run.why is LookupMiss.AWAY for run in found[-1].runs):
-                break  # the next question could take as long
+        found = [self.explain(space) for space in spaces]
         found.sort(key=lambda each: (-each.hit_tokens, len(each.space.differs)))
-        answer = PromptAnswer(num_tokens=len(self.token_ids), found=found)
+        answer = PromptAnswer(num_tokens=len(self.token_ids), found=found, away=self.away)
         if answer.reason is not LookupMiss.ABSENT:
             return answer
         plain = (
@@ -266,16 +236,14 @@ class PromptSearch:
         digest, size = space.namespace.digest, space.chunk_tokens
         keys = ChunkKeys(digest, size, self._extra)
         keys.extend(self.token_ids)
-        runs: list[Run] = []
-        for number, key in enumerate(keys.keys):
-            runs.append(self._ask(digest, key, Run(number * size, size)))
-            if not self._asks_on and runs[-1].why is LookupMiss.AWAY:
-                break  # each further question could take as long
-        return Explanation(space, _merged(self._judged(runs, len(keys.keys) * size)))
+        runs = [
+            self._ask(digest, key, Run(number * size, size)) for number, key in enumerate(keys.keys)
+        ]
+        return Explanation(space, _merged(self._judged(runs)))
 
-    def _judged(self, runs: list[Run], num_whole: int) -> list[Run]:
-        """Complete the runs of the chunks that were asked for. Only leading chunks are hits, and of
-        these only whole blocks."""
+    def _judged(self, runs: list[Run]) -> list[Run]:
+        """Complete the runs of the whole chunks. Only leading chunks are hits, and of these only
+        whole blocks."""
         first_miss = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
         last_stored = max((n for n, run in enumerate(runs) if run.why is None), default=-1)
         stop = self._in_blocks(sum(run.num_tokens for run in runs[:first_miss]))
@@ -292,9 +260,7 @@ class PromptSearch:
                 judged.append(run._replace(detail="was stored before: later chunks are there"))
             else:
                 judged.append(run)
-        asked, num_tokens = sum(run.num_tokens for run in runs), len(self.token_ids)
-        if asked < num_whole:
-            judged.append(Run(asked, num_whole - asked, LookupMiss.AWAY, "not asked"))
+        num_whole, num_tokens = sum(run.num_tokens for run in runs), len(self.token_ids)
         if num_whole < num_tokens:
             judged.append(Run(num_whole, num_tokens - num_whole, LookupMiss.PARTIAL))
         return judged
@@ -321,7 +287,7 @@ class PromptSearch:
             if number == len(keys.keys):  # hash the rest only if the first is there
                 keys.extend(self.token_ids if number else self.token_ids[:size])
             is_late = time.monotonic() >= until
-            if is_late or self._fault(digest, keys.keys[number]) is not None:
+            if is_late or self._ask(digest, keys.keys[number], Run(0, 0)).why is not None:
                 num_chunks = number
                 break
         return self._in_blocks(num_chunks * size)
@@ -333,32 +299,40 @@ class PromptSearch:
         return max(0, min(num_tokens, len(self.token_ids) - 1)) // block * block
 
     def _ask(self, namespace: bytes, key: ChunkKey, run: Run) -> Run:
-        fault = self._fault(namespace, key)
-        if fault is None:
-            return run._replace(detail=self.store.of(namespace).tier_of(key))
-        if isinstance(fault, StoreError):
-            return run._replace(why=LookupMiss.AWAY, detail=str(fault))
-        if fault is not MissReason.ABSENT:
-            return run._replace(why=LookupMiss.UNREADABLE, detail=fault)
-        if self.store.of(namespace).lists(key):
+        """Say of a chunk which tier has it, or why none has."""
+        said = {}
+        for name, each in self.ask(lambda store: self._look(store, namespace, key, run)):
+            if each.why is None:
+                return each._replace(detail=name)
+            said[name] = each
+        known = {name: each for name, each in said.items() if each.why is not LookupMiss.ABSENT}
+        if self.away:
+            also = (f"{name}: {each.why}" for name, each in known.items())
+            detail = "; ".join([*away_lines(self.away), *also])
+            return run._replace(why=LookupMiss.AWAY, detail=detail)
+        return next(iter([*known.values(), *said.values()]))
+
+    def _look(self, store: Catalogue, namespace: bytes, key: ChunkKey, run: Run) -> Run:
+        """Say of a chunk whether one tier has it, or why it does not."""
+        values = store.of(namespace)
+        found = read_header(values, key)
+        if isinstance(found, RecordInfo):
+            if found.schema.namespace == namespace:
+                return run
+            found = MissReason.WRONG_NAMESPACE
+        if found is not MissReason.ABSENT:
+            return run._replace(why=LookupMiss.UNREADABLE, detail=found)
+        if values.lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
-        removal = self._removed.get(key)
+        removed = self._removed[store]
+        removal = None if removed is None else removed.get(key)
         if removal is None:
-            return run._replace(why=LookupMiss.ABSENT, detail=self._unknown)
+            detail = _FORGETFUL if removed is None else _NEVER_STORED
+            return run._replace(why=LookupMiss.ABSENT, detail=detail)
         # A newer release may know other reasons.
         known = removal.reason in set(LookupMiss)
         why = LookupMiss(removal.reason) if known else LookupMiss.DELETED
         return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
-
-    def _fault(self, namespace: bytes, key: ChunkKey) -> MissReason | StoreError | None:
-        """Return why a chunk is no hit, judged by its head; None for a hit."""
-        try:
-            info = read_header(self.store.of(namespace), key)
-        except StoreError as error:
-            return error
-        if isinstance(info, MissReason):
-            return info
-        return None if info.schema.namespace == namespace else MissReason.WRONG_NAMESPACE
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:

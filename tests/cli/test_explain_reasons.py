@@ -22,7 +22,7 @@ from kvferry.cli.explain import HIT
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.explain import PromptSearch, Space, TierStores
+from kvferry.explain import PromptSearch, Space
 from kvferry.store.base import NO_DEADLINE
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
@@ -744,14 +744,14 @@ def test_a_store_that_goes_away_is_asked_no_further(url, kind):
             return super().read(key, ranges, deadline)
 
     with GoesAway(open_one(url, Opening(namespace=SPACE.digest))) as store:
-        search = PromptSearch(store, TOKENS)
+        search = PromptSearch({kind: store}, TOKENS)
         answer = search.answer([Space(SPACE, {})], list)
-    assert [(each.why, each.detail) for each in answer.found[0].runs] == [
-        (None, kind),
-        (LookupMiss.AWAY, "away"),
-        (LookupMiss.AWAY, "not asked"),
-        (LookupMiss.PARTIAL, ""),
+    assert [(each.why, each.num_tokens, each.detail) for each in answer.found[0].runs] == [
+        (None, 7, kind),
+        (LookupMiss.AWAY, 21, f"{kind}: away: away"),
+        (LookupMiss.PARTIAL, 2, ""),
     ]
+    assert answer.away == {kind: "away"}
 
 
 def test_a_tier_that_is_away_is_named(run, url, kind, tmp_path):
@@ -778,8 +778,29 @@ def test_a_tier_that_is_away_is_named(run, url, kind, tmp_path):
             said = said.partition("namespace")[2]  # behind the first line; wrapped
             assert re.search(cause.replace(" ", ""), said)
             assert note.removesuffix("...") in said
-            assert "not asked" not in ran.out
         assert run("explain", far, far, *command[3:]).code == 2
+
+
+def test_what_the_other_tiers_say_is_named_beside_the_one_that_is_away(run, url_of, tmp_path):
+    near, far = (tmp_path / "near").as_uri(), url_of("valkey")
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(list(TOKENS)))
+    command = ["explain", near, far, "--namespace", SPACE.digest.hex(), "--tokens", file]
+    put_prompt(near)
+    put_prompt(far, tokens=TOKENS[:14])
+    assert run("rm", near, "--max-bytes", 0, "--yes").code == 0
+    [hit, evicted, _] = json.loads(run(*command, "--block-size", 1, "--json", "-").out)[
+        "namespaces"
+    ][0]["chunks"]
+    assert (hit["why"], hit["detail"]) == (HIT, f"tier 2, {far}")
+    assert (evicted["why"], evicted["first_token"]) == (LookupMiss.EVICTED, 14)
+    with going_away(far) as (gone, go_away):
+        go_away()
+        command[2] = gone
+        (away, _) = json.loads(run(*command, "--json", "-").out)["namespaces"][0]["chunks"]
+    assert away["why"] == LookupMiss.AWAY
+    assert away["detail"].startswith(f"tier 2, {gone.partition('?')[0]}: away: ")
+    assert away["detail"].endswith(f"; tier 1, {near}: evicted")
 
 
 def test_tiers_that_answer_are_asked_on(tmp_path):
@@ -787,7 +808,7 @@ def test_tiers_that_answer_are_asked_on(tmp_path):
     put_prompt(near, tokens=TOKENS[:7])
     put_prompt(near, other, tokens=TOKENS[:21])
     with open_one(near) as store:
-        tiers = TierStores({"near": store, "far": store}, {"far": "gone"})
-        found = PromptSearch(tiers, TOKENS).answer([Space(SPACE, {}), Space(other, {})], list).found
+        search = PromptSearch({"near": store, "far": store}, TOKENS, away={"far": "gone"})
+        found = search.answer([Space(SPACE, {}), Space(other, {})], list).found
     assert [each.hit_tokens for each in found] == [21, 7]
     assert {each.first_miss.why for each in found} == {LookupMiss.AWAY}

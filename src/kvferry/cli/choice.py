@@ -139,7 +139,7 @@ def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
         yield entry
 
 
-def of_tokens(store: Catalogue, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
+def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
     """Return those of the namespaces whose keys follow from the tokens of a prompt; at least one.
     Raises ConfigError if there is none, or one lacks a sound description."""
     from kvferry.survey import chunk_tokens_of
@@ -150,7 +150,7 @@ def of_tokens(store: Catalogue, spaces: Mapping[bytes, Namespace | None]) -> lis
             found.append(space)
         elif space is None or not space.is_opaque:
             raise ConfigError(
-                f"the description of namespace {digest.hex()[:16]} in {store.url} is missing or "
+                f"the description of namespace {digest.hex()[:16]} in {where} is missing or "
                 "damaged, so nothing says how many tokens its chunks have"
             )
     if not found:
@@ -192,7 +192,7 @@ def _of_prompt(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     from kvferry.keys import ChunkKeys
     from kvferry.survey import chunk_tokens_of
 
-    for space in of_tokens(store, _spaces(store, choice)):
+    for space in of_tokens(store.url, _spaces(store, choice)):
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)
         keys.extend(choice.token_ids or ())
         for key in keys.keys:

@@ -6,7 +6,6 @@ import json as json_module
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,11 +100,11 @@ def explain(
     identity = None if digits else model_identity(Path(str(model)))
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
-        def of_store(store: Catalogue) -> PromptAnswer:
-            prompt = PromptSearch(store, token_ids, extra, block_size)
+        def of_tiers(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
+            prompt = PromptSearch(tiers, token_ids, extra, block_size, away)
             return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
-        return _ask_tiers(urls or [], of_store)
+        return _ask_tiers(urls or [], of_tiers)
 
     answer = ask(token_ids)
     notes = _notes(answer, extra)
@@ -120,12 +119,25 @@ def explain(
 # -- the store ------------------------------------------------------------------------------------
 
 
-def _ask_tiers(urls: list[str], question: Callable[[Catalogue], PromptAnswer]) -> PromptAnswer:
-    """Ask one store, or several as tiers. A tier that cannot be opened is away."""
-    from kvferry.explain import TierStores, away_lines
+def _ask_tiers(
+    urls: list[str], question: Callable[[Mapping[str, Catalogue], Mapping[str, str]], PromptAnswer]
+) -> PromptAnswer:
+    """Ask one store, or several as tiers, by name. A tier that cannot be opened is away. Raises
+    StoreError if all are."""
+    from kvferry.explain import away_lines
+
+    def ask(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
+        try:
+            answer = question(tiers, away) if tiers else None
+        except ConfigError as error:
+            raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
+        if answer is None or len(answer.away) == len(urls):
+            raise StoreError("; ".join(away_lines(answer.away if answer else away)))
+        return answer
 
     if len(urls) == 1:
-        return stores.query_store(urls[0], question)
+        scheme = parse_store_url(urls[0]).scheme
+        return stores.query_store(urls[0], lambda store: ask({scheme: store}, {}))
     opened, away = {}, {}
     with ExitStack() as closing:
         for number, url in enumerate(urls, 1):
@@ -135,30 +147,18 @@ def _ask_tiers(urls: list[str], question: Callable[[Catalogue], PromptAnswer]) -
                 opened[name] = closing.enter_context(stores.open_existing(url))
             except (ConfigError, StoreError) as error:
                 away[name] = str(error)
-        try:
-            answer = question(TierStores(opened, away)) if opened else None
-        except ConfigError as error:
-            raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
-    if answer is None or len(away) == len(urls):
-        raise StoreError("; ".join(away_lines(away)))
-    return replace(answer, away=away)
+        return ask(opened, away)
 
 
 def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
-    from kvferry.explain import Nearest, PromptAnswer, Space, spaces_of_tokens
-    from kvferry.survey import differences_of_model, survey
+    from kvferry.explain import Nearest, PromptAnswer, Space
+    from kvferry.survey import differences_of_model
 
-    store = prompt.store
-    spaces = [
-        Space(each, differences_of_model(each, identity))
-        for each in spaces_of_tokens(store, store.described())
-    ]
-    counts = {} if spaces else stores.namespaces(store)  # raises where the prefix is wrong
-    found = survey(store, counts, counts)
-    if lost := sum(each.num_records for each in found if not each.is_described):
+    spaces = [Space(each, differences_of_model(each, identity)) for each in prompt.of_tokens()]
+    if not spaces and (lost := sum(number for _, number in prompt.ask(_num_lost))):
         raise ConfigError(
-            f"{store.url} has {lost} records of namespaces without a description, so nothing says "
-            "of which model they are; an engine that uses the store describes its own"
+            f"{prompt.where} has {lost} records of namespaces without a description, so nothing "
+            "says of which model they are; an engine that uses the store describes its own"
         )
     ours = [space for space in spaces if "weights" not in space.differs]
     others = [space for space in spaces if "weights" in space.differs]
@@ -167,44 +167,40 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
     nearest = prompt.nearest(others, 0)
     if nearest is None and others:
         nearest = Nearest(min(others, key=lambda space: len(space.differs)), 0)
-    return PromptAnswer(num_tokens=len(prompt.token_ids), found=[], elsewhere=nearest)
+    num_tokens = len(prompt.token_ids)
+    return PromptAnswer(num_tokens=num_tokens, found=[], elsewhere=nearest, away=prompt.away)
+
+
+def _num_lost(store: Catalogue) -> int:
+    """Count the records whose namespaces have no description."""
+    from kvferry.survey import survey
+
+    counts = stores.namespaces(store)  # raises where the prefix is wrong
+    found = survey(store, counts, counts)
+    return sum(each.num_records for each in found if not each.is_described)
 
 
 def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
-    from kvferry.explain import Space, spaces_of_tokens
+    from kvferry.cli.choice import of_tokens
+    from kvferry.explain import Space
     from kvferry.survey import differences
 
-    store = prompt.store
-    digests = None if len(digits) == 64 else store.described()
-    target = _find_namespace(store, digits, digests)
+    found = prompt.namespaces(digits)
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} namespaces start with {digits}; give more digits")
+    if not found:
+        list(prompt.ask(stores.namespaces))  # raises where the prefix is wrong
+        raise ConfigError(f"no namespace in {prompt.where} starts with {digits}; see `kvferry ls`")
+    (target,) = of_tokens(prompt.where, found)
 
     def others() -> list[Space]:
-        try:
-            known = spaces_of_tokens(store, store.described() if digests is None else digests)
-        except StoreError:  # it cannot list them; this namespace is explained alone
-            return []
         return [
             Space(each, differences(each.description, target.description))
-            for each in known
+            for each in prompt.of_tokens()
             if each.digest != target.digest
         ]
 
     return prompt.answer([Space(target, {})], others)
-
-
-def _find_namespace(store: Catalogue, digits: str, digests: list[bytes] | None) -> Namespace:
-    from kvferry.cli.choice import of_tokens
-    from kvferry.survey import survey
-
-    known = [bytes.fromhex(digits)] if digests is None else digests
-    matches = [each for each in known if each.hex().startswith(digits)]
-    if len(matches) > 1:
-        raise ConfigError(f"{len(matches)} namespaces start with {digits}; give more digits")
-    found = survey(store, matches)
-    if not found or not (found[0].is_described or found[0].digest in store.described()):
-        stores.namespaces(store)  # raises where the prefix is wrong
-        raise ConfigError(f"no namespace in {store.url} starts with {digits}; see `kvferry ls`")
-    return of_tokens(store, {found[0].digest: found[0].namespace})[0]
 
 
 # -- what is shown --------------------------------------------------------------------------------
