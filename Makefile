@@ -47,7 +47,7 @@ help:
 	@echo "make demo-tier   two processes behind vLLM's own tiers on this CPU (ENGINE=sglang: behind SGLang's HiCache)"
 	@echo "make test        lint, types and all tests that take seconds"
 	@echo "make test-more   the tests of several processes, servers that fail, and many shapes; some minutes"
-	@echo "make test-sweep  every architecture of Transformers, every pair of shapes, the largest sizes, other slow cases"
+	@echo "make test-sweep  every architecture of Transformers, the largest sizes, other slow cases"
 	@echo "make test-mount  the directory store on network file systems, mounted twice (needs FUSE)"
 	@echo "make test-vllm   tests inside real vLLM, CPU build (VLLM=0.32.0, 0.28.0 or 0.14.0)"
 	@echo "make test-vllm-sweep  the same for every store on a server, every pair of ranks, two benchmarks"

@@ -59,3 +59,13 @@ def test_wrong_options_are_refused_before_anything_runs(options, says):
         with pytest.raises(ConfigError, match=says):
             SamplingParams(**given)
     assert issubclass(ConfigError, ValueError)
+
+
+def test_an_aborted_prefill_has_no_answer(model, tmp_path):
+    wanted = SamplingParams(max_tokens=30, kv_transfer_params={"do_remote_decode": True})
+    with LLM(model, store=f"file://{tmp_path / 'store'}") as llm:
+        events = llm.stream(prompt(40, seed=5), wanted)
+        next(events)
+        (request,) = llm.scheduler.requests
+        events.close()
+        assert request.outcome.params is None
