@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 from kvferry.keys import ChunkKeys
+from kvferry.types import ExtraKeys
 from tests.cache.hosts import make_groups, make_shared_storage_host
 
 SIZES = [
@@ -136,8 +141,6 @@ def test_two_requests_with_one_prefix_store_it_once(make_host):
 
 
 def test_uncacheable_requests_are_neither_read_nor_written(make_host):
-    from kvferry.types import ExtraKeys
-
     host = make_host(chunk_tokens=8)
     prompt = list(range(20))
     host.run("hidden", prompt, extra_keys=ExtraKeys(cacheable=False))
@@ -147,3 +150,28 @@ def test_uncacheable_requests_are_neither_read_nor_written(make_host):
     host.settle()
     again = host.run("hidden again", prompt, extra_keys=ExtraKeys(cacheable=False))
     assert again.num_external_tokens == 0
+
+
+def test_layers_without_kv_of_ours_are_left_alone(make_host):
+    host = make_host(chunk_tokens=8)
+    rank = host.ranks[0]
+    rank.worker.register_kv_caches({**rank.caches, "mamba.0": torch.zeros(1), "norm": None})
+    host.run("writer", list(range(41)))
+    host.settle()
+    assert host.run("reader", list(range(41))).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("outcome", ["finished", "never scheduled", "never allocated"])
+def test_requests_are_not_kept_alive(make_host, outcome: str):
+    host = make_host(chunk_tokens=8)
+    request = host.add("r", list(range(41)))
+    if outcome != "never allocated":
+        host.admit(request)
+    if outcome == "finished":
+        host.prefill(request)
+    host.finish(request)
+    gone = weakref.ref(request)
+    del request
+    host.step([])
+    gc.collect()
+    assert gone() is None

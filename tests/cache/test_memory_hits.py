@@ -66,14 +66,6 @@ def test_a_hit_in_memory_is_promised_by_the_first_look_up_and_loaded_by_one_step
     assert host.pool.num_taken == 0
 
 
-def test_hits_in_a_row_read_nothing(host):
-    for number in range(5):
-        assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
-    assert host.num_steps == 5
-    assert host.store.num_opened == NUM_CHUNKS
-    assert host.observer["hit_tokens/memory"] == 5 * 40
-
-
 def test_what_was_saved_hits_without_a_read_even_before_it_is_stored(make_host):
     gate = Gate()
     store = HangsLater(CountingStore(MemoryStore("x")), operations=("put",))
@@ -233,32 +225,23 @@ def test_what_requests_count_on_is_not_evicted(make_host):
 # -- promises that come to nothing --------------------------------------------------------------
 
 
-def test_a_request_that_ends_before_the_plan_gives_its_slots_back(host):
+@pytest.mark.parametrize("end", ["before it is admitted", "before its plan", "by a preemption"])
+def test_a_promise_that_comes_to_nothing_gives_its_slots_back(host, end: str):
     request = host.add("warm", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens == 40
     assert host.pool.num_taken == NUM_CHUNKS
-    host.finish(request)
+    if end != "before it is admitted":
+        assert host.admit(request) == 40
+    if end == "by a preemption":
+        host.preempt(request)
+    else:
+        host.finish(request)
     assert host.pool.num_taken == 0
-    assert not host.scheduler.has_pending_work()
-    assert promise(host, "again") == 40
-
-
-def test_a_load_that_no_plan_carried_gives_its_slots_back(host):
-    request = host.add("warm", PROMPT)
-    assert host.admit(request) == 40
-    host.finish(request)
-    assert host.pool.num_taken == 0
-    host.step([])
+    if end == "by a preemption":
+        assert host.admit(request) == 40
+        host.prefill(request)
     assert host.run("again", PROMPT).num_external_tokens == 40
-
-
-def test_a_request_preempted_before_its_load_gives_its_slots_back(host):
-    request = host.add("warm", PROMPT)
-    assert host.admit(request) == 40
-    host.preempt(request)
-    assert host.pool.num_taken == 0
-    assert host.admit(request) == 40
-    host.prefill(request)
+    assert not host.scheduler.has_pending_work()
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_promise(host):
