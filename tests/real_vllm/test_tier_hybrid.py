@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvferry.testing.models import write_random_model
-from tests.real_vllm.conftest import MakePrompt, Pool
+from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, assert_same
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.test_tier_engine import (
@@ -102,35 +102,3 @@ def test_a_hybrid_model_says_the_same_with_rows_of_another_process(
     assert_same(own, warm)
     assert warm.external == HITS
     assert_counters_agree(warm, ROWS)
-
-
-STATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "equal": ({"mamba_ssm_cache_dtype": "float16"}, {"mamba_ssm_cache_dtype": "float16"}),
-    "ssm_half": ({"mamba_ssm_cache_dtype": "float16"}, {"mamba_ssm_cache_dtype": "bfloat16"}),
-    "ssm_wide": ({"mamba_ssm_cache_dtype": "float32"}, {"mamba_ssm_cache_dtype": "bfloat16"}),
-    "all": ({"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16"}),
-    "conv_layout": ({}, {}),
-}
-"""Options of the engine that writes, and of the one that reads."""
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", STATES)
-def test_states_of_another_dtype_or_layout_are_misses(
-    name: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt, pool: Pool
-) -> None:
-    """vLLM pads a page of states to a page of attention, so that no size tells them apart."""
-    model, connector = hybrids["granitemoehybrid"], offloading(tmp_path)
-    writes, reads = ({**OPTIONS, "dtype": "bfloat16", **each} for each in STATES[name])
-    layouts = ("SD", "DS" if name == "conv_layout" else "SD")
-    first, second = (
-        pool.get(f"states in {each}", VLLM_SSM_CONV_STATE_LAYOUT=each) for each in layouts
-    )
-    prompts = [make_prompt(length) for length in LENGTHS]
-    with first.engine(model, connector, **writes) as engine:
-        cold = store_all(engine, tmp_path, prompts, make_prompt, ROWS)
-    with second.engine(model, connector, **reads) as engine:
-        warm = engine.generate(prompts)
-    if name == "equal":
-        assert_same(cold, warm)
-    assert warm.external == (HITS if name == "equal" else 0)
