@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,7 @@ from sglang.srt.runtime_context import get_context
 
 from examples.cpu import sglang_tiers
 from examples.cpu.sglang_tiers import PAGE, Engine
-from kvferry.adapters.sglang import storage
 from kvferry.errors import ConfigError
-from kvferry.testing.stores.hooks import wait_until
-from tests.late import GatedWeights, is_hashing
 from tests.real_sglang.updates import Updates
 from tests.servers.places import FAULTS, valkey_place
 
@@ -71,58 +67,6 @@ def test_kv_comes_back_to_the_device_after_a_restart(
             for was, now in zip(computed, second.kv(restored), strict=True):
                 assert torch.equal(was, now)
             assert second.controller.storage_backend.counters["hook_failed"] == 0
-
-
-def test_kv_is_kept_once_the_weights_are_hashed(
-    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = GatedWeights(threading.Event())
-    with serving(models["plain"]):
-        monkeypatch.setattr(storage, "LateWeights", lambda: weights)
-        with engine(tmp_path) as first:
-            assert first.write(TOKENS, first.compute(TOKENS)) == 0
-            assert len(first.restore(TOKENS)) == 0
-            assert not list(tmp_path.iterdir())
-            weights.become_known()
-            _, records = first.controller.storage_backend._pools[storage.KV]
-            wait_until(lambda: records._store.tiers()[0].state == "up", "the store is open")
-            wait_until(lambda: not is_hashing(), "the thread that hashes has told all")
-            first.host.clear()
-            first.allocator.clear()
-            assert first.write(TOKENS, first.compute(TOKENS)) == len(TOKENS)
-        monkeypatch.undo()
-        with engine(tmp_path) as second:
-            assert len(second.restore(TOKENS)) == len(TOKENS)
-
-
-def test_other_weights_a_changed_rope_and_another_layout_find_nothing(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
-    with serving(models["plain"]), engine(tmp_path) as first:
-        first.write(TOKENS, first.compute(TOKENS))
-    rope = {"json_model_override_args": '{"rope_theta": 5e5}'}
-    for model, layout, arguments in (
-        ("other", "page_first", {}),
-        ("plain", "page_first", rope),
-        ("plain", "page_first_direct", {}),
-    ):
-        with serving(models[model], **arguments), engine(tmp_path, layout) as second:
-            assert len(second.restore(TOKENS)) == 0
-    with serving(models["plain"], served_model_name="x"), engine(tmp_path) as second:
-        assert len(second.restore(TOKENS)) == len(TOKENS)
-
-
-def test_damaged_pages_end_a_prefix(tmp_path: Path, models: dict[str, Path]) -> None:
-    with serving(models["plain"]):
-        with engine(tmp_path) as first:
-            first.write(TOKENS, first.compute(TOKENS))
-        paths = sorted((tmp_path / "records").glob("*/*.safetensors"))
-        content = bytearray(paths[0].read_bytes())
-        content[-1] ^= 1
-        paths[0].write_bytes(content)
-        with engine(tmp_path) as second:
-            assert len(second.restore(TOKENS)) < len(TOKENS)
-            assert second.controller.storage_backend.counters["records_corrupt"] == 1
 
 
 def test_the_fault_injector_of_sglang_costs_hits_alone(
@@ -238,18 +182,6 @@ def test_a_refused_back_end_leaves_the_controller_as_it_was(
         one.attach(tmp_path.as_uri())
         one.controller.clear_storage_backend()
         one.detach()
-
-
-def test_a_model_that_cannot_be_identified_is_refused_in_one_line(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes((models["plain"] / "config.json").read_bytes())
-    for model, says in ((bare, "holds no weights"), ("nobody/nothing", "cannot be identified")):
-        with serving(model), pytest.raises(ConfigError, match=says) as raised:
-            Engine("page_first", latent=False).attach((tmp_path / "store").as_uri())
-        assert "\n" not in str(raised.value)
 
 
 def prompts(num: int) -> list[list[int]]:

@@ -217,20 +217,6 @@ def test_bad_input_is_one_line_at_start(attach: Attach, options: dict, says: str
     assert "\n" not in str(raised.value)
 
 
-def test_a_layout_without_pages_for_storage_is_refused_in_one_line(attach: Attach) -> None:
-    pool = HostPool()
-    pool.layout = "page_unified"
-
-    def unsupported(*_arguments: object, **_options: object) -> None:
-        raise ValueError(f"Unsupported layout: {pool.layout}")  # as SGLang's pools do
-
-    pool.get_data_page = pool.get_page_buffer_meta = unsupported
-    says = "in layout 'page_unified' has no pages .* set --hicache-mem-layout page_first"
-    with pytest.raises(ConfigError, match=says) as raised:
-        attach(pool)
-    assert "\n" not in str(raised.value)
-
-
 def test_without_arguments_of_sglang_there_is_no_identity(attach: Attach) -> None:
     backend = type(attach().backend)
     host.RUNNING.arguments = None
