@@ -1,4 +1,4 @@
-"""What decides KV besides tokens keeps requests apart: salt, tenant, LoRA adapter, epoch."""
+"""What decides KV besides tokens keeps requests apart: salt, tenant, LoRA adapter."""
 
 from __future__ import annotations
 
@@ -49,30 +49,6 @@ def test_salts_and_tenants_share_nothing(
     assert (warm.external, other.external) == (3 * 384, 0)
     with second.engine(models["plain"], kvferry(tmp_path, tenant="another")) as engine:
         assert engine.generate(requests).external == 0
-
-
-def test_resetting_the_connector_begins_an_epoch_and_deletes_nothing(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompt = make_prompt(400)
-    own = oracle([prompt])
-    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
-        engine.generate([prompt])
-        stored = wait_for_records(tmp_path, 3)
-        engine.wait_until_known(stored)  # or the miss would say nothing of the epoch
-        assert first.call("reset", 30, connector=True)["done"]
-        after = engine.generate([prompt])
-        assert_same(own, after)
-        assert (after.local, after.external) == (0, 0)
-        engine.wait_until_known(wait_for_records(tmp_path, 6))
-        assert first.call("reset", 30, connector=False)["done"]
-        again = engine.generate([prompt])
-        assert_same(own, again)
-        assert (again.local, again.external) == (0, 384)
-    assert stored < records(tmp_path)
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        assert engine.generate([prompt]).external == 384
 
 
 @pytest.fixture

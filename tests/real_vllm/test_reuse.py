@@ -1,4 +1,4 @@
-"""One engine stores, another reads: lengths, block sizes, budgets, preemption, aborts."""
+"""One engine stores, another reads: lengths, block sizes, preemption, aborts."""
 
 from __future__ import annotations
 
@@ -56,26 +56,6 @@ def test_a_new_process_reads_what_another_stored_and_what_it_lacks_and_then_has_
     assert again.counted('hit_tokens_total{"tier": "memory"}') == sum(hits)
 
 
-def test_hits_of_several_requests_in_one_step_are_right(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (2049, 1000, 1581, 777)]
-    own = oracle(prompts)
-    budget = {"max_num_batched_tokens": 2560, "max_model_len": 4096}
-    with first.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
-        engine.generate(prompts)
-    wait_for_records(tmp_path, num_chunks(prompts))
-    with second.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
-        alone = engine.generate(prompts[:1])
-        together = engine.generate(prompts[1:], together=True)
-    assert_same(own, [*alone, *together])
-    hits = [answer.cached for answer in [*alone, *together]]
-    assert hits == [expected_hit(len(prompt)) for prompt in prompts]
-    for answers in alone, together:
-        assert answers.counted("load_failed", "hook_failed") == 0
-
-
 # A hit that comes late is cut short, as on a busy machine.
 NUM_TRIES = 4
 
@@ -106,78 +86,6 @@ def test_prompts_of_one_token_to_three_blocks_and_one_hit_whole_blocks_but_never
                 break
             second.call("reset", 30, connector=False)
     assert [answer.cached for answer in warm] == hits
-
-
-@pytest.mark.parametrize(("stored", "read"), [(32, 128), (128, 32)])
-def test_blocks_of_one_size_are_read_into_blocks_of_another(
-    stored: int, read: int, tmp_path: Path, models: Models, make_prompt: MakePrompt,
-    oracle: Oracle, first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (129, 300, 384, 700)]
-    own = oracle(prompts)
-    with first.engine(models["plain"], kvferry(tmp_path), block_size=stored) as engine:
-        engine.generate(prompts)
-    wait_for_records(tmp_path, num_chunks(prompts))
-    with second.engine(models["plain"], kvferry(tmp_path), block_size=read) as engine:
-        warm = engine.generate(prompts)
-    assert_same(own, warm)
-    assert [answer.cached for answer in warm] == [
-        expected_hit(len(prompt), block=read) for prompt in prompts
-    ]
-
-
-def test_a_prompt_prefilled_in_chunks_is_stored_and_read_whole(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompts = [make_prompt(n) for n in (1000, 1581, 2049)]
-    own = oracle(prompts)
-    budget = {"max_num_batched_tokens": 512, "max_model_len": 4096}
-    with first.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
-        cold = engine.generate(prompts, together=True)
-    wait_for_records(tmp_path, num_chunks(prompts))
-    with second.engine(models["plain"], kvferry(tmp_path), **budget) as engine:
-        warm = engine.generate(prompts, together=True)
-    assert_same(own, cold)
-    assert_same(own, warm)
-    assert [answer.cached for answer in warm] == [896, 1536, 2048]
-
-
-def test_three_quarters_of_a_prompt_shared_hit_all_their_whole_blocks(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    shared = make_prompt(1581)
-    stored, asked = make_prompt(2108, start=shared), make_prompt(2108, start=shared)
-    [own] = oracle([asked])
-    with first.engine(models["plain"], kvferry(tmp_path), max_model_len=4096) as engine:
-        engine.generate([stored])
-    wait_for_records(tmp_path, 16)
-    with second.engine(models["plain"], kvferry(tmp_path), max_model_len=4096) as engine:
-        warm = engine.generate([asked])
-        wait_for_records(tmp_path, 16 + 4)
-        again = engine.generate([asked])
-    assert_same([own], warm)
-    assert_same([own], again)
-    assert warm.external == 12 * 128
-    assert again.local == 16 * 128
-
-
-def test_without_the_engines_own_prefix_cache_every_hit_is_ours(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, first: Process
-) -> None:
-    prompts = [make_prompt(n) for n in (300, 513)]
-    own = oracle(prompts)
-    connector = kvferry(tmp_path)
-    with first.engine(models["plain"], connector, enable_prefix_caching=False) as engine:
-        cold = engine.generate(prompts)
-        engine.wait_until_known(wait_for_records(tmp_path, num_chunks(prompts)))
-        warm = engine.generate(prompts)
-        warmer = engine.generate(prompts, together=True)
-    assert_same(own, cold)
-    assert_same(own, warm)
-    assert_same(own, warmer)
-    assert (cold.external, warm.external, warmer.external) == (0, 768, 768)
 
 
 def test_requests_that_are_preempted_and_resumed_say_the_same(

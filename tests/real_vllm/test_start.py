@@ -49,16 +49,6 @@ def test_a_configuration_that_cannot_be_served_is_refused_in_one_line(
     second.call("stop", 30)
 
 
-def test_an_engine_starts_after_one_that_was_refused(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle, second: Process
-) -> None:
-    prompts = [make_prompt(300)]
-    with pytest.raises(EngineError):
-        second.start(models["plain"], kvferry("ftp://x/y"))
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        assert_same(oracle(prompts), engine.generate(prompts))
-
-
 def test_without_entry_points_the_module_path_is_enough(
     tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
     pool: Pool, first: Process,
