@@ -3,8 +3,8 @@
 Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
-`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `expect`, `awaits`,
-`reads_from`, `note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may
+`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `assume`, `awaits`,
+`note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may
 block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call with a
 deadline (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore
 it, and a mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
@@ -241,31 +241,26 @@ class Store(ABC):
 
     # -- an index that lags behind what other processes store -----------------------------------
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  # nothing to ask
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
-        later `contains`. Dropped when too many probes wait."""
-
-    def expect(  # noqa: B027  # no other process stores
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        """Look in the background for `keys` (a prefix chain, in order) that a producer was heard to
-        be making, until they have come or it is `until` (`time.monotonic()` seconds). Keys that
-        come later are found as all others are. The rest of a chain may be expected once more.
+        later `contains`. Dropped when too many probes wait.
 
         Args:
-            held_by: a peer that says that it has the keys in memory, or soon will. A store that
-                reads from this peer stops awaiting a key that the peer lacks; other tiers beside
-                such a store look for `ASK_SECONDS` only.
-        """
+            again: ask also for keys whose answer is known, as of a producer that stores them one
+                by one. Their first few are asked for first.
 
-    def reads_from(self, peer: Address) -> bool:
-        """Whether this store reads values from the memory of `peer`."""
+        Returns:
+            Whether there is a medium to ask, in which a key may appear that is not here yet.
+        """
+        return False
+
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        """Take it that `peer` has `keys` in memory, if this store reads from there. Whether it
+        does."""
         return False
 
     def awaits(self, key: ChunkKey) -> bool:
-        """Whether a producer may still store `key`. Ask only after `contains` returned False. False
-        once the time of `expect` is over, the medium is away, or a `read` missed; a peer that may
-        get the key keeps it True."""
+        """Whether the medium said that it is about to have `key`, as a peer may."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once

@@ -272,7 +272,7 @@ def test_a_store_that_asks_its_medium_is_waited_for(host):
         def contains(self, asked):
             return answers.get(asked, False)
 
-        def probe(self, keys):
+        def probe(self, keys, **_how):
             Server.probed += 1
             for each in keys:
                 answers.setdefault(each, None)
@@ -292,7 +292,7 @@ def test_the_misses_of_a_step_are_asked_about_together(host):
     asked = []
 
     class Known(WrapperStore):
-        def probe(self, keys):
+        def probe(self, keys, **_how):
             asked.append(len(keys))
 
     one = host(Known(MemoryStore()))

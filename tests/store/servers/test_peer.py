@@ -135,8 +135,6 @@ class TestPeer(ProbeTests, RemoteStoreTests):
     # What follows is of stores that are written to.
     test_an_empty_value_is_replaced = None
     test_one_of_racing_writers_replaces_an_empty_value = None
-    # A peer that lacks a value may be about to compute it.
-    test_what_came_and_went_is_not_awaited = None
 
 
 def test_a_peer_is_only_read(serving):
@@ -175,17 +173,34 @@ def test_pending_is_neither_a_hit_nor_an_absence_that_is_remembered(serving):
         is_made = False
 
         def lend(self, key, seconds):
-            return super().lend(key, seconds) if self.is_made else KeyState.PENDING
+            is_pending = key == make_key() and not self.is_made
+            return KeyState.PENDING if is_pending else super().lend(key, seconds)
 
     memory = Making()
     memory.put(make_key(), [b"value"])
     peer = serving.open(serving.start(memory).address[1])
-    peer.probe([make_key()])
+    peer.probe([make_key(), make_key(1)])
     wait_until(lambda: peer.contains(make_key()) is False, "the answer is there")
+    assert [peer.awaits(make_key(number)) for number in range(3)] == [True, False, False]
     assert peer.read(make_key(), ()) is None
     memory.is_made = True
     peer.probe([make_key()])  # once: of an absence that is remembered, nothing would be asked
     wait_until(lambda: peer.contains(make_key()) is True, "it is found")
+    assert not peer.awaits(make_key())
+
+
+def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(serving):
+    port = serving.start(MemoryStore()).address[1]
+    with TieredStore([MemoryStore(), serving.open(port)]) as tiers:
+        keys = [make_key(number) for number in range(3)]
+        assert not tiers.assume(keys, ("127.0.0.1", port + 1))
+        assert not any(map(tiers.contains, keys))
+        assert tiers.assume(keys, ("127.0.0.1", port))
+        assert all(map(tiers.contains, keys))
+        assert tiers.read(keys[0], ()) is None
+        assert tiers.probe(keys[1:2], again=True)
+        wait_until(lambda: not tiers.contains(keys[1]), "the peer says what it lacks")
+        assert list(map(tiers.contains, keys)) == [False, False, True]
 
 
 def assert_fails_until_it_is_left_alone(peers):

@@ -101,9 +101,10 @@ def test_while_a_probe_asks_a_key_is_neither_there_nor_not(make_store, client):
     store.probe([make_key()])
     assert store.contains(make_key()) is None
     assert store.contains(make_key(1)) is False
-    clock.advance(1.0)  # longer than a look-up waits
-    assert store.contains(make_key()) is False
+    clock.advance(1.0)  # longer than a look-up waits, which knows that itself
+    assert store.contains(make_key()) is None
     client.gate.set()
+    wait_until(lambda: store.contains(make_key()) is False, "it is answered")
 
 
 def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
@@ -220,14 +221,59 @@ def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
     assert len(client.asked) == 2
 
 
-def test_what_is_under_way_is_not_asked_for_again(make_store, client):
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_under_way_is_not_asked_for_again(make_store, client, again):
     store = make_store(clock=FakeClock())
     client.gate.clear()
     for _ in range(20):
-        store.probe([make_key()])
+        store.probe([make_key()], again=again)
     client.gate.set()
     wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
     assert len(client.asked) == 1
+
+
+def test_keys_that_are_asked_for_again_are_asked_for_from_the_first_on(make_store, client):
+    """A server of objects needs a request for each, and they are asked for many times."""
+    store = make_store(clock=FakeClock())
+    keys = [make_key(number) for number in range(100)]
+    for num_there, num_asked in ((0, [4]), (0, [4]), (5, [4, 8, 16])):
+        for key in keys[:num_there]:
+            client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
+        client.asked.clear()
+        assert store.probe(keys, again=True)
+        wait_until(lambda: store.contains(keys[99]) is False, "the question ends")
+        assert [len(names) for names in client.asked] == num_asked
+        assert [store.contains(key) for key in keys[:6]] == [True] * num_there + [False] * (
+            6 - num_there
+        )
+
+
+def test_a_server_that_does_not_answer_once_is_asked_again(make_store, client):
+    store = make_store(clock=FakeClock())
+    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
+    client.down = True
+    store.probe([make_key()], again=True)
+    wait_until(lambda: store.contains(make_key()) is False, "the question ends")
+    client.down = False
+    store.probe([make_key()], again=True)
+    wait_until(lambda: store.contains(make_key()) is True, "it has come")
+
+
+def test_a_probe_for_which_there_is_no_thread_is_made_with_the_next_one(
+    make_store, client, monkeypatch
+):
+    store = make_store(clock=FakeClock())
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", lambda _thread: raises(RuntimeError))
+        store.probe([make_key()])
+        assert store.contains(make_key()) is False
+    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
+    store.probe([make_key(1)])
+    wait_until(lambda: store.contains(make_key()) is True, "both are asked for")
+
+
+def raises(error):
+    raise error
 
 
 def test_prompts_that_wait_are_asked_for_together(make_store, client):

@@ -20,7 +20,6 @@ from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
-from kvferry.store.base import Address
 from kvferry.types import KVSource, ProducerStamp, RequestView
 
 MOST_WAITS = 10
@@ -52,8 +51,7 @@ class Handovers:
         self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
 
     def begin(self, request: RequestView, state: RequestState, limit: int) -> None:
-        """Plan the handover of a request, and expect the chunks that another engine computes for
-        it. Only the first call for a request has an effect.
+        """Plan the handover of a request. Only the first call for a request has an effect.
 
         Args:
             limit: number of tokens of the longest hit that the prompt could have.
@@ -66,9 +64,6 @@ class Handovers:
         gives = handover.gives or is_turn
         plan = HandoverPlan(gives=gives, lends=gives and config.serve is not None, is_turn=is_turn)
         state.handover = plan if source is None else self._awaiting(plan, source, state, limit)
-        keys = state.keys.keys[: state.handover.num_chunks]
-        if source is not None and keys:
-            self._context.store.expect(keys, state.handover.until, _holder(source))
 
     def _awaiting(
         self, plan: HandoverPlan, source: KVSource, state: RequestState, limit: int
@@ -84,11 +79,15 @@ class Handovers:
         if stamp is not None:
             num_chunks = min(num_chunks, stamp.num_chunks)
         now, seconds = self._context.clock(), self._context.config.load_timeout_seconds
-        holder = _holder(source)
-        is_held = holder is not None and self._context.store.reads_from(holder)
+        is_held = False
+        if stamp is not None and source.host is not None and source.port is not None:
+            # The first look-up fetches what this peer says it holds, without a question.
+            holder = source.host, source.port
+            is_held = self._context.store.assume(state.keys.keys[:num_chunks], holder)
         until = now + (seconds if is_held else self._patience.seconds(now))
         return plan._replace(
             num_chunks=num_chunks,
+            is_held=is_held,
             until=until,
             latest=until if is_held else now + MOST_WAITS * seconds,
             short=Short(LookupMiss.NOT_PRODUCED, "the rest did not come"),
@@ -146,10 +145,3 @@ class Handovers:
             address=self.address,
         )
         return FinishResult(False, params)
-
-
-def _holder(source: KVSource) -> Address | None:
-    """Address of the peer that has the stamped chunks in memory; None if the source names none."""
-    if source.stamp is None or source.host is None or source.port is None:
-        return None
-    return source.host, source.port

@@ -27,6 +27,7 @@ that chunk must be held nevertheless.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,8 +40,17 @@ from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.record.check import SOUND, MissReason
+from kvferry.store.backoff import Backoff
 from kvferry.store.base import ASK_SECONDS
 from kvferry.types import ChunkKey
+
+FIRST_PAUSE_SECONDS = 0.01
+LAST_PAUSE_SECONDS = 0.25
+"""Bounds of the pause after which the store is asked again for chunks that are awaited. It doubles
+until one of them comes."""
+
+MAX_ASKED = 512
+"""Most chunks in a question that is repeated, as the scheduler's thread goes through them."""
 
 
 class Short(NamedTuple):
@@ -55,13 +65,13 @@ ABSENT, NOT_LOADING = Short(LookupMiss.ABSENT), Short(LookupMiss.NOT_LOADING)
 
 
 class HandoverPlan(NamedTuple):
-    """What to do with a request that another engine began, or will continue. A peer says itself
-    what it lacks: then `latest` is `until`, and a wait in vain shows nothing."""
+    """What to do with a request that another engine began, or will continue."""
 
     gives: bool = False  # another engine will continue it: all that the store lacks is stored
     lends: bool = False  # as `gives`, and peers will read it: each chunk is brought whole to memory
     is_turn: bool = False  # it continues from the KV of another engine, and gives what it generates
     num_chunks: int = 0  # number of leading chunks that are waited for
+    is_held: bool = False  # a peer has them in memory, or soon will, and says itself what it lacks
     until: float = 0.0  # when the wait for chunks ends, if none of them comes before
     latest: float = 0.0  # when it ends although chunks still come
     short: Short = ABSENT  # why the store lacks a chunk
@@ -93,18 +103,20 @@ class Hit(NamedTuple):
         return len(self.numbers) + (self.audited is not None)
 
 
-class Asking(NamedTuple):
-    """The store is asked what it has."""
-
-    until: float
-
-
 class Awaiting(NamedTuple):
     """Another engine is to bring more chunks."""
 
     until: float
     num_known: int  # number of leading chunks that had come at the last look-up
     has_come: bool = False  # whether some of them came while the request waited
+
+
+class Asking(NamedTuple):
+    """The store is asked what it has; after a wait in vain once more. If more has come, the wait
+    `before` goes on."""
+
+    until: float
+    before: Awaiting | None = None
 
 
 class Fetching(NamedTuple):
@@ -126,6 +138,10 @@ class Settled(NamedTuple):
 NOTHING, NEVER = Wanted(), Asking(0.0)
 
 
+def _looks() -> Backoff:
+    return Backoff(time.monotonic, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+
+
 @dataclass(slots=True)
 class Search:
     """The search for a request's hit, from its first look-up until it is admitted.
@@ -136,8 +152,8 @@ class Search:
     - A promise stands until the host has another number of tokens itself.
     - A look-up asks again only before the deadline of the state. Only chunks that came while
       another engine was awaited move a deadline on, up to the latest time of the plan. If nothing
-      happens, each state comes once.
-    - It asks only a store that has not answered, and awaits only what the store awaits.
+      happens, each state comes once, and `Asking` once more after a wait in vain.
+    - It asks only a store that has not answered, and awaits only what may still come.
     """
 
     wanted: Wanted = NOTHING
@@ -151,6 +167,7 @@ class Search:
     loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     num_reads_left: int = 3  # failed reads of its chunks that are tried again
     short: Short = NOT_LOADING  # why the last answer was not longer
+    looks: Backoff = field(default_factory=_looks)  # when awaited chunks are asked for again
 
     @property
     def hit(self) -> Hit | None:
@@ -167,15 +184,19 @@ class Search:
         """The wait for another engine: as it is, was or begins."""
         if isinstance(self.state, Awaiting):
             return self.state
-        before = self.state.before if isinstance(self.state, Fetching) else None
+        before = self.state.before if isinstance(self.state, Asking | Fetching) else None
         return before or Awaiting(self.wanted.plan.until, known)
 
-    def reads_again(self, key: ChunkKey, now: float) -> bool:
-        """Whether a chunk whose read failed is to be read again: this search waits for it, and may
-        still have such reads. This uses one of them up."""
-        is_awaited = key in self.fetched and now < self.wait().until and self.num_reads_left > 0
-        self.num_reads_left -= is_awaited
-        return is_awaited
+    def awaits(self, key: ChunkKey, now: float) -> bool:
+        """Whether it fetched a chunk of another engine, and waits for it still."""
+        return key in self.fetched and now < self.wait().until
+
+    def reads_again(self) -> bool:
+        """Whether a chunk that it awaits, whose read failed, is to be read again. This uses up one
+        of the reads that it has for that."""
+        is_left = self.num_reads_left > 0
+        self.num_reads_left -= is_left
+        return is_left
 
 
 class Lookup:
@@ -216,13 +237,15 @@ class Lookup:
         """Learn that a rank could not read a chunk. It is not offered for some time, unless a peer
         has it soon, or one of the searches waits for it and reads it again."""
         missed, now, miss = filled.missed or "", self._clock(), LookupMiss.UNREADABLE
+        waiting = [each for each in searches if each is not None and each.awaits(key, now)]
         if missed == MissReason.ABSENT:
             miss = LookupMiss.VANISHED
-            if self._store.awaits(key):
+            if any(search.wanted.plan.is_held for search in waiting):
+                self._store.probe([key], again=True)  # the peer may be about to have it
                 return
         elif missed == MissReason.IO_ERROR:
             miss = LookupMiss.AWAY
-            if any(search is not None and search.reads_again(key, now) for search in searches):
+            if any(search.reads_again() for search in waiting):
                 return
         is_sound = missed in SOUND
         seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
@@ -231,12 +254,16 @@ class Lookup:
     # -- transitions ----------------------------------------------------------------------------
 
     def begin(
-        self, keys: Sequence[ChunkKey], plan: HandoverPlan | None, most: int | None
+        self,
+        keys: Sequence[ChunkKey],
+        plan: HandoverPlan | None,
+        most: int | None,
+        asked_at: float,
     ) -> Search:
-        """Begin a search for the chunks of a prompt; `most` tokens are loaded at most."""
-        now = self._clock()
-        wanted = Wanted(keys, plan or HandoverPlan(), most, self._audits.draw(), now)
-        return Search(wanted, Asking(now + ASK_SECONDS))
+        """Begin a search for the chunks of a prompt, of which the store was asked what it has.
+        `most` tokens are loaded at most."""
+        wanted = Wanted(keys, plan or HandoverPlan(), most, self._audits.draw(), self._clock())
+        return Search(wanted, Asking(asked_at + ASK_SECONDS))
 
     def answer(self, search: Search, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
@@ -272,7 +299,8 @@ class Lookup:
         """Enter `Awaiting`, or stay there, while another engine brings the first chunk not known
         yet. Fetch those that came."""
         plan, now = search.wanted.plan, self._clock()
-        was_waiting, wait = isinstance(search.state, Awaiting), search.wait(known)
+        state, wait = search.state, search.wait(known)
+        was_waiting = isinstance(state, Awaiting)
         if known >= min(plan.num_chunks, len(search.wanted.keys)):
             if was_waiting:
                 self._patience.came()
@@ -280,23 +308,42 @@ class Lookup:
         if known > wait.num_known:  # the others have as much time again, until the latest time
             self._patience.came()
             until = min(now + self._wait_seconds, plan.latest)
-            if until > wait.until:
-                self._store.expect(search.wanted.keys[known : plan.num_chunks], until)
             wait = Awaiting(max(until, wait.until), known, has_come=True)
+            search.looks.succeeded()
         waits = (
             now < wait.until
             and self.usable(plan.num_chunks, end) > search.num_local
-            and self._store.awaits(search.wanted.keys[known])
+            and self._may_come(search, known)
             and self._choose(search, known) == known
         )
         if waits:
             search.state = wait
             self._fetch_known(search, known, end)
-        elif was_waiting and now >= wait.until:
-            search.state = Asking(now)
-            if not wait.has_come and plan.until < plan.latest:
+        elif was_waiting or (isinstance(state, Asking) and state.before is None):
+            if now < wait.until or wait.until <= search.wanted.began_at:
+                return False
+            if was_waiting and not (wait.has_come or plan.is_held):
                 self._patience.in_vain(now)
+            # A host that computes for long looks up late.
+            waits = search.looks.is_over and self._ask_again(search, known)
+            search.state = Asking(now + ASK_SECONDS if waits else now, wait)
         return waits
+
+    def _may_come(self, search: Search, known: int) -> bool:
+        """Whether another engine may still bring the first chunk not known yet. Ask the store again
+        after a pause."""
+        keys, plan, began_at = search.wanted.keys, search.wanted.plan, search.wanted.began_at
+        is_absent = search.short.miss is not None and not self._store.awaits(keys[known])
+        if plan.is_held and is_absent and self._clock() >= began_at + ASK_SECONDS:
+            return False  # the peer lacks it, and other stores have had some time to find it
+        return not search.looks.is_over or self._ask_again(search, known)
+
+    def _ask_again(self, search: Search, known: int) -> bool:
+        """Ask the store again for awaited chunks, from the first not known yet on. False if there
+        is no store in which they may appear."""
+        search.looks.failed()
+        stop = min(search.wanted.plan.num_chunks, known + MAX_ASKED)
+        return self._store.probe(search.wanted.keys[known:stop], again=True)
 
     def _fetch(self, search: Search, hit: Hit) -> bool:
         """Enter `Fetching`, or stay there: fetch the chunks of a hit that are not held. Whether a

@@ -193,7 +193,8 @@ class SharedStorageScheduler(SchedulerRole):
         """The search of a request, begun if there is none."""
         if state.search is None:
             most = request.options.max_load_tokens
-            state.search = self._lookup.begin(state.keys.keys, state.handover, most)
+            asked_at = state.probed_at or 0.0
+            state.search = self._lookup.begin(state.keys.keys, state.handover, most, asked_at)
         return state.search
 
     def _end_search(self, state: RequestState) -> None:

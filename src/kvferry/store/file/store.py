@@ -23,7 +23,6 @@ from kvferry.filesystem import is_of_one_machine, user_cache, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
-    Address,
     Buffer,
     Catalogue,
     Entry,
@@ -34,7 +33,6 @@ from kvferry.store.base import (
     StoreStat,
     Value,
 )
-from kvferry.store.expected import ExpectedKeys
 from kvferry.store.faults import MediumFaults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
@@ -124,7 +122,6 @@ class FileStore(Catalogue):
             changes=not self.is_read_only,
             compares=compares,
         )
-        self._expected = ExpectedKeys(self._known.contains, self.upkeep.look_for, settings.clock)
         if background:
             try:
                 self.upkeep.start()
@@ -276,7 +273,6 @@ class FileStore(Catalogue):
         if self._closed:
             return
         self._closed = True
-        self._expected.close()
         if self.index.is_ours:  # in a forked child, locks may be held for ever
             self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()
@@ -310,18 +306,11 @@ class FileStore(Catalogue):
     def removals(self, limit: int) -> list[Removal]:
         return list(self._listed(self.index.removals(limit)))
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        if not self._closed and self.index.is_ours and self._known.tracks_keys:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+        is_asked = not self._closed and self.index.is_ours and self._known.tracks_keys
+        if is_asked:
             self.upkeep.probe(keys)
-
-    def expect(
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        if not self._closed and self.index.is_ours and self._known.tracks_keys:
-            self._expected.add(keys, until)
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return self._expected.awaits(key)
+        return is_asked
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:
@@ -475,7 +464,6 @@ class FileStore(Catalogue):
 
     def _miss(self, key: ChunkKey) -> None:
         """Forget a key without a file. The upkeep looks again: the file may just have come."""
-        self._expected.gone(key)
         if self._known.contains(key):
             self._known.discard(key)
             self.probe([key])

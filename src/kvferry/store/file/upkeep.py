@@ -67,7 +67,7 @@ class ShardComparison:
 
 
 class Upkeep:
-    """The thread and its work. Any thread may call `probe`, `look_for`, `stop`, `clean`, `may_pin`.
+    """The thread and its work. Any thread may call `probe`, `stop`, `clean` and `may_pin`.
 
     Args:
         faults: receives errors; this work also uses its clock.
@@ -111,11 +111,6 @@ class Upkeep:
             return
         self._probes.append(tuple(keys))
         self._wake.set()
-
-    def look_for(self, prompts: Sequence[Sequence[ChunkKey]]) -> None:
-        """`probe` the keys of each prompt; see `ExpectedKeys`."""
-        for keys in prompts:
-            self.probe(keys)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="kvferry-store", daemon=True)

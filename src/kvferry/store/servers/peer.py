@@ -83,9 +83,6 @@ class PeerStore(ServerStore):
                 raise StoreError(str(error)) from None
             if state is not KeyState.HELD:
                 self._keys.forget(key)
-                if state is KeyState.ABSENT:
-                    self._expected.end([key])
-                self._expected.again(key)
                 return None
             learn(key, size)
         self._served[key] = None
@@ -94,16 +91,11 @@ class PeerStore(ServerStore):
                 self._served.popitem(last=False)
         return size
 
-    def expect(
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        super().expect(keys, until, held_by)
-        if held_by is not None and self.reads_from(held_by):
-            for key in keys:  # without a question, so that the first look-up can fetch them
-                self._keys.learn(key)
-
-    def reads_from(self, peer: Address) -> bool:
-        return self._client.is_at(*peer)
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        is_here = self._client.is_at(*peer)
+        for key in keys if is_here else ():
+            self._keys.learn(key)
+        return is_here
 
     def _find(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
         deadline = self._clock() + self._bounds.probe_seconds
@@ -112,8 +104,6 @@ class PeerStore(ServerStore):
             states = self._client.states_of(keys, deadline)
         except TransferError as error:
             raise StoreError(str(error)) from None
-        absent = [key for key, state in zip(keys, states, strict=True) if not state]
-        self._expected.end(absent)
         return [_IS_HERE[state] for state in states]
 
     def _check_trust(self, deadline: float) -> None:
@@ -151,7 +141,6 @@ class PeerStore(ServerStore):
     def close(self) -> None:
         self._closed = True
         self._client.close()  # first, as it ends calls under way
-        self._expected.close()
         self._keys.close()
 
 

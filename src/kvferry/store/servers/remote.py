@@ -114,7 +114,6 @@ class RemoteStore(ServerStore):
             size = self._client.read(self.name_of(key), ranges, self._until(deadline))
             if size is None:
                 self._keys.forget(key)
-                self._expected.gone(key)
             else:
                 learn(key, size)
         return size
@@ -169,7 +168,6 @@ class RemoteStore(ServerStore):
 
     def close(self) -> None:
         self._closed = True
-        self._expected.close()
         self._keys.close()
         self._client.close()
 

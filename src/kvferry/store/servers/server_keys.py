@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import ASK_SECONDS, Address, Catalogue, StoreStat
-from kvferry.store.expected import ExpectedKeys
+from kvferry.store.base import Catalogue, StoreStat
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
 from kvferry.types import ChunkKey
@@ -39,9 +38,9 @@ FIRST_BATCH = 32
 """Keys of a prompt in the first question to the server. Each further question has twice as many. A
 question without a hit is the last one."""
 
-FIRST_EXPECTED = 4
-"""The same for expected keys. Fewer, as these are asked for again and again while they are stored
-one by one, and a bucket needs a request for each key."""
+FIRST_AGAIN = 4
+"""The same for keys that are asked for again. Fewer, as these are asked for again and again while
+they are stored one by one, and a bucket needs a request for each key."""
 
 
 class _Known(NamedTuple):
@@ -53,12 +52,15 @@ class _Known(NamedTuple):
 _NEVER = _Known(0.0, 0)
 
 
-class _Question(NamedTuple):
-    """The keys of one prompt that are not known."""
+_SOON = 0.0
+"""In the place of the time of a negative answer: the server is about to have the key."""
 
+
+class _Question(NamedTuple):
     keys: list[ChunkKey]
-    waits_until: float
-    """Clock time until which look-ups wait for the answer."""
+    """Of one prompt."""
+    first_batch: int
+    """How many of them are asked for first."""
 
 
 class ServerKeys:
@@ -89,8 +91,8 @@ class ServerKeys:
         self._learns = learns
         self._clock = clock
         self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
-        self._asked: dict[ChunkKey, float] = {}
-        self._absent: dict[ChunkKey, float] = {}
+        self._asked: set[ChunkKey] = set()  # without an answer yet
+        self._absent: dict[ChunkKey, float] = {}  # and until when the negative answer is valid
         # For each server call in progress, the keys forgotten since it began.
         self._calls: dict[int, set[ChunkKey]] = {}
         self._lock = threading.Lock()  # of `_calls`; look-ups take none
@@ -100,13 +102,16 @@ class ServerKeys:
 
     def contains(self, key: ChunkKey) -> bool | None:
         """See `Store.contains`."""
-        now = self._clock()
         # Read `_asked` before `_known`: an answer enters `_known` before its key leaves `_asked`.
-        asked_until = self._asked.get(key, 0.0)
+        is_asked = key in self._asked
         known = self._known.get(key)
-        if known is not None and now < known.until:
+        if known is not None and self._clock() < known.until:
             return True
-        return None if now < asked_until else False
+        return None if is_asked else False
+
+    def awaits(self, key: ChunkKey) -> bool:
+        """See `Store.awaits`."""
+        return self._absent.get(key) == _SOON
 
     def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
         """Note that the server has a key. 0 stands for an unknown size."""
@@ -152,30 +157,32 @@ class ServerKeys:
         known = list(self._known.values())
         return len(known), sum(each.num_bytes for each in known)
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool) -> None:
         """See `Store.probe`."""
         if not self._learns:
             return
         now = self._clock()
-        # Skip known keys, and those with a recent question or a recent negative answer.
+        # Skip keys that are being asked for, and those whose answer is known.
         unknown = [
             key
             for key in keys
-            if self._known.get(key, _NEVER).until <= now
-            and self._asked.get(key, 0.0) <= now
-            and self._absent.get(key, 0.0) <= now
+            if key not in self._asked
+            and (
+                again
+                or (self._known.get(key, _NEVER).until <= now and self._absent.get(key, 0.0) <= now)
+            )
         ]
         if not unknown:
             return
         if len(self._waiting) >= MAX_PROBES:
             self._observer.count("store_probe_dropped")
             return
-        question = _Question(unknown, now + ASK_SECONDS)
-        self._asked.update(dict.fromkeys(unknown, question.waits_until))
-        self._waiting.append(question)
-        self._threads.submit(lambda _job: self._ask())
+        self._asked.update(unknown)
+        self._waiting.append(_Question(unknown, FIRST_AGAIN if again else FIRST_BATCH))
+        if self._threads.submit(lambda _job: self._answer()).error is not None:
+            self._asked.difference_update(unknown)  # a later probe has a thread for them
 
-    def _ask(self) -> None:
+    def _answer(self) -> None:
         """Ask for the keys of all queued prompts, with one question per range of chunks.
         Runs in: I/O thread."""
         questions: list[_Question] = []
@@ -183,14 +190,12 @@ class ServerKeys:
             while True:
                 questions.append(self._waiting.popleft())
         try:
-            self.ask([each.keys for each in questions], FIRST_BATCH)
+            for count in (FIRST_BATCH, FIRST_AGAIN):
+                self._ask([each.keys for each in questions if each.first_batch == count], count)
         finally:
-            for keys, until in questions:
-                for key in keys:
-                    if self._asked.get(key, until) <= until:  # else a later probe asks for it
-                        self._asked.pop(key, None)
+            self._asked.difference_update(*(each.keys for each in questions))
 
-    def ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int = FIRST_EXPECTED) -> None:
+    def _ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int) -> None:
         """Ask for the first `count` keys of each prompt, and for more keys of a prompt while the
         server has some of those just asked for. Blocks on I/O; outcomes go to `on_result`."""
         waiting, start = prompts, 0
@@ -211,17 +216,20 @@ class ServerKeys:
 
     def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the server one question. Raises StoreError."""
+        known = list(map(self._known.get, keys))
         with self.call() as learn:
             found = self._find(keys)
             self.on_result(None)
             if len(self._absent) > MAX_KNOWN:
                 self._absent.clear()
             until = self._clock() + ABSENT_SECONDS
-            for key, is_there in zip(keys, found, strict=True):
+            for key, before, is_there in zip(keys, known, found, strict=True):
                 if is_there:
                     learn(key, 0)
-                elif is_there is not None:
-                    self._absent[key] = until
+                    continue
+                self._absent[key] = _SOON if is_there is None else until
+                if before is not None and self._known.get(key) is before:
+                    self._known.pop(key, None)  # not if it was stored meanwhile
 
     def close(self) -> None:
         """Stop the threads; abandon a question that hangs."""
@@ -245,7 +253,6 @@ class ServerStore(Catalogue):
         self._clock = clock
         self._closed = False
         self._keys = ServerKeys(self._find, self._observer, learns=opening.index, clock=clock)
-        self._expected = ExpectedKeys(self._keys.contains, self._keys.ask, clock)
 
     @abstractmethod
     def _find(self, keys: Sequence[ChunkKey]) -> Sequence[bool | None]:
@@ -262,17 +269,13 @@ class ServerStore(Catalogue):
         num_records, num_bytes = self._keys.totals()
         return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         if not self._closed:
-            self._keys.probe(keys)
-
-    def expect(
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        self._expected.add(keys, until, final=held_by is not None and self.reads_from(held_by))
+            self._keys.probe(keys, again=again)
+        return not self._closed
 
     def awaits(self, key: ChunkKey) -> bool:
-        return self._expected.awaits(key)
+        return self._keys.awaits(key)
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard

@@ -18,7 +18,6 @@ from contextlib import suppress
 from kvferry.errors import StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import (
-    ASK_SECONDS,
     NO_DEADLINE,
     Address,
     Buffer,
@@ -239,29 +238,15 @@ class TieredStore(Catalogue):
         """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
-    def probe(self, keys: Sequence[ChunkKey]) -> None:
-        for tier in self._tiers:
-            if self._is_up(tier) and (store := tier.up) is not None:
-                store.probe(keys)
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+        up = [store for tier in self._tiers if self._is_up(tier) and (store := tier.up) is not None]
+        asked = [store.probe(keys, again=again) for store in up]
+        return any(asked)
 
-    def expect(
-        self, keys: Sequence[ChunkKey], until: float, held_by: Address | None = None
-    ) -> None:
-        """Expect `keys` in every tier that may be asked now. If one reads from `held_by`, the other
-        tiers expect them only for `ASK_SECONDS`."""
-        holders = [
-            tier
-            for tier in self._tiers
-            if held_by is not None and tier.store is not None and tier.store.reads_from(held_by)
-        ]
-        soon = min(until, self._clock() + ASK_SECONDS)
-        for tier in self._tiers:
-            if (store := tier.up) is not None:
-                store.expect(keys, soon if holders and tier not in holders else until, held_by)
-
-    def reads_from(self, peer: Address) -> bool:
-        stores = [tier.store for tier in self._tiers]
-        return any(store is not None and store.reads_from(peer) for store in stores)
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        stores = [tier.store for tier in self._tiers if tier.store is not None]
+        found = [store.assume(keys, peer) for store in stores]
+        return any(found)
 
     def awaits(self, key: ChunkKey) -> bool:
         return any(store.awaits(key) for store in self._up())

@@ -45,10 +45,6 @@ def _scan(store: Catalogue) -> dict[bytes, Entry]:
     return by_key
 
 
-def _is_known(store: Catalogue, key: ChunkKey) -> bool:
-    return store.contains(key) is True
-
-
 class ScanTests(StoreHooks):
     """Tests of stores that list their values."""
 
@@ -107,38 +103,37 @@ class ProbeTests(StoreHooks):
             assert not reader.contains(keys[3])
             assert not reader.contains(keys[4])
 
-    def test_expected_keys_are_looked_for_until_another_instance_stores_them(
+    def test_keys_that_are_asked_for_again_are_found_as_another_instance_stores_them(
         self, tmp_path: Path
     ) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
             assert reader.wait_indexed(self.patience_seconds)
             keys = [make_key(number) for number in range(5)]
-            reader.expect(keys, time.monotonic() + 10 * self.patience_seconds)
-            assert not any(reader.contains(key) for key in keys)
-            assert all(reader.awaits(key) for key in keys)
-            assert not reader.awaits(make_key(7))
-            for key in keys:  # in turn: the store must go on to look for the next
-                writer.put(key, [b"value"])
-                wait_until(partial(_is_known, reader, key), "it comes", self.patience_seconds)
 
-    def test_what_came_and_went_is_not_awaited(self, tmp_path: Path) -> None:
+            def has_come(number: int) -> bool:
+                assert reader.probe(keys[number:], again=True), "somebody else may store them"
+                return reader.contains(keys[number]) is True
+
+            assert not any(has_come(number) for number in range(5))
+            for number, key in enumerate(keys):
+                writer.put(key, [b"value"])
+                wait_until(partial(has_come, number), "it comes", self.patience_seconds)
+        assert not reader.probe(keys, again=True), "of a closed store, nothing more comes"
+
+    def test_what_is_absent_when_asked_again_is_not_known_any_more(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
             assert reader.wait_indexed(self.patience_seconds)
-            reader.expect([make_key()], time.monotonic() + 10 * self.patience_seconds)
             writer.put(make_key(), [b"value"])
-            wait_until(partial(_is_known, reader, make_key()), "it comes", self.patience_seconds)
-            assert reader.awaits(make_key())
-            assert writer.delete(make_key())
-            assert read_value(reader, make_key()) is None
-            assert not reader.awaits(make_key())
 
-    def test_nothing_is_awaited_beyond_its_time(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path) as reader:
-            reader.expect([make_key()], time.monotonic() - 1)
-            assert not reader.awaits(make_key())
-            reader.expect([make_key()], time.monotonic() + 0.05)
-            wait_until(lambda: not reader.awaits(make_key()), "its time is over")
-            assert not reader.contains(make_key())
+            def says(is_there: bool) -> bool:
+                found = reader.contains(make_key())
+                if found is not None:  # else it is being asked for
+                    reader.probe([make_key()], again=True)
+                return found is is_there
+
+            wait_until(partial(says, True), "it comes", self.patience_seconds)
+            assert writer.delete(make_key())
+            wait_until(partial(says, False), "it is gone", self.patience_seconds)
 
     def test_a_flood_of_probes_blocks_no_caller(self, store: Catalogue) -> None:
         started = time.monotonic()
