@@ -52,8 +52,9 @@ def slot_of(rows: RankRows, schema: RecordSchema, record: bytearray) -> bytearra
     view = memoryview(slot)
     rows.head_of(view)[:] = record[: schema.head_bytes]
     for each, part in rows.rows_of(view, rows.all_groups):
-        start = schema.offset_of(each)
-        part[:] = record[start : start + schema.num_bytes_of(each)]
+        for run, start, stop in schema.runs_of(each):
+            offset = schema.offset_of(run)
+            part[start:stop] = record[offset : offset + stop - start]
     return slot
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RowRange, leaf_digests
@@ -56,6 +58,25 @@ def test_only_the_rows_asked_for_are_read():
         part = slice(rows.start << 16, rows.stop << 16)
         assert landed[part] == payload[part]
     assert not any(landed[9 << 16 :])
+
+
+@pytest.mark.parametrize("damaged", range(18))
+def test_each_of_the_rows_in_runs_is_verified_and_none_between_them(damaged):
+    held = [2, 3, 8, 9, 14, 15]  # two of six heads in each of three layers
+    rows = RowRange(0, 2, 4, num_runs=3, stride=6)
+    store = MemoryStore()
+    payload = stored(store)
+    image = bytearray(read_value(store, KEY))
+    image[SCHEMA.head_bytes + (damaged << 16) + 5] ^= 1
+    store.delete(KEY)
+    store.put(KEY, [image])
+    landed = memoryview(bytearray(SCHEMA.num_bytes_of(rows)))
+    head = memoryview(bytearray(SCHEMA.head_bytes))
+    wanted = RecordRead(key=KEY, first_token=0, head=head, rows=[(rows, landed)])
+    reason = read_record(store, SCHEMA, wanted, Counters())
+    assert reason == (MissReason.BAD_LEAF if damaged in held else None)
+    if reason is None:
+        assert landed == b"".join(payload[row << 16 : (row + 1) << 16] for row in held)
 
 
 def test_a_wrong_leaf_at_the_end_is_a_miss_and_the_record_goes():

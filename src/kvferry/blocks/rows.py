@@ -11,7 +11,7 @@ scheduler role to join the rows of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.types import KVGroup, RankShard
@@ -38,18 +38,19 @@ class RankRows:
         self._groups = groups
         self._shard = shard
         self.schema = schema
-        self._group_spans: list[tuple[int, int]] = []
-        self._spans: list[tuple[RowRange, int, int]] = []
+        self._held: list[tuple[RowRange, int, int]] = []  # by group, and where in a slot
         offset = schema.head_bytes
         for index, (group, held) in enumerate(zip(groups, shard.groups, strict=True)):
-            start = offset
-            for rows in _rows_of(index, held.layers, held.heads, group.num_kv_heads):
-                stop = offset + schema.num_bytes_of(rows)
-                if stop > offset:
-                    self._spans.append((rows, offset, stop))
-                offset = stop
-            self._group_spans.append((start, offset))
+            rows = _rows_of(index, held.layers, held.heads, group.num_kv_heads)
+            start, offset = offset, offset + schema.num_bytes_of(rows)
+            self._held.append((rows, start, offset))
         self.slot_bytes = offset
+        self._written = [
+            (run, at + start, at + stop)
+            for rows, at, end in self._held
+            if at < end and shard.groups[rows.component].writes
+            for run, start, stop in schema.runs_of(rows)
+        ]
 
     @property
     def rank(self) -> int:
@@ -70,11 +71,11 @@ class RankRows:
     def rows_of(
         self, slot: memoryview, groups: Container[int]
     ) -> list[tuple[RowRange, memoryview]]:
-        """Return this rank's ranges of rows in some groups, each with its part of a slot."""
+        """Return this rank's rows in each of some groups, with their part of a slot."""
         return [
             (rows, slot[start:stop])
-            for rows, start, stop in self._spans
-            if rows.component in groups
+            for rows, start, stop in self._held
+            if rows.component in groups and start < stop
         ]
 
     def image_of(self, slot: memoryview) -> memoryview:
@@ -83,7 +84,7 @@ class RankRows:
 
     def group_rows(self, slot: memoryview, group: int) -> memoryview:
         """Return all rows of a group in a slot; their shape is `group_shape`."""
-        start, stop = self._group_spans[group]
+        _, start, stop = self._held[group]
         return slot[start:stop]
 
     def dtype_of(self, group: int) -> str:
@@ -114,28 +115,27 @@ class RankRows:
         return self._shard.groups[group].writes
 
     def spans(self) -> list[tuple[RowRange, int, int]]:
-        """Return the ranges that this rank writes, and where each starts and stops in a slot. These
-        are all but those that another rank replicates and writes."""
-        return [each for each in self._spans if self.writes_group(each[0].component)]
+        """Return each run of rows that this rank writes, and where it starts and stops in a slot.
+        These are all but those that another rank replicates and writes."""
+        return self._written
 
     def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
         """Return the leaf digests of a slot's chunk, for the ranges of `spans` in their order. The
         device has hashed the groups in `known`; the others are hashed here."""
         parts = []
-        spans = zip(self.schema.components, self._group_spans, strict=True)
-        for group, (component, (start, stop)) in enumerate(spans):
+        for group, component in enumerate(self.schema.components):
             if self.writes_group(group):
                 found = known.get(group)
-                rows = slot[start:stop]
+                rows = self.group_rows(slot, group)
                 parts.append(leaf_digests(component, rows) if found is None else found())
         return b"".join(parts)
 
 
 def _rows_of(
     component: int, layers: tuple[int, int], heads: tuple[int, int], num_heads: int
-) -> Iterator[RowRange]:
+) -> RowRange:
+    first = layers[0] * num_heads
     if heads == (0, num_heads):
-        yield RowRange(component, layers[0] * num_heads, layers[1] * num_heads)
-        return
-    for layer in range(*layers):
-        yield RowRange(component, layer * num_heads + heads[0], layer * num_heads + heads[1])
+        return RowRange(component, first, layers[1] * num_heads)
+    runs = layers[1] - layers[0], num_heads
+    return RowRange(component, first + heads[0], first + heads[1], *runs)

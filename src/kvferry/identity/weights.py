@@ -16,11 +16,10 @@ import json
 import logging
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from blake3 import blake3
 
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
-from kvferry.filesystem import shows_changes, user_cache
+from kvferry.filesystem import shows_changes, user_cache, why_untrusted
 from kvferry.keys.encoding import canonical
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def weights_digest(
     files = _weight_files(model_dir, may_be_none=weights_version is not None)
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
-    cache, stopped = _DigestCache(_default_cache_dir()), threading.Event()
+    cache, stopped = _DigestCache(_cache_dir()), threading.Event()
 
     def digest_of(path: Path) -> bytes:
         try:
@@ -305,10 +304,19 @@ def _identity(info: os.stat_result) -> tuple[int, int, int, int, int]:
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def _default_cache_dir() -> Path | None:
-    with suppress(ConfigError):
-        return user_cache() / "kvferry" / "weights"
-    return None
+def _cache_dir() -> Path | None:
+    """Return where digests are kept, which is made if need be; None if that cannot be, or if others
+    can write to it."""
+    try:
+        directory = user_cache() / "kvferry" / "weights"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = why_untrusted(str(directory))
+    except (ConfigError, OSError) as error:
+        logger.info("no cache of weights digests: %s", error)
+        return None
+    if why is not None:
+        logger.warning("no cache of weights digests: %s %s", directory, why)
+    return directory if why is None else None
 
 
 class _KnownFile(NamedTuple):
@@ -340,7 +348,7 @@ class _DigestCache:
     """A cache with one small file per file of weights, replaced whole. Every fault is a miss."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._directory = directory if directory is not None and _private(directory) else None
+        self._directory = directory
 
     @contextmanager
     def hashing(
@@ -405,21 +413,4 @@ def _locked(fd: int) -> bool:
         return False
     except OSError:
         pass
-    return True
-
-
-def _private(directory: Path) -> bool:
-    """Whether `directory` exists (it is made if need be) and only this user can write to it."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = directory.stat()
-    except OSError as error:
-        logger.info("no cache of weights digests in %s: %s", directory, error)
-        return False
-    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        logger.warning(
-            "no cache of weights digests in %s: others can write to it (private is mode 700)",
-            directory,
-        )
-        return False
     return True

@@ -105,7 +105,7 @@ def check_head(
     return None
 
 
-def check_rows(component: Component, payload: memoryview, leaf_table: memoryview) -> bool:
+def check_rows(component: Component, payload: memoryview, leaf_table: bytes | memoryview) -> bool:
     """Whether `payload`, whole rows of `component`, matches `leaf_table`: exactly the digests of
     these rows in a trusted table, `table[schema.leaf_slice(rows)]`."""
     if len(payload) % component.row_bytes:

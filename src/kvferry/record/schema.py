@@ -131,11 +131,13 @@ class Component:
 
 
 class RowRange(NamedTuple):
-    """Contiguous rows `[start, stop)` of one component, which a rank reads in one run."""
+    """Rows of one component: runs of `stop - start`, the first at `start`, one each `stride`."""
 
     component: int
     start: int
     stop: int
+    num_runs: int = 1
+    stride: int = 0
 
 
 class RecordSchema:
@@ -282,11 +284,22 @@ class RecordSchema:
         return self.component_offsets[rows.component] + rows.start * component.row_bytes
 
     def num_bytes_of(self, rows: RowRange) -> int:
-        """Return the size of `rows` in bytes; there are no gaps between rows."""
-        return (rows.stop - rows.start) * self.components[rows.component].row_bytes
+        """Return the size of `rows` in bytes."""
+        num_rows = (rows.stop - rows.start) * rows.num_runs
+        return num_rows * self.components[rows.component].row_bytes
+
+    def runs_of(self, rows: RowRange) -> list[tuple[RowRange, int, int]]:
+        """Return each run, and where it starts and stops in a buffer that holds only `rows`."""
+        component, start, stop, num_runs, stride = rows
+        firsts = range(start, start + num_runs * stride, stride) if stride else (start,)
+        num_rows, size = stop - start, (stop - start) * self.components[component].row_bytes
+        return [
+            (RowRange(component, first, first + num_rows), at * size, (at + 1) * size)
+            for at, first in enumerate(firsts)
+        ]
 
     def leaf_slice(self, rows: RowRange) -> slice:
-        """Return where the digests of `rows` stand in the leaf table, in bytes."""
+        """Return where the digests of `rows`, one run, stand in the leaf table, in bytes."""
         per_row = self.components[rows.component].leaves_per_row * DIGEST_BYTES
         base = self.first_leaf[rows.component] * DIGEST_BYTES
         return slice(base + rows.start * per_row, base + rows.stop * per_row)

@@ -35,7 +35,8 @@ class RecordRead:
     Attributes:
         first_token: position of the chunk in its prompt.
         head: buffer of at least `schema.head_bytes` for the head.
-        rows: the wanted rows, each with the buffer for its bytes.
+        rows: the wanted rows, each with a buffer for their bytes, in which the runs lie one behind
+            the other.
         image: `head` and `rows` as one buffer, if together they are a whole record as it is stored.
     """
 
@@ -82,9 +83,10 @@ def _read(
     store: Store, schema: RecordSchema, read: RecordRead, deadline: float
 ) -> MissReason | None:
     head = read.head[: schema.head_bytes]
-    ranges = [(0, head), *((schema.offset_of(rows), buffer) for rows, buffer in read.rows)]
-    if read.image is not None:
-        ranges = [(0, read.image)]
+    ranges = [(0, head)] if read.image is None else [(0, read.image)]
+    for rows, buffer in read.rows if read.image is None else ():
+        runs = schema.runs_of(rows)
+        ranges += [(schema.offset_of(run), buffer[start:stop]) for run, start, stop in runs]
     size = store.read(read.key, ranges, deadline)
     if size is None:
         return MissReason.ABSENT
@@ -93,9 +95,10 @@ def _read(
         return reason
     table = head[schema.header_bytes + DIGEST_BYTES :]
     for rows, buffer in read.rows:
-        if not check_rows(
-            schema.components[rows.component], buffer, table[schema.leaf_slice(rows)]
-        ):
+        # One call hashes all runs: a call for each costs more than the hash of a short row.
+        runs = schema.runs_of(rows)
+        leaves = b"".join([table[schema.leaf_slice(run)] for run, _, _ in runs])
+        if not check_rows(schema.components[rows.component], buffer, leaves):
             return MissReason.BAD_LEAF
     return None
 

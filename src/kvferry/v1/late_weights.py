@@ -38,7 +38,6 @@ class LateWeights:
         self.why = ""
         self.has_failed = False
         self._digest: Future[bytes] = Future()
-        self._is_taken = False
 
     def hashed(self, read: Callable[[], bytes]) -> bytes:
         """Return what `read` returns or raises; `UNREAD` if that takes long, and a thread goes on.
@@ -63,9 +62,8 @@ class LateWeights:
 
     def take(self) -> bytes | None:
         """Return the digest, once, if it became known after `hashed` gave up. Never waits."""
-        if not self.why or self._is_taken or not self._digest.done():
+        if not self.why or self.has_failed or not self._digest.done():
             return None
-        self._is_taken = True
         error = self._digest.exception()
         if error is not None:
             self.fail()
