@@ -49,7 +49,6 @@ def make_shared_storage_host(
     carries_worker_meta: bool = True,
     recomputes: bool = False,
     stores: Sequence[Store] = (),
-    fills: bool = False,
     multi_process: bool = False,
     data_parallel_index: int = 0,
     loads: bool = True,
@@ -85,7 +84,7 @@ def make_shared_storage_host(
     ]
     for part in parts:
         part.context = replace(part.context, clock=clock)
-    scheduler = parts[0].scheduler(prefetch_recent=fills, draw=draw)
+    scheduler = parts[0].scheduler(draw=draw)
     if not carries_worker_meta:
         scheduler.expect_no_reports()
     host = SimulatedHost(

@@ -51,7 +51,7 @@ def lent(host, key) -> bytes:
 
     def is_lent() -> bool:
         host.step([])
-        loans.append(host.pool.loans.lend(key))
+        loans.append(host.pool.loans.lend(key, 30.0))
         return loans[-1] is not KeyState.PENDING
 
     wait_for(is_lent)
@@ -193,7 +193,7 @@ def test_a_lent_slot_keeps_its_chunk_until_it_is_given_back_or_its_time_is_over(
     assert_settles(host)
     assert [b"".join(loan.buffers) for loan in loans] == before
     host.pool.clear()
-    assert host.pool.loans.lend(first) is None
+    assert host.pool.loans.lend(first, 30.0) is None
     host.run("after a reset", others)
     assert_settles(host)
     assert [b"".join(loan.buffers) for loan in loans] == before
@@ -218,7 +218,7 @@ def test_groups_of_two_records_are_not_lent(make_host, tmp_path):
     for wanted in (frozenset({0}), frozenset({0, 1})):
         reader.pool.fetch(key, 0, wanted)
         wait_for(lambda w=wanted: (reader.step([]), reader.pool.holds(key, w))[1])
-    assert reader.pool.loans.lend(key) is None
+    assert reader.pool.loans.lend(key, 30.0) is None
 
 
 def test_what_two_ranks_read_of_two_versions_is_not_lent(make_host, tmp_path, opened):
@@ -229,16 +229,16 @@ def test_what_two_ranks_read_of_two_versions_is_not_lent(make_host, tmp_path, op
     slot = host.pool.find(key).index
     _rows, slot_bytes = slots_of(host.parts[1])
     open_slots(*opened[1])[slot * slot_bytes] ^= 1
-    assert host.pool.loans.lend(key) is None
+    assert host.pool.loans.lend(key, 30.0) is None
     assert not host.pool.loans.is_lent(slot)
 
 
 def test_a_pool_that_does_not_know_its_ranks_lends_nothing():
     loans = Loans()
     loans.expect(b"k" * 32)
-    assert loans.lend(b"k" * 32) is KeyState.PENDING
+    assert loans.lend(b"k" * 32, 30.0) is KeyState.PENDING
     loans.offer(b"k" * 32, 3)
-    assert loans.lend(b"k" * 32) is None
+    assert loans.lend(b"k" * 32, 30.0) is None
     assert not loans.is_lent(3)
 
 
@@ -323,5 +323,5 @@ def test_ranks_out_of_reach_store_nothing_and_say_so_once(make_host, tmp_path, c
     assert not list(tmp_path.rglob("*.safetensors"))
     assert [line for line in caplog.messages if "must run on the machine of the scheduler" in line]
     assert len([line for line in caplog.messages if "slots of rank 1" in line]) == 1
-    assert host.pool.loans.lend(keys_of(host)[0]) is None
+    assert host.pool.loans.lend(keys_of(host)[0], 30.0) is None
     assert host.run("of memory", PROMPT).num_external_tokens == 40

@@ -293,7 +293,7 @@ class EngineOfVllm:
         }
         self._caches = [PrefixCache(self.spec, options, self.counters)]
         role = GuardedScheduler(
-            self._caches[0].scheduler(prefetch_recent=False),
+            self._caches[0].scheduler(),
             self.counters,
             block_size=self._caches[0].block_multiple,
         )

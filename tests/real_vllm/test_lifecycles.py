@@ -382,7 +382,6 @@ def test_a_decode_that_is_refused_at_once_fetches_nothing(make: Make, num_tokens
     from vllm.v1.request import RequestStatus
 
     prefiller, decoder = make("kv_producer"), make()
-    decoder.until(lambda: not decoder.scheduler.has_requests(), "it has looked for recent records")
     params = prefilled(prefiller, 40)
     prefiller.until(lambda: not prefiller.scheduler.has_requests(), "stored")
     refused = decoder.add(1, num_tokens, params)

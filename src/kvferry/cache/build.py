@@ -17,7 +17,6 @@ from kvferry.cache.config import RoleContext, SharedStorageConfig, default_memor
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.memory import machine_bytes, slot_size
@@ -209,14 +208,12 @@ class PrefixCache:
     def scheduler(
         self,
         *,
-        prefetch_recent: bool = True,
         draw: Callable[[], float] = random.random,
         log: logging.Logger = logger,
     ) -> SharedStorageScheduler:
         """The scheduler role; call once.
 
         Args:
-            prefetch_recent: whether the records that were used last are fetched at start.
             draw: makes a random number in [0, 1), which decides whether a hit is audited, and
                 whether near its start or near its end.
             log: gets a line for each request that another engine prefills or decodes.
@@ -233,15 +230,11 @@ class PrefixCache:
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(lambda: _pool_gauges(pool))
-        recent = None
-        if prefetch_recent and self.spec.loads and self.num_slots > 1 and self.is_named:
-            recent = RecentRecords(self.store, self.schema, self.num_slots // 2, self.context.clock)
         scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
             self.schema,
             pool,
             new_namespace=self._next_epoch,
-            recent=recent,
             shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
         )
         self._name_later(scheduler.take_up, ranks.take_up)

@@ -638,13 +638,6 @@ def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
     assert host.observer["audit_mismatch"] == 0
 
 
-def test_what_was_fetched_before_any_request_is_audited(reader):
-    host = reader(fills=True)
-    wait_for(lambda: host.step([]) and len(held_keys(host.pool)) == NUM_CHUNKS)
-    assert settled_run(host, "first").num_external_tokens == SHORT
-    assert counts(host) == (1, 0, 0)
-
-
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, recomputes):
     """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the

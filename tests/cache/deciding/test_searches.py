@@ -96,7 +96,7 @@ class Events:
         }
         self.part = PrefixCache(spec, options, Counters(), store=self.store)
         self.part.context = replace(self.part.context, clock=self.clock)
-        self.role = self.part.scheduler(prefetch_recent=False, draw=random.Random(seed).random)
+        self.role = self.part.scheduler(draw=random.Random(seed).random)
         self.num_tables, self.num_requests = len(groups), 0
         self.requests: list[HostRequest] = []
         self.answers: dict[str, tuple[int, int]] = {}  # of waiting requests: local and promised

@@ -146,11 +146,6 @@ class HostPool:
         return len(self._slots)
 
     @property
-    def has_free(self) -> bool:
-        """Whether some slot holds nothing."""
-        return len(self._slots) < self.num_slots
-
-    @property
     def is_filling(self) -> bool:
         """Whether the end of some fetch or copy is still to be reported."""
         return self._num_filling > 0

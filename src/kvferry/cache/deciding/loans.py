@@ -18,8 +18,6 @@ from kvferry.cache.messages import SlotRegion
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
-LOAN_SECONDS = 30.0
-
 
 @dataclass(slots=True, eq=False)
 class SlotLoan:
@@ -102,9 +100,7 @@ class Loans:
         """Number of slots with a loan: running, or expired and not looked at since."""
         return len(self._lent)
 
-    def lend(
-        self, key: ChunkKey, seconds: float = LOAN_SECONDS
-    ) -> SlotLoan | Literal[KeyState.PENDING] | None:
+    def lend(self, key: ChunkKey, seconds: float) -> SlotLoan | Literal[KeyState.PENDING] | None:
         """Lend the record of a chunk, to be read for at most `seconds`. PENDING while it is being
         brought; None if no sealed slot has it, or the ranks' slots cannot be read as one."""
         with self._lock:

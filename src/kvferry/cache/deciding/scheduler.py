@@ -25,7 +25,6 @@ from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup, Search, Short
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
-from kvferry.cache.deciding.recent import RecentRecords
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -57,9 +56,6 @@ from kvferry.types import BlockTable, RequestView, StepView
 
 logger = logging.getLogger(__name__)
 
-RECENT_CLOSE_SECONDS = 0.5
-"""How long `close` waits for a listing of the store that is under way."""
-
 REPROBE_SECONDS = 60.0
 """If a request has waited for so long, the store is asked again what it has."""
 
@@ -75,7 +71,6 @@ class SharedStorageScheduler(SchedulerRole):
         schema: layout of the records; its namespace roots the chunk keys.
         pool: slots, owned by this role from now on.
         new_namespace: makes the namespace digest of a new epoch (see `reset`).
-        recent: records to fetch before a request asks for them; None: no records.
         shared_writes: writes the records that several ranks hold together.
 
     Attributes:
@@ -93,7 +88,6 @@ class SharedStorageScheduler(SchedulerRole):
         pool: HostPool,
         *,
         new_namespace: Callable[[], bytes],
-        recent: RecentRecords | None,
         shared_writes: SharedWrites,
     ) -> None:
         config, spec = context.config, context.spec
@@ -116,7 +110,6 @@ class SharedStorageScheduler(SchedulerRole):
         self.saves = SavePlan(context, pool, self.requests, shared_writes, announcer)
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
-        self._recent = recent
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
         self._plan_numbers = count(1)
@@ -224,8 +217,6 @@ class SharedStorageScheduler(SchedulerRole):
                 return ASK_AGAIN
             if is_unchanged:
                 self._begin_epoch(self._first_namespace)
-        if self._recent is not None:
-            self._recent.is_engine_in_use = True
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         if not self._may_load(request):
@@ -324,8 +315,6 @@ class SharedStorageScheduler(SchedulerRole):
         if saves:
             self.saves.await_reports()
         unchecked = self.audits.take_unchecked()
-        if self._recent is not None:
-            self._fetch_recent(self._recent)
         self._fetch_early()
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
@@ -346,18 +335,6 @@ class SharedStorageScheduler(SchedulerRole):
             first_namespace=self._first_namespace,
         )
 
-    def _fetch_recent(self, recent: RecentRecords) -> None:
-        """Fetch the records that were used last, a few at a time, so that hits do not wait."""
-        if self.pool.is_filling:
-            return
-        records = recent.pop() if self.pool.has_free else []
-        for record in records:
-            if self.pool.find(record.key) is None and record.key not in self.requests.unreadable:
-                groups = self.context.tables.all_groups
-                self.pool.fetch(record.key, record.first_token, groups)
-        if not records and (recent.is_done or not self.pool.has_free):
-            self._end_recent()
-
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
         host does not look these up meanwhile. Each step serves a few of them, by turns. Half of the
@@ -377,16 +354,11 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def is_idle(self) -> bool:
-        has_work = self._loads or self._recent is not None or self.saves.has_unsaved
-        is_waiting = has_work or self._handovers.early
+        is_waiting = self._loads or self.saves.has_unsaved or self._handovers.early
         return not is_waiting and self.audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
-        return (
-            self.pool.has_orders
-            or self.saves.keeps_host_awake
-            or (self._recent is not None and self._recent.keeps_host_awake)
-        )
+        return self.pool.has_orders or self.saves.keeps_host_awake
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -480,23 +452,16 @@ class SharedStorageScheduler(SchedulerRole):
             self._end_search(state)
             self._forget_load(request_id)
         self.audits.begin_epoch()
-        self._end_recent()
         self.pool.clear()
         self._handovers.early.clear()
         self.requests.begin_epoch(namespace)
         self.saves.begin_epoch()
 
     def close(self) -> None:
-        self._end_recent(RECENT_CLOSE_SECONDS)
         self.saves.close()
         self.audits.close()
         self._weights.close()
         self._accounts.close()
-
-    def _end_recent(self, timeout: float = 0.0) -> None:
-        if self._recent is not None:
-            self._recent.close(timeout)
-            self._recent = None
 
     def _forget_load(self, request_id: str) -> None:
         """Drop the load of a request: a plan carries it now, or the request lost its blocks."""
