@@ -80,15 +80,24 @@ class Stats:
         return copy
 
 
-class PromFamilies:
-    """Our metrics in the host's Prometheus.
+class PromMetrics:
+    """Our counters, as a host's `KVConnectorPromMetrics`, which a subclass adds to its bases."""
 
-    Args:
-        metric_types: the host's class for each of prometheus_client's.
-        labelnames: the host's labels of every metric.
-    """
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - the host's, as all here
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Make the metrics, and show those of each engine before anything happens in it.
 
-    def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
+        Args:
+            metric_types: the host's class for each of prometheus_client's.
+            labelnames: the host's labels of every metric.
+            per_engine_labelvalues: their values, by index of the engine.
+        """
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
 
         def made(kind: Any, name: str, of: Family, **more: Any) -> Any:  # noqa: ANN401 - the host's
             labels = [*labelnames, *of.labels]
@@ -96,6 +105,7 @@ class PromFamilies:
                 name=f"{PREFIX}_{name}", documentation=of.text, labelnames=labels, **more
             )
 
+        self._labelvalues = per_engine_labelvalues
         self._counters = {name: made(Counter, name, of) for name, of in FAMILIES.items()}
         self._gauges = {
             name: made(Gauge, name, of, multiprocess_mode=MULTIPROCESS)
@@ -109,16 +119,14 @@ class PromFamilies:
         self._events = made(Counter, "events", everything)
         self._tiers: dict[tuple[object, ...], tuple[object, ...]] = {}  # labels shown last
         self._reasons: set[str] = set()
+        for engine, labels in per_engine_labelvalues.items():
+            self.observe(dict.fromkeys(FROM_ZERO, 0), engine)
+            for metric in self._times.values():
+                metric.labels(*labels)
 
-    def start(self, labels: list[object]) -> None:
-        """Show an engine's metrics before anything happens in it."""
-        self.observe(dict.fromkeys(FROM_ZERO, 0), labels)
-        for metric in self._times.values():
-            metric.labels(*labels)
-
-    def observe(self, data: dict[str, Any], labels: list[object]) -> None:
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts and durations, and set gauges."""
-        data = dict(data)
+        data, labels = dict(transfer_stats_data), self._labelvalues[engine_idx]
         for name, value in data.pop(NOW, {}).items():
             self._set(name, value, labels)
         for name, metric in self._times.items():
@@ -146,26 +154,6 @@ class PromFamilies:
             if before not in (None, self._tiers[key]):
                 metric.labels(*before).set(0)
         metric.labels(*labels, *values).set(value)
-
-
-class PromMetrics:
-    """Our counters, as a host's `KVConnectorPromMetrics`, which a subclass adds to its bases."""
-
-    def __init__(
-        self,
-        vllm_config: Any,  # noqa: ANN401 - the host's, as all here
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
-        self._labelvalues = per_engine_labelvalues
-        self._families = PromFamilies(metric_types, labelnames)
-        for labels in per_engine_labelvalues.values():
-            self._families.start(labels)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self._families.observe(transfer_stats_data, self._labelvalues[engine_idx])
 
 
 def _durations(name: str, data: dict[str, Any]) -> list[float]:
