@@ -37,12 +37,6 @@ def test_each_option_is_read_from_either_place_and_nothing_is_changed():
     assert (params, arguments) == before
 
 
-def test_fields_of_older_stamps_are_neither_options_nor_read():
-    older = {**answer(), "kvferry": answer()["kvferry"] | {"tail_tokens": 4, "tail_key": "0" * 64}}
-    assert read_options(older) is DEFAULT_OPTIONS
-    assert read_handover(older) == read_handover(answer())
-
-
 @pytest.mark.parametrize("given", [None, {}, {"kvferry": None}, {"kvferry": {}}, [1], "kvferry", 7])
 def test_whoever_asks_for_nothing_gets_the_defaults(given):
     assert read_options(given, given) is DEFAULT_OPTIONS

@@ -33,8 +33,7 @@ _MAX_HOST = 253
 _MAX_TOKENS = 1 << 31
 _MAX_PORT = 65535
 
-_STAMPED = frozenset(("v", "namespace", "chunks", "key", "tail_tokens", "tail_key"))
-"""Fields of stamps. Earlier releases wrote the last two, which nothing reads any more."""
+_STAMPED = frozenset(("v", "namespace", "chunks", "key"))
 _EXPLAINED = frozenset(
     (
         "prompt_tokens",
