@@ -18,7 +18,6 @@ import torch
 from benchmarks.host import HostRequest
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
 from kvferry.adapters.vllm.spec import (
-    WorkerSpec,
     engine_spec,
     layer_views,
     spec_of_workers,
@@ -282,7 +281,7 @@ class EngineOfVllm:
             for rank, groups in enumerate(workers)
         ]
         own, _ = described(mix, host_config(mix, 0, tp, modules if tp == 1 else {}), scheduler)
-        adopted = spec_of_workers(own, [WorkerSpec(spec) for spec, _ in halves])
+        adopted = spec_of_workers(own, [spec for spec, _ in halves])
         self.spec = adopted if told and adopted is not None else own
         self.counters = Counters()
         options = {

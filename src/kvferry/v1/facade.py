@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
-from kvferry.v1.host import HostRequests, ItemIdentity, LoraIdentity, has_answer, is_quiet
+from kvferry.v1.host import HostRequests, has_answer, is_quiet
 from kvferry.v1.types import (
     CounterStats,
     ForwardContext,
@@ -90,11 +90,7 @@ class OneRole:
         *,
         block_size: int,
         observer: Observer | None,
-        lora_identity: LoraIdentity = lambda _lora_request: None,
-        item_identity: ItemIdentity = str,
-        hands_over: bool = True,
-        drafts: bool = False,
-        unread: Callable[[], str] = str,
+        requests: HostRequests | None = None,
     ) -> None:
         """Take the role that this instance shows to the host.
 
@@ -102,21 +98,13 @@ class OneRole:
             role: the scheduler role in the scheduler's process, the worker role in a worker.
             block_size: number of tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
-            lora_identity, item_identity, hands_over, drafts, unread: see `kvferry.v1.host`.
+            requests: reads the host's requests for a scheduler role; None: as hosts without LoRA
+                adapters, drafts and late weights have them.
         """
         if isinstance(role, SchedulerRole):
             guarded = GuardedScheduler(role, observer, block_size=block_size)
-            self._half = SchedulerHalf(
-                guarded,
-                HostRequests(
-                    lora_identity,
-                    item_identity,
-                    hands_over=hands_over,
-                    drafts=drafts,
-                    unread=unread,
-                ),
-                PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True),
-            )
+            quiet = PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True)
+            self._half = SchedulerHalf(guarded, requests or HostRequests(), quiet)
         else:
             self._half = StepDriver(role, observer)
 

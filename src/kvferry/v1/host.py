@@ -129,8 +129,8 @@ class HostRequests:
 
     def __init__(
         self,
-        lora_identity: LoraIdentity,
-        item_identity: ItemIdentity,
+        lora_identity: LoraIdentity = lambda _lora_request: None,
+        item_identity: ItemIdentity = str,
         *,
         hands_over: bool = True,
         drafts: bool = False,

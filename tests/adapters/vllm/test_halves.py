@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.adapters.vllm import host as vllm_host
-from kvferry.adapters.vllm.spec import WorkerSpec, spec_of_workers
+from kvferry.adapters.vllm.spec import spec_of_workers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
@@ -168,11 +168,11 @@ CHANGES = {
 def test_each_part_of_the_description_is_compared(name):
     field = "identity" if name == "weights" else name
     other = replace(OWN, **{field: CHANGES[name]})
-    assert spec_of_workers(OWN, [WorkerSpec(OWN)]) is None
+    assert spec_of_workers(OWN, [OWN]) is None
     assert spec_of_workers(OWN, []) is None
-    assert spec_of_workers(OWN, [WorkerSpec(other)]) is other
+    assert spec_of_workers(OWN, [other]) is other
     ranks = [
-        WorkerSpec(replace(spec, shard=replace(spec.shard, rank=rank, world_size=2)))
+        replace(spec, shard=replace(spec.shard, rank=rank, world_size=2))
         for rank, spec in enumerate((OWN, other))
     ]
     what = "say that they run other weights" if name == "weights" else "describe the model's KV"

@@ -23,12 +23,7 @@ from kvferry.adapters.vllm.host import (
 from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel
 from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
-from kvferry.adapters.vllm.spec import (
-    WorkerSpec,
-    engine_spec,
-    layer_views,
-    spec_of_workers,
-)
+from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, format_size
@@ -38,6 +33,7 @@ from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
+from kvferry.v1.host import HostRequests
 from kvferry.v1.late_weights import LateWeights, begin_hashing
 from kvferry.v1.running_model import local_model, model_identity
 
@@ -176,11 +172,13 @@ class FerryConnector(OneRole):
             self._cache.worker() if self._is_worker else self._cache.scheduler(log=logger),
             block_size=self._cache.block_multiple,
             observer=self._observer,
-            lora_identity=self._lora_identities,
-            item_identity=ItemIdentities(config, local_model(config)),
-            hands_over=self._hands_over,
-            drafts=getattr(config, "speculative_config", None) is not None,
-            unread=self._why_unread,
+            requests=HostRequests(
+                self._lora_identities,
+                ItemIdentities(config, local_model(config)),
+                hands_over=self._hands_over,
+                drafts=getattr(config, "speculative_config", None) is not None,
+                unread=self._why_unread,
+            ),
         )
         if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
@@ -189,9 +187,9 @@ class FerryConnector(OneRole):
     # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
     # its workers: its half takes their description before the first request.
 
-    def get_handshake_metadata(self) -> WorkerSpec | None:
+    def get_handshake_metadata(self) -> EngineSpec | None:
         self._why_unread()
-        return None if shares_handshake(self) else WorkerSpec(self._cache.spec)
+        return None if shares_handshake(self) else self._cache.spec
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Take the workers' description of the model, and open the cache again if it is another.
@@ -199,7 +197,7 @@ class FerryConnector(OneRole):
         Raises:
             ConfigError: the workers disagree, or what they describe cannot be served.
         """
-        told = [each for each in metadata.values() if isinstance(each, WorkerSpec)]
+        told = [each for each in metadata.values() if isinstance(each, EngineSpec)]
         spec = spec_of_workers(self._cache.spec, told)
         if spec is not None:
             logger.info("kvferry: the scheduler of vLLM sees less of this model than its workers")

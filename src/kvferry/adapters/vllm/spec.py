@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker says of its engine in vLLM's handshake, to the scheduler's half."""
-
-    spec: EngineSpec
 
 
 def engine_spec(
@@ -112,13 +105,13 @@ def _order_in_blocks(
     return layout, whole, multiple
 
 
-def spec_of_workers(own: EngineSpec, told: Sequence[WorkerSpec]) -> EngineSpec | None:
+def spec_of_workers(own: EngineSpec, told: Sequence[EngineSpec]) -> EngineSpec | None:
     """Return the spec that the scheduler's half must take from the workers; None if it has it.
 
     Raises:
         ConfigError: the workers disagree among themselves.
     """
-    specs = sorted((each.spec for each in told), key=lambda spec: spec.shard.rank)
+    specs = sorted(told, key=lambda spec: spec.shard.rank)
     specs = [_hashed_as(spec, specs[0]) for spec in specs]
     for spec in specs[1:]:
         if spec.identity.weights != specs[0].identity.weights:
