@@ -193,11 +193,6 @@ def test_a_missing_option_is_named():
     assert refusal(build_config, Options, {}, where="here") == "here: option 'threads' is missing"
 
 
-def test_build_config_takes_dataclasses_only():
-    with pytest.raises(TypeError, match="dataclass"):
-        build_config(dict, {}, where="here")
-
-
 @pytest.mark.parametrize(
     ("url", "expected"),
     [

@@ -5,7 +5,6 @@ The simulated host checks every byte of every request's KV, so a run proves that
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -307,14 +306,6 @@ def test_damage_in_the_store_does_not_reach_what_is_held(host, directory: Path, 
     assert host.observer[counter] == 1
     assert_settles(host)
     assert host.run("of memory again", PROMPT).num_external_tokens == 40
-
-
-def test_what_is_held_survives_its_store(host, directory: Path):
-    shutil.rmtree(directory)
-    for number in range(2):
-        assert host.run(f"warm {number}", PROMPT).num_external_tokens == 40
-    host.forget_memory()
-    assert host.run("cold", PROMPT).num_external_tokens == 0
 
 
 def test_what_was_deleted_from_the_store_is_held_on(host):

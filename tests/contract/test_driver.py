@@ -149,124 +149,51 @@ def test_layer_hooks_reach_a_worker_that_has_them_within_its_steps():
     assert layer() == []  # as in a warm-up run
 
 
-def test_an_output_that_says_nothing_is_the_shared_empty_one():
-    assert Run(WorkerOutput()).step() is EMPTY_OUTPUT
+# --- reports: async loads and delayed frees ----------------------------------------------------
+
+# Violations; then of each step what the plan loads (+) and the host ends (!), what the worker
+# reports, and what the host sees: r of an end of a load, f of a failed one, s of an end of sending.
+REPORTS = {
+    # The host dies of a second report. Preempted, looked up and loaded again: another load.
+    "a6 once per plan": (1, "+r/->", "/r:r->r:r", "/r:r->", "+r/r:r->r:r"),
+    "a6 of no plan": (1, "/r:stranger->"),
+    "a10 abort while loading": (2, "+r/->", "!r/->", "/r:r->r:r", "/s:r->", "/r:r->"),
+    "a10 sent while loading": (1, "+r/->", "!r/s:r->", "/r:r->r:r"),
+    "never both of one request": (1, "+r/->", "!r/s:r r:r->r:r"),
+    "a11 failed and ended at once": (0, "+r/r:r f:r->r:r f:r"),
+    "a11 failed before its end": (1, "+r/f:r->", "/->", "/r:r->r:r f:r"),
+    "a11 nothing of the next load": (1, "+r/f:r->", "/r:r->r:r f:r", "+r/r:r->r:r"),
+    "a11 failed and never started": (1, "/f:stranger->"),
+    "a9 once per life of an id": (1, "!r/->", "/s:r->s:r", "/s:r->", "!r/s:r->s:r"),
+    "a9 in the step of the end": (0, "!r/s:r->s:r"),
+    # Of a running request the host would die; later, its blocks would leak.
+    "a9 before the end": (1, "/s:r->", "/->", "!r/->s:r", "/->"),
+}
 
 
-# --- reports: async loads ----------------------------------------------------------------------
-
-
-def test_a6_a_load_is_reported_once_per_plan_that_started_it():
-    done = WorkerOutput(finished_recving=ids("r"))
-    run = Run(EMPTY_OUTPUT, done, done, done)
-    assert run.step(loads=["r"]) is EMPTY_OUTPUT
-    assert run.step().finished_recving == {"r"}
-    assert run.step() is EMPTY_OUTPUT  # the host dies of a second report
-    assert run.violations == 1
-    # Preempted, looked up and loaded again: another load, another report.
-    assert run.step(loads=["r"]).finished_recving == {"r"}
-    assert run.violations == 1
-
-
-def test_a6_the_end_of_a_load_that_no_plan_started_is_dropped():
-    run = Run(WorkerOutput(finished_recving=ids("stranger"), stats={"n": 1}))
-    output = run.step()
-    assert output.finished_recving == ids()
-    assert output.stats == {"n": 1}
-    assert run.violations == 1
-
-
-def test_a10_abort_while_loading_is_reported_once_and_is_the_last_report():
-    done = WorkerOutput(finished_recving=ids("r"))
-    sent = WorkerOutput(finished_sending=ids("r"))
-    run = Run(EMPTY_OUTPUT, EMPTY_OUTPUT, done, sent, done)
-    run.step(loads=["r"])
-    run.step(finished=["r"])
-    assert run.step().finished_recving == {"r"}
-    assert run.step() is EMPTY_OUTPUT  # the host has forgotten the request
-    assert run.step() is EMPTY_OUTPUT
-    assert run.violations == 2
-
-
-def test_a10_sending_while_the_load_is_under_way_is_dropped():
-    run = Run(
-        EMPTY_OUTPUT,
-        WorkerOutput(finished_sending=ids("r")),
-        WorkerOutput(finished_recving=ids("r")),
+def report_of(words: str) -> WorkerOutput:
+    said = [word.split(":") for word in words.split()]
+    return WorkerOutput(
+        finished_recving=ids(*(name for kind, name in said if kind == "r")),
+        failed_recving=ids(*(name for kind, name in said if kind == "f")),
+        finished_sending=ids(*(name for kind, name in said if kind == "s")),
     )
-    run.step(loads=["r"])
-    assert run.step(finished=["r"]) is EMPTY_OUTPUT
-    assert run.step().finished_recving == {"r"}
-    assert run.violations == 1
 
 
-def test_one_output_never_says_both_sent_and_received_of_one_request():
-    run = Run(EMPTY_OUTPUT, WorkerOutput(finished_sending=ids("r"), finished_recving=ids("r")))
-    run.step(loads=["r"])
-    output = run.step(finished=["r"])
-    assert output.finished_recving == {"r"}
-    assert output.finished_sending == ids()
-
-
-def test_a11_a_failed_load_is_failed_and_finished_in_one_output():
-    run = Run(WorkerOutput(finished_recving=ids("r"), failed_recving=ids("r")))
-    output = run.step(loads=["r"])
-    assert output.failed_recving == output.finished_recving == {"r"}
-    assert run.violations == 0
-
-
-def test_a11_a_failure_reported_before_the_end_of_its_load_is_not_lost():
-    run = Run(
-        WorkerOutput(failed_recving=ids("r")), EMPTY_OUTPUT, WorkerOutput(finished_recving=ids("r"))
-    )
-    assert run.step(loads=["r"]) is EMPTY_OUTPUT
-    assert run.step() is EMPTY_OUTPUT
-    output = run.step()
-    assert output.finished_recving == output.failed_recving == {"r"}
-    assert run.violations == 1
-
-
-def test_a11_a_failed_load_says_nothing_of_the_next_one():
-    done = WorkerOutput(finished_recving=ids("r"))
-    run = Run(WorkerOutput(failed_recving=ids("r")), done, done)
-    run.step(loads=["r"])
-    assert run.step().failed_recving == {"r"}
-    assert run.step(loads=["r"]) == done
-
-
-def test_a11_the_failure_of_a_load_that_was_never_started_is_dropped():
-    run = Run(WorkerOutput(failed_recving=ids("stranger")))
-    assert run.step() is EMPTY_OUTPUT
-    assert run.violations == 1
-
-
-# --- reports: delayed frees --------------------------------------------------------------------
-
-
-def test_a9_sending_is_reported_once_per_life_of_an_id():
-    sent = WorkerOutput(finished_sending=ids("r"))
-    run = Run(EMPTY_OUTPUT, sent, sent, sent)
-    run.step(finished=["r"])
-    assert run.step().finished_sending == {"r"}
-    assert run.step() is EMPTY_OUTPUT
-    assert run.violations == 1
-    assert run.step(finished=["r"]).finished_sending == {"r"}  # the id was used again
-
-
-def test_a9_sending_may_be_reported_in_the_step_that_tells_of_the_end():
-    run = Run(WorkerOutput(finished_sending=ids("r")))
-    assert run.step(finished=["r"]).finished_sending == {"r"}
-    assert run.violations == 0
-
-
-def test_a9_sending_before_the_end_is_held_back_until_then():
-    run = Run(WorkerOutput(finished_sending=ids("r")), EMPTY_OUTPUT)
-    assert run.step() is EMPTY_OUTPUT  # a running request: the host would die
-    assert run.violations == 1
-    assert run.step() is EMPTY_OUTPUT
-    assert run.step(finished=["r"]).finished_sending == {"r"}  # or its blocks would leak
-    assert run.step() is EMPTY_OUTPUT
-    assert run.violations == 1
+@pytest.mark.parametrize("row", REPORTS.values(), ids=REPORTS)
+def test_the_host_sees_only_what_it_may(row):
+    violations, *steps = row
+    run = Run()
+    for step in steps:
+        given, _, rest = step.partition("/")
+        reported, _, seen = rest.partition("->")
+        run.worker.outputs = [report_of(reported)]
+        loads = [given[1:]] if given[:1] == "+" else []
+        ended = [given[1:]] if given[:1] == "!" else []
+        output = run.step(loads=loads, finished=ended)
+        assert output == report_of(seen), step
+        assert (output is EMPTY_OUTPUT) == (seen == "")
+    assert run.violations == violations
 
 
 def test_the_memory_of_ended_requests_is_bounded():

@@ -219,11 +219,6 @@ def test_interrupts_pass(hook, error):
         guard.lookup(request_of(9), 0) if hook == "lookup" else guard.reset()
 
 
-def test_an_end_of_a_request_may_be_a_plain_tuple():
-    guard, _ = guarded(request_finished=(True, {"a": 1}))
-    assert guard.request_finished(request_of(9), ([1],)).params == {"a": 1}
-
-
 @pytest.mark.parametrize("answer", [True, (False, "text"), (False, None, None)])
 def test_an_end_of_a_request_that_is_no_result_frees_the_blocks(answer):
     guard, observer = guarded(request_finished=answer)
@@ -382,31 +377,26 @@ def test_a_step_whose_load_failed_reports_every_block_and_saves_nothing(hook):
     assert observer["contract_violation"] == 0
 
 
-def test_a_failed_save_does_not_touch_the_loads():
-    output, observer, _ = one_step(RecordingWorker(fail={"save"}))
-    assert output is EMPTY_OUTPUT
-    assert observer["hook_failed_save"] == 1
+STEP = ["begin_step", "start_load"]
+END = ["collect", "end_step"]
 
 
-def test_a_failed_collect_reports_the_blocks_but_no_end_of_a_load_that_still_writes():
-    output, _, _ = one_step(RecordingWorker(fail={"collect"}))
-    assert output == WorkerOutput(invalid_block_ids=frozenset({4, 5}))
-
-
-def test_a_failed_layer_load_reports_the_blocks_and_saves_nothing():
-    worker = RecordingLayerwiseWorker(fail={"wait b"})
-    output, _, _ = one_step(worker)
-    assert output == WorkerOutput(invalid_block_ids=frozenset({4, 5}))
-    assert [call for call in worker.calls if "save" in call] == ["save a"]
-
-
-def test_a_failed_layer_save_leaves_the_loads_alone_and_saves_nothing_more():
-    worker = RecordingLayerwiseWorker(fail={"save a"})
-    output, _, _ = one_step(worker)
-    assert output is EMPTY_OUTPUT
-    assert worker.calls == [
-        "begin_step", "start_load", "wait a", "save a", "wait b", "collect", "end_step",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("hook", "failed_blocks", "calls"),
+    [
+        ("save", set(), [*STEP, "wait a", "save a", "wait b", "save b", "save", *END]),
+        # Not the end of a load that may still write.
+        ("collect", {4, 5}, [*STEP, "wait a", "save a", "wait b", "save b", "save", *END]),
+        ("wait b", {4, 5}, [*STEP, "wait a", "save a", "wait b", *END]),
+        ("save a", set(), [*STEP, "wait a", "save a", "wait b", *END]),
+    ],
+)
+def test_a_later_hook_that_fails_takes_back_no_more_than_it_must(hook, failed_blocks, calls):
+    worker = RecordingLayerwiseWorker(fail={hook})
+    output, observer, _ = one_step(worker)
+    assert output == WorkerOutput(invalid_block_ids=frozenset(failed_blocks))
+    assert worker.calls == calls
+    assert observer["hook_failed"] == 1
 
 
 def test_the_step_after_a_fault_is_whole_again():
@@ -418,26 +408,17 @@ def test_the_step_after_a_fault_is_whole_again():
     assert worker.calls == ["begin_step", "start_load", "save", "collect", "end_step"]
 
 
-def test_a_repaired_plan_reaches_the_role_as_its_own_and_the_host_as_failures():
-    worker = RecordingWorker()
-    plan = RepairedPlan(
-        plan=LoadPlan(), lost_block_ids=frozenset({9}), lost_request_ids=frozenset({"q"})
-    )
-    output, _, _ = one_step(worker, plan)
-    assert worker.plans == [LoadPlan()]
-    assert output.invalid_block_ids == {9}
-    assert output.finished_recving == output.failed_recving == {"q"}
-    assert "save" not in worker.calls  # computed on block 9, which nobody filled
-
-
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_repaired_plan_reaches_both_kinds_of_role_as_its_own(is_asynchronous):
     worker = RecordingWorker()
     worker.rules = AsyncReports if is_asynchronous else Reports
-    plan = RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9}))
+    lost = frozenset({"q"} if is_asynchronous else ())
+    plan = RepairedPlan(plan=LoadPlan(), lost_block_ids=frozenset({9}), lost_request_ids=lost)
     output, _, _ = one_step(worker, plan)
     assert worker.plans == [LoadPlan()]
-    assert output == WorkerOutput(invalid_block_ids=frozenset({9}))
+    assert output.invalid_block_ids == {9}
+    assert output.finished_recving == output.failed_recving == lost
+    assert "save" not in worker.calls  # computed on block 9, which nobody filled
     stale = LoadPlan(blocks=frozenset({1, 2}))
     worker.plans.clear()
     output, observer, _ = one_step(

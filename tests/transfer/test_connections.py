@@ -300,26 +300,26 @@ def test_one_connection_too_many_is_closed(serve, connect, lender):
 # -- readers that are slow, or go ---------------------------------------------------------------
 
 
-def test_a_reader_that_goes_away_gives_its_loan_back(serve, raw, lender):
+def test_a_reader_that_goes_or_does_not_read_gives_its_loan_back(serve, connect, raw, lender):
+    """What runs out before its reader has all is counted."""
     lender.records[A] = LARGE
-    server = serve()
-    connection = raw(server)
-    connection.hello()
-    connection.ask(Read(1, A, ((0, len(LARGE)),), 60_000))
-    assert lender.num_lent == 1
-    connection.close()
-    wait_until(lambda: lender.num_lent == 0, "the loan is back")
-
-
-def test_a_reader_that_does_not_read_is_left_at_its_deadline(serve, raw, lender):
-    lender.records[A] = LARGE
-    server = serve()
-    for milliseconds, bounds in ((200, server), (2**62, serve(bounds=Bounds(answer_seconds=0.2)))):
-        connection = raw(bounds)
+    counters, short = Counters(), Bounds(answer_seconds=0.2)
+    for milliseconds, bounds, overdue in (
+        (60_000, Bounds(), 0),
+        (200, Bounds(), 1),
+        (2**62, short, 2),
+    ):
+        server = serve(bounds=bounds, observer=counters)
+        assert connect(server).states_of([A], float("inf"))  # lent for no time, and not read
+        connection = raw(server)
         connection.hello()
         connection.ask(Read(1, A, ((0, len(LARGE)),), milliseconds))
+        assert lender.num_lent == 1
+        if not overdue:
+            connection.close()
         wait_until(lambda: lender.num_lent == 0, "the loan is back")
-        assert connection.is_ended()
+        assert not overdue or connection.is_ended()
+        assert counters["peer_overdue_loans"] == overdue
 
 
 def test_bytes_on_their_way_are_bounded(serve, connect, raw, lender):

@@ -121,17 +121,6 @@ def test_what_is_read_is_what_is_held(serve_tls, connect_tls):
         assert buffer == RECORD[offset : offset + length]
 
 
-def test_several_threads_read_at_once(serve_tls, connect_tls):
-    client = connect_tls(serve_tls().address[1])
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(read(client))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [RECORD] * 4
-
-
 def test_nothing_crosses_in_clear(serve_tls, connect_tls, relay, lender):
     lender.records[A] = b"in clear " * 100_000
     between = relay(serve_tls().address[1])

@@ -15,15 +15,10 @@ from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import (
-    CorruptingStore,
-    FailingStore,
     FaultyStore,
-    Gate,
-    StallingStore,
-    flip_bit,
 )
 from kvferry.types import ExtraKeys
-from tests.cache.keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, open_store
+from tests.cache.keeping import PROMPT, assert_settles, keys_of, open_store
 
 
 class Recorder(Counters):
@@ -70,16 +65,6 @@ def assert_adds_up(observer: Recorder) -> None:
 # -- reasons ------------------------------------------------------------------------------------
 
 
-def test_absent(make_host, observer):
-    host = make_host(observer=observer)
-    request = host.add("r", PROMPT)
-    assert host.scheduler.lookup(request, 0) == (0, False, "absent")
-    host.admit(request)
-    assert misses(observer) == {"absent": 40, "partial": 1}
-    assert observer["requests_missed"] == 1
-    assert observer["hits"] == 0
-
-
 def test_the_answer_is_logged_at_debug(make_host, observer, caplog):
     host = make_host(observer=observer)
     for level, name in ((logging.INFO, "quiet"), (logging.DEBUG, "loud\x1b[31m")):
@@ -88,54 +73,6 @@ def test_the_answer_is_logged_at_debug(make_host, observer, caplog):
     (record,) = [each for each in caplog.records if each.message.startswith("request ")]
     assert record.levelname == "DEBUG"
     assert record.message.startswith("request loud\\x1b[31m: of 41 tokens the engine has 0; hits ")
-
-
-def test_absent_beyond_a_hit(make_host, observer, store):
-    host = make_host(store=store, observer=observer)
-    host.run("r", [*PROMPT[:24], *range(500, 520)])
-    assert misses(observer) == {"absent": 16, "partial": 4}
-    assert observer["requests_missed"] == 0
-    assert observer["hits"] == 1
-
-
-def test_away(make_host, observer, store):
-    failing = FailingStore(store, operations={"read"})
-    host = make_host(store=failing, observer=observer)
-    request = host.add("r", PROMPT)
-    assert host.admit(request) == 0
-    assert misses(observer) == {"away": 40, "partial": 1}
-    assert observer["miss_io_error"] == NUM_CHUNKS
-
-
-def test_unreadable_from_a_damaged_chunk_on(make_host, observer, store):
-    damaged = keys_of(make_host())[2]
-    corrupting = CorruptingStore(store, damage=flip_bit(-1), keys={damaged})
-    host = make_host(store=corrupting, observer=observer)
-    assert host.run("r", PROMPT).num_external_tokens == 16
-    assert misses(observer) == {"unreadable": 24, "partial": 1}
-    assert observer["miss_bad_leaf"] == 1
-
-
-def test_deadline(make_host, observer, store):
-    gate, clock = Gate(), FakeClock()
-    stalled = StallingStore(store, gate=gate, operations={"read"})
-    host = make_host(store=stalled, observer=observer, clock=clock)
-    request = host.add("r", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    host.step([])
-    clock.advance(host.parts[0].config.load_timeout_seconds)
-    assert host.scheduler.lookup(request, 0) == (0, False, "deadline")
-    host.admit(request)
-    assert misses(observer) == {"deadline": 40, "partial": 1}
-    gate.release()
-    assert_settles(host)
-
-
-def test_no_memory(make_host, observer, store):
-    host = make_host(store=store, observer=observer, num_slots=2)
-    request = host.add("r", PROMPT)
-    assert host.admit(request) == 16
-    assert misses(observer) == {"no_memory": 24, "partial": 1}
 
 
 def test_no_memory_because_others_have_it(make_host, observer, store):
@@ -156,17 +93,6 @@ def test_no_memory_because_others_have_it(make_host, observer, store):
     assert misses(observer) == {"no_memory": 8, "partial": 1}
 
 
-def test_slower(make_host, observer, store):
-    host = make_host(store=store, observer=observer)
-    policy = host.scheduler.policy
-    policy.saw_compute(10_000, 0.001)
-    policy.saw_slow_load("memory", 8, 1000.0)
-    request = host.add("r", PROMPT)
-    assert host.scheduler.lookup(request, 0) == (0, False, "slower")
-    host.admit(request)
-    assert misses(observer) == {"slower": 40, "partial": 1}
-
-
 @pytest.mark.parametrize(("num_tokens", "partial"), [(1, 1), (7, 7), (8, 4), (41, 1), (47, 7)])
 def test_partial(make_host, observer, store, num_tokens: int, partial: int):
     """With chunks of 8 and blocks of 4, of a prompt whose chunks are all stored."""
@@ -174,23 +100,6 @@ def test_partial(make_host, observer, store, num_tokens: int, partial: int):
     host.run("r", [*PROMPT, *PROMPT][:num_tokens])
     assert misses(observer) == {"partial": partial}
     assert_adds_up(observer)
-
-
-def test_not_cacheable(make_host, observer):
-    host = make_host(observer=observer)
-    request = host.add("r", PROMPT, extra_keys=ExtraKeys(cacheable=False))
-    assert host.scheduler.lookup(request, 0) == (0, False, "not_cacheable")
-    host.admit(request)
-    assert misses(observer) == {"not_cacheable": 41}
-    assert_adds_up(observer)
-
-
-def test_not_loading(make_host, observer, store):
-    host = make_host(store=store, observer=observer, carries_worker_meta=False)
-    request = host.add("r", PROMPT)
-    assert host.scheduler.lookup(request, 0) == (0, False, "not_loading")
-    host.admit(request)
-    assert misses(observer) == {"not_loading": 40, "partial": 1}
 
 
 def test_a_host_that_did_not_ask(make_host, observer, store):

@@ -53,14 +53,6 @@ def test_reports_of_places_that_are_none_or_of_nothing_under_way_are_ignored():
     check_pool(pool)
 
 
-def test_its_repr_counts_slots_by_state():
-    pool = make_pool(num_slots=5)
-    hold(pool, A)
-    pool.pin(hold(pool, B))
-    pool.fetch(C, 0, GROUPS)
-    assert repr(pool) == ("<HostPool 5 slots: 2 free, 1 idle, 1 pinned, 1 filling, 0 writing>")
-
-
 def test_integrity_is_checked():
     pool = make_pool()
     slot = hold(pool, A)

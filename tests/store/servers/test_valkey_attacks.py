@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import socket
 import threading
 import time
@@ -19,8 +18,8 @@ from kvferry.errors import StoreError
 from kvferry.store.servers.resp import Connection, command
 from kvferry.store.servers.valkey import Login, ValkeyClient
 from kvferry.store.servers.valkey_nodes import ValkeyNode
-from kvferry.store.url import open_one, open_store
-from kvferry.testing.stores import make_key, read_value
+from kvferry.store.url import open_one
+from kvferry.testing.stores import make_key
 from kvferry.testing.stores.hooks import wait_until
 from tests.servers.hostile_valkey import (
     ATTACKS,
@@ -104,26 +103,6 @@ def texts_of(reply: object) -> list[bytes]:
     if isinstance(reply, list):
         return [text for each in reply for text in texts_of(each)]
     return [reply] if isinstance(reply, bytes) else []
-
-
-@pytest.mark.parametrize(
-    "attack",
-    ["a list of 1e9 items", "a list of 4e9 items", "pushes", "lists in lists", "null"],
-)
-def test_a_store_that_attacks_is_left_alone_after_three_faults(attack, caplog):
-    caplog.set_level(logging.WARNING, logger="kvferry")
-    with hostile_valkey() as server, open_store(f"valkey://{LOCALHOST}:{server.port}/kv") as store:
-        assert read_value(store, make_key()) is None
-        server.answer = ATTACKS[attack]
-        for _ in range(3):
-            with pytest.raises(StoreError):
-                store.read(make_key(), (), soon())
-        for _ in range(3):
-            with pytest.raises(StoreError, match=r"^valkey away: "):
-                store.read(make_key(), (), soon())
-        (line,) = caplog.messages
-        assert "not used until it answers: valkey" in line
-        assert line.isprintable()
 
 
 def test_a_size_below_zero_is_a_fault_of_the_server():
