@@ -163,7 +163,7 @@ REPORTS = {
     "a11 failed and ended at once": (0, "+r/r:r f:r->r:r f:r"),
     "a11 failed before its end": (1, "+r/f:r->", "/->", "/r:r->r:r f:r"),
     "a11 nothing of the next load": (1, "+r/f:r->", "/r:r->r:r f:r", "+r/r:r->r:r"),
-    "a11 failed and never started": (1, "/f:stranger->"),
+    "a11 failed and never started": (1, "/f:r->", "+r/r:r->r:r"),
     "a9 once per life of an id": (1, "!r/->", "/s:r->s:r", "/s:r->", "!r/s:r->s:r"),
     "a9 in the step of the end": (0, "!r/s:r->s:r"),
     # Of a running request the host would die; later, its blocks would leak.

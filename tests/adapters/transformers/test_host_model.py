@@ -138,11 +138,12 @@ def test_a_model_changed_under_an_open_store_is_left_alone(load_model, store_url
 
 def test_generating_is_no_change(model_dir, load_model, store_url):
     for arch in ("llama", "gemma3_text", "gpt_neox"):
-        model = load_model(model_dir(arch))
-        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
+        model, counts = load_model(model_dir(arch)), Counters()
+        with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
             for _ in range(2):
                 generate(kv, prompt(65))
             assert loaded(kv, prompt(65)) == 64
+        assert counts["model_changed"] == 0
 
 
 def test_a_sharded_model_is_compared_shard_by_shard(model_dir, load_model, store_url, tmp_path):
@@ -205,13 +206,6 @@ def test_what_loading_sets_inside_sub_configs_changes_no_identity(load_model, st
     assert reuse(load_model(path), store_url, input_ids).num_loaded == 64
 
 
-def test_latents_of_a_form_that_is_not_known_are_refused(load_model, store_url):
-    model = load_model()
-    model.config.kv_lora_rank = 16
-    with pytest.raises(ConfigError, match=r"'llama' models use latent attention.*deepseek_v3"):
-        StoredKV(model, store_url)
-
-
 def test_a_recurrent_model_is_refused(load_model, store_url, tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -221,63 +215,51 @@ def test_a_recurrent_model_is_refused(load_model, store_url, tmp_path):
         StoredKV(load_model(tmp_path / "mamba"), store_url)
 
 
-def test_a_model_in_training_mode_is_refused(load_model, store_url):
-    with pytest.raises(ConfigError, match=r"training mode.*eval\(\)"):
-        StoredKV(load_model().train(), store_url)
-
-
-def test_a_quantised_model_is_refused(load_model, store_url):
-    model = load_model()
-    model.hf_quantizer = QuantoConfig()
-    with pytest.raises(ConfigError, match="quantised"):
-        StoredKV(model, store_url)
-
-
-def test_a_model_with_an_adapter_is_refused(load_model, store_url):
-    model = load_model()
+def _adapt(model):
     # What an adapter looks like from outside, without its library.
     adapted = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     model.model.layers[0].self_attn.q_proj = adapted(64, 64, bias=False)
-    with pytest.raises(ConfigError, match="PEFT adapter"):
-        StoredKV(model, store_url)
-
-
-def _compile_forward(model):
-    model.forward = torch.compile(model.forward)
-    return model
-
-
-def _compile_in_place(model):
-    model.compile()
-    return model
 
 
 def _compile_a_layer(model):
     model.model.layers[1] = torch.compile(model.model.layers[1])
-    return model
 
 
 ABOUT_TORCH = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 """Torch's own use of what it gave up, on the first compilation."""
 
+COMPILED = r"torch\.compile.*uncompiled model from from_pretrained\(\)"
+STATIC = r"cache_implementation='static'.*set it to None"
+REFUSED = {
+    "latents of a form that is not known": (
+        lambda model: setattr(model.config, "kv_lora_rank", 16),
+        r"'llama' models use latent attention.*deepseek_v3",
+    ),
+    "training mode": (lambda model: model.train(), r"training mode.*eval\(\)"),
+    "quantised": (lambda model: setattr(model, "hf_quantizer", QuantoConfig()), "quantised"),
+    "an adapter": (_adapt, "PEFT adapter"),
+    "compiled": (torch.compile, COMPILED),
+    "a compiled forward": (
+        lambda model: setattr(model, "forward", torch.compile(model.forward)),
+        COMPILED,
+    ),
+    "compiled in place": (lambda model: model.compile(), COMPILED),
+    "a compiled layer": (_compile_a_layer, COMPILED),
+    "a static cache": (
+        lambda model: setattr(model.generation_config, "cache_implementation", "static"),
+        STATIC,
+    ),
+}
+
 
 @ABOUT_TORCH
-@pytest.mark.parametrize(
-    "change", [torch.compile, _compile_forward, _compile_in_place, _compile_a_layer]
-)
-def test_a_compiled_model_is_refused(load_model, store_url, change):
-    with pytest.raises(
-        ConfigError, match=r"torch\.compile.*uncompiled model from from_pretrained\(\)"
-    ) as found:
-        StoredKV(change(load_model()), store_url)
-    assert "\n" not in str(found.value)
-
-
-def test_a_model_that_generates_with_a_static_cache_is_refused(load_model, store_url):
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_by_name(load_model, store_url, change, message):
     model = load_model()
-    model.generation_config.cache_implementation = "static"
-    with pytest.raises(ConfigError, match=r"cache_implementation='static'.*set it to None"):
+    model = change(model) or model
+    with pytest.raises(ConfigError, match=message) as found:
         StoredKV(model, store_url)
+    assert "\n" not in str(found.value)
 
 
 @ABOUT_TORCH
