@@ -256,9 +256,9 @@ REFUSED = {
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_model_that_cannot_be_served_is_refused_by_name(load_model, store_url, change, message):
     model = load_model()
-    model = change(model) or model
+    changed = change(model)
     with pytest.raises(ConfigError, match=message) as found:
-        StoredKV(model, store_url)
+        StoredKV(model if changed is None else changed, store_url)
     assert "\n" not in str(found.value)
 
 
