@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,20 @@ class HangsLater(FaultyStore):
         if self.gate is not None:
             self.gate.pass_through()
         return True
+
+
+class StallsFor(WrapperStore):
+    """Reads of some records wait at a gate."""
+
+    def __init__(self, inner: Any, gate: Gate, keys: Collection[ChunkKey]) -> None:
+        super().__init__(inner)
+        self._gate = gate
+        self._keys = frozenset(keys)
+
+    def read(self, key: ChunkKey, *args: Any) -> Any:
+        if key in self._keys:
+            self._gate.pass_through()
+        return self.inner.read(key, *args)
 
 
 def open_store(directory: Path) -> CountingStore:

@@ -374,23 +374,29 @@ def store_prompts(make_host, number: int) -> tuple[MemoryStore, list[list[int]]]
     return store, prompts
 
 
-def test_a_copy_for_which_there_is_no_memory_fails_its_chunk_alone(make_host, monkeypatch):
-    store, _keys = store_prompt(make_host)
+@pytest.mark.parametrize("error", [TransferError, RuntimeError])
+@pytest.mark.parametrize("broken_from", [0, 8])
+def test_a_copy_that_fails_in_any_way_fails_its_chunks_alone(
+    make_host, monkeypatch, error: type[Exception], broken_from: int
+):
+    store, keys = store_prompt(make_host)
     host = make_host(store=store)
     request = host.add("reader", PROMPT)
     assert host.admit(request) == 40
     scatter = BlockCopies.scatter
 
     def broken(copies, chunk):
-        if chunk.first_token == 8:
-            raise TransferError("no memory left on the device")
+        if chunk.first_token >= broken_from:
+            raise error("no memory left on the device")
         scatter(copies, chunk)
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockCopies, "scatter", broken)
         host.step([request], tokens=1)
-    assert host.invalid_block_ids == set(request.block_ids[0][2:4])
-    assert request.num_computed_tokens == 8
+    assert host.invalid_block_ids == set(request.block_ids[0][broken_from // 4 : 10])
+    unreadable = host.scheduler.requests.unreadable
+    assert [key in unreadable for key in keys] == [at >= broken_from for at in range(0, 40, 8)]
+    assert request.num_computed_tokens == broken_from
     host.prefill(request)
     host.finish(request)
     assert_settles(host)
@@ -419,19 +425,6 @@ def test_hits_admitted_in_a_row_are_whole_though_only_one_fits_into_the_pool(mak
             host.scheduler.lookup(following, 0)  # in the step that loads
         host.step([request], tokens=1)
         assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
-
-
-def test_a_hit_does_not_wait_for_slots_for_ever(make_host):
-    store, prompts = store_prompts(make_host, 2)
-    clock = FakeClock()
-    host = make_host(store=store, num_slots=8, clock=clock)
-    holder, waiting = (host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts))
-    assert host.scheduler.lookup(holder, 0).num_tokens is None  # and is never admitted
-    assert host.scheduler.lookup(waiting, 0).num_tokens is None
-    host.settle()
-    assert host.scheduler.lookup(waiting, 0).num_tokens is None
-    clock.advance(6.0)
-    assert host.scheduler.lookup(waiting, 0) == (24, False, "no_memory")
 
 
 def test_a_bystander_of_a_failed_load_saves_nothing_more(make_host):

@@ -242,19 +242,6 @@ LONGER = [*PROMPT, *range(500, 506)]
 """47 tokens: five chunks of 8, a block of 4, and three tokens."""
 
 
-def test_what_follows_the_last_chunk_is_computed_without_a_wait(peers):
-    answer = prefill(peers(), LONGER)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
-    assert decode(decoder, answer, LONGER) == HIT
-    assert_settles(decoder)
-
-
-def test_of_a_prompt_with_another_end_the_whole_chunks_are_read(peers):
-    answer = prefill(peers(), LONGER)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=1e6)
-    assert decode(decoder, answer, [*LONGER[:41], 1, *LONGER[42:]]) == 40
-
-
 def test_an_audit_compares_whole_chunks(peers):
     answer = prefill(peers(), LONGER)
     decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=30.0)

@@ -19,16 +19,15 @@ from kvferry.cache.messages import SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
-from kvferry.types import ChunkKey
 from tests.cache.pools import check_pool, held_keys, slot_at
 
 from .keeping import (
     NUM_CHUNKS,
     PROMPT,
     CountingStore,
+    StallsFor,
     assert_settles,
     keys_of,
     lose_chunk,
@@ -38,20 +37,6 @@ from .keeping import (
 
 OTHER = list(range(700, 741))
 RANKS = pytest.mark.parametrize("world_size", [1, 2])
-
-
-class StallsFor(WrapperStore):
-    """Reads of some records wait at a gate."""
-
-    def __init__(self, inner: Any, gate: Gate, keys: Collection[ChunkKey]) -> None:
-        super().__init__(inner)
-        self._gate = gate
-        self._keys = frozenset(keys)
-
-    def read(self, key: ChunkKey, *args: Any) -> Any:
-        if key in self._keys:
-            self._gate.pass_through()
-        return self.inner.read(key, *args)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ from kvferry.cache.deciding.lookup import Hit, Settled
 from kvferry.errors import ContractError
 from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
-from kvferry.testing.faults import CorruptingStore, flip_bit
+from kvferry.testing.faults import CorruptingStore, Gate, flip_bit
 from kvferry.types import KVGroup
 from tests.cache.conftest import record_bytes
 from tests.cache.hosts import make_groups
+from tests.cache.keeping import StallsFor
 from tests.cache.windowed import MIXED, Vanishing, group, opened, stored
 from tests.host_tables import HostTable
 from tests.simulated_host import SimulatedHost
@@ -73,28 +72,13 @@ def test_a_deadline_within_windows_is_a_miss():
     """What came in time is not what a shorter hit needs, and there is no time to ask again."""
     prompt = list(range(81))
     store, keys = stored(MIXED, prompt)
-    gate = Stalled(store, keys[9])
-    with opened(MIXED, gate, load_timeout_seconds=0.3, io_threads=2) as host:
+    gate = Gate()
+    with opened(
+        MIXED, StallsFor(store, gate, {keys[9]}), load_timeout_seconds=0.3, io_threads=2
+    ) as host:
         assert host.run("reader", prompt).num_external_tokens in (0, 72)
         assert host.observer["miss_tokens/deadline"] in (8, 80)
         gate.release()
-
-
-class Stalled(WrapperStore):
-    """Does not come back from opening one record until it is released."""
-
-    def __init__(self, store: MemoryStore, key: bytes) -> None:
-        super().__init__(store)
-        self._key = key
-        self._event = threading.Event()
-
-    def release(self) -> None:
-        self._event.set()
-
-    def read(self, key: Any, *args: Any) -> Any:
-        if key == self._key:
-            self._event.wait(10)
-        return super().read(key, *args)
 
 
 # -- what a host could not recover from -----------------------------------------------------------

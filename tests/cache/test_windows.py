@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks.rows import RankRows
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
@@ -356,24 +355,6 @@ def test_a_chunk_that_fits_into_the_window_is_saved_whatever_the_steps(
         host.settle()
         assert host.observer["put_stored"] == 90 // chunk
         assert host.observer["save_out_of_window"] == 0
-
-
-def rows_of(host) -> list[RankRows]:
-    """Which bytes of a record each rank holds."""
-    return [RankRows(part.spec.groups, part.spec.shard, part.schema) for part in host.parts]
-
-
-def test_latent_heads_are_written_once(tmp_path):
-    """One kv head on every rank, as in MLA."""
-    groups, prompt = (group(2, None), group(2, 6)), list(range(41))
-    url = f"file://{tmp_path}/store"
-    with opened(groups, url, world_size=4) as writer:
-        assert [any(rows.spans()) for rows in rows_of(writer)] == [True, *[False] * 3]
-        writer.run("writer", prompt, generate=[5] * 3)
-        wait_stored(writer, 5)
-    with opened(groups, url, world_size=1) as reader:
-        assert reader.parts[0].store.wait_indexed(10)
-        assert reader.run("reader", prompt).num_external_tokens == 40
 
 
 # -- layers on several ranks -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Models other than plain Llamas: windows, with vLLM's hybrid allocator and without."""
+"""Models other than plain Llamas: windows, latent attention, layers of two forms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.real_vllm.harness import (
     records,
     wait_for_records,
 )
-from tests.real_vllm.host import RELEASE
+from tests.real_vllm.host import RELEASE, does
 from tests.real_vllm.test_cross_engine import as_answer, embedded
 
 WINDOW = 150
@@ -176,3 +176,58 @@ def test_attention_sinks_and_experts_with_a_window_read_what_was_stored(
         warm = engine.generate(prompts)
     assert_same(own, warm)
     assert warm.external == sum(expected_hit(n, chunk=64, block=64) for n in lengths)
+
+
+# The smallest that vLLM's kernels for latent attention take.
+LATENT = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+
+@does("runs latent attention", since=(0, 32))
+def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warning(
+    tmp_path: Path, make_prompt: MakePrompt, first: Process
+) -> None:
+    model = make_tiny_model(tmp_path / "model", "deepseek_v2", seed=3, **LATENT)
+    prompts = [make_prompt(n) for n in (300, 386)]
+    # Where it can, vLLM takes kernels for AMX instead, which compute in bfloat16 only.
+    backend = {"attention_backend": "CPU_MLA"}
+    with first.engine(model, **backend) as engine:
+        own = engine.generate(prompts)
+    before = len(first.log.read_text(errors="replace"))
+    with first.engine(model, kvferry(tmp_path / "store"), **backend) as engine:
+        cold = engine.generate(prompts)
+        again = engine.generate(prompts)
+    assert_same(own, cold)
+    assert_same(own, again)
+    assert again.external == 0
+    assert not records(tmp_path / "store")
+    log = first.log.read_text(errors="replace")[before:]
+    assert log.count("kvferry is off for this model") == 1
+
+
+FP8_BUT_FOR_ONE = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
+
+
+@does("keeps some layers in another dtype", since=(0, 32))
+def test_layers_of_two_forms_hit_in_another_process(
+    tmp_path: Path, make_prompt: MakePrompt, first: Process, second: Process
+) -> None:
+    """In one group, of which vLLM's scheduler sees the first alone."""
+    # vLLM's kernels for fp8 take heads of 32 elements.
+    shape = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    model = make_tiny_model(tmp_path / "model", seed=3, **shape)
+    store, prompts = tmp_path / "store", [make_prompt(n) for n in (300, 386)]
+    with first.engine(model, kvferry(store), **FP8_BUT_FOR_ONE) as engine:
+        cold = engine.generate(prompts)
+        wait_for_records(store, 2 + 3)
+    with second.engine(model, kvferry(store), **FP8_BUT_FOR_ONE) as engine:
+        warm = engine.generate(prompts)
+    assert_same(cold, warm)
+    assert (cold.external, warm.external) == (0, 256 + 384)
+    assert "sees less of this model" in second.log.read_text(errors="replace")

@@ -29,7 +29,6 @@ PATIENT = Limits(part=240.0, patience=60.0)
 class TestOurs(ConnectorTests):
     connector = "tests.testing.seeded:Ours"
     options = OPTIONS
-    limits = PATIENT
 
 
 def run_seeded(name: str, case: str, limits: Limits):

@@ -852,7 +852,7 @@ def test_a_directory_waits_for_another_process(make_host, tmp_path):
 # -- what clients write ---------------------------------------------------------------------------
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=ANY_PARAMS)
 # Those that stop or hang engines with NIXL's connector, and more.
 @example(params={"do_remote_prefill": True})

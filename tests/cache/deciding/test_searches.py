@@ -366,7 +366,7 @@ class Events:
             self.answers.clear()
 
 
-@pytest.mark.parametrize("audit", ["off", "first", 0.5])
+@pytest.mark.parametrize("audit", ["off", "first", pytest.param(0.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [None, 9])
 @settings(max_examples=120)
 @given(events=EVENTS, seed=st.integers(0, 99))

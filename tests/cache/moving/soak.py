@@ -110,9 +110,8 @@ def random_actions(source: random.Random) -> Iterator[Action]:
 
 
 @contextmanager
-def without(what: str) -> Iterator[Callable[[], object]]:
+def without(what: str, make: Callable[..., object]) -> Iterator[Callable[[], object]]:
     """Yield a maker of devices that lack one wait."""
-    make = CudaDevice if torch.cuda.is_available() else simulated
     if what in STREAMS:
         yield partial(make, what)
         return
@@ -126,8 +125,8 @@ def soak(seconds: float, seed: int) -> list[dict[str, str | int]]:
     make = CudaDevice if torch.cuda.is_available() else simulated
     rows = [_row("as it is", make, seconds, seed, is_control=False)]
     for what in CONTROLS:
-        with without(what) as make:
-            rows.append(_row(f"without waits: {what}", make, seconds / 2, seed, is_control=True))
+        with without(what, make) as lacking:
+            rows.append(_row(f"without waits: {what}", lacking, seconds / 2, seed, is_control=True))
     return rows
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from kvferry.cache.moving.slot_io import SlotIO
-from kvferry.layout.streams import Streams
-from tests.cache.moving.orders import NUM_SLOTS, PLACES, Deaf, num_wrong_after
-from tests.cache.moving.simulated_device import STREAMS, SimulatedDevice, SimulatedStream
+from tests.cache.moving.orders import NUM_SLOTS, PLACES, num_wrong_after
+from tests.cache.moving.simulated_device import STREAMS, SimulatedDevice
+from tests.cache.moving.soak import CONTROLS, simulated, without
 
 places, slots = st.integers(0, len(PLACES) - 1), st.integers(0, NUM_SLOTS - 1)
 ACTIONS = st.lists(
@@ -33,28 +32,13 @@ def test_no_order_of_streams_makes_a_chunk_wrong(actions):
     assert num_wrong_after(actions, SimulatedDevice()) == 0
 
 
-class DeafStream(Deaf, SimulatedStream):
-    pass
-
-
-def device_without(what: str, monkeypatch) -> SimulatedDevice:
-    device = SimulatedDevice()
-    if what == "busy_until":
-        monkeypatch.setattr(SlotIO, "busy_until", lambda _io, _slot, _mark: None)
-    else:
-        streams = [
-            (DeafStream if name == what else SimulatedStream)(device, name) for name in STREAMS
-        ]
-        device.streams = Streams(*streams)
-    return device
-
-
-@pytest.mark.parametrize("what", ["engine", "inward", "outward", "hashing", "busy_until"])
-def test_without_a_wait_some_order_makes_a_chunk_wrong(what, monkeypatch):
-    def is_wrong(actions) -> bool:
-        return num_wrong_after(actions, device_without(what, patch)) > 0
-
+@pytest.mark.parametrize("what", CONTROLS)
+def test_without_a_wait_some_order_makes_a_chunk_wrong(what):
     quick = settings(max_examples=2000, phases=[Phase.generate], deadline=None, database=None)
-    with monkeypatch.context() as patch:
+    with without(what, simulated) as make:
+
+        def is_wrong(actions) -> bool:
+            return num_wrong_after(actions, make()) > 0
+
         found = find(ACTIONS, is_wrong, settings=quick)  # raises if there is none
     assert num_wrong_after(found, SimulatedDevice()) == 0
