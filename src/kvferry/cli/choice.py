@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,11 +27,10 @@ from kvferry.cli.prompts import (
     read_tokens,
 )
 from kvferry.errors import ConfigError
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue, Entry
-
-if TYPE_CHECKING:
-    from kvferry.keys import ModelIdentity, Namespace
-    from kvferry.types import ExtraKeys
+from kvferry.survey import chunk_tokens_of, differences_of_model, survey
+from kvferry.types import ExtraKeys
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
@@ -74,8 +73,6 @@ def _read_choice(
     lora: LoraOption = None,
 ) -> Choice:
     """Read the options. Raises ConfigError if they cannot be read, or do not go together."""
-    from kvferry.types import ExtraKeys
-
     has_prompt = prompt_file is not None or tokens is not None
     if has_prompt and namespace is None and model is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
@@ -142,8 +139,6 @@ def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
 def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
     """Return those of the namespaces whose keys follow from the tokens of a prompt; at least one.
     Raises ConfigError if there is none, or one lacks a sound description."""
-    from kvferry.survey import chunk_tokens_of
-
     found: list[Namespace] = []
     for digest, space in spaces.items():
         if space is not None and chunk_tokens_of(space) is not None:
@@ -164,8 +159,6 @@ def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Name
 
 def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
     """Return the chosen namespaces by digest; None for one without a readable description."""
-    from kvferry.survey import differences_of_model, survey
-
     digests = [*store.described(), *(store.namespaces() if choice.digits else ())]
     if choice.digits is not None:
         digests = [each for each in digests if each.hex().startswith(choice.digits)]
@@ -189,9 +182,6 @@ def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
 
 
 def _of_prompt(store: Catalogue, choice: Choice) -> Iterator[Entry]:
-    from kvferry.keys import ChunkKeys
-    from kvferry.survey import chunk_tokens_of
-
     for space in of_tokens(store.url, _spaces(store, choice)):
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)
         keys.extend(choice.token_ids or ())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 
 from kvferry.cli import stores
 from kvferry.cli.output import (
@@ -22,20 +24,17 @@ from kvferry.cli.output import (
     require_extra,
 )
 from kvferry.cli.prompts import model_identity
+from kvferry.doctor.findings import Finding
+from kvferry.keys import JsonValue
+from kvferry.record.schema import RecordSchema, default_chunk_tokens
+from kvferry.store.base import Catalogue
+from kvferry.store.kind import StoreUrl
 from kvferry.store.url import read_options
+from kvferry.types import KVGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rich.console import RenderableType
-
-    from kvferry.doctor.findings import Finding
     from kvferry.doctor.stores import Model, StoreReport
     from kvferry.doctor.vllm import VllmConfig
-    from kvferry.keys import JsonValue
-    from kvferry.store.base import Catalogue
-    from kvferry.store.kind import StoreUrl
-    from kvferry.types import KVGroup
 
 _MAX_TEXT = 400
 
@@ -121,7 +120,6 @@ def _opened(url: StoreUrl) -> Catalogue:
 def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
     """Read what the checks need to know of a model. Raises ConfigError if there is none."""
     from kvferry.doctor.stores import Model
-    from kvferry.record.schema import RecordSchema, default_chunk_tokens
 
     groups, chunk_tokens = groups_of(directory), options.get("chunk_tokens")
     if not isinstance(chunk_tokens, int):

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import RenderableType
 
 from kvferry.cli import stores
+from kvferry.cli.choice import of_tokens
 from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
 from kvferry.cli.prompts import (
     LoraOption,
@@ -29,18 +31,14 @@ from kvferry.cli.prompts import (
 )
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, StoreError
+from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
+from kvferry.journal import JournalLine, read_journal
+from kvferry.keys import JsonValue, ModelIdentity, Namespace
+from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
+from kvferry.survey import Differences, differences, differences_of_model, survey
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from kvferry.explain import PromptAnswer, PromptSearch, Run, Space
-    from kvferry.journal import JournalLine
-    from kvferry.keys import JsonValue, ModelIdentity, Namespace
-    from kvferry.store.base import Catalogue
-    from kvferry.survey import Differences
 
 _MAX_TEXT = 200
 """Most characters that are shown of an untrusted value."""
@@ -90,7 +88,6 @@ def explain(
     if journal is not None:
         _explain_journal(journal, request, limit, json)
         return
-    from kvferry.explain import PromptSearch
 
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
@@ -124,7 +121,6 @@ def _ask_tiers(
 ) -> PromptAnswer:
     """Ask one store, or several as tiers, by name. A tier that cannot be opened is away. Raises
     StoreError if all are."""
-    from kvferry.explain import away_lines
 
     def ask(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
         try:
@@ -151,8 +147,6 @@ def _ask_tiers(
 
 
 def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
-    from kvferry.explain import Nearest, PromptAnswer, Space
-    from kvferry.survey import differences_of_model
 
     spaces = [Space(each, differences_of_model(each, identity)) for each in prompt.of_tokens()]
     if not spaces and (lost := sum(number for _, number in prompt.ask(_num_lost))):
@@ -173,17 +167,12 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
 
 def _num_lost(store: Catalogue) -> int:
     """Count the records whose namespaces have no description."""
-    from kvferry.survey import survey
-
     counts = stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
     return sum(each.num_records for each in found if not each.is_described)
 
 
 def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
-    from kvferry.cli.choice import of_tokens
-    from kvferry.explain import Space
-    from kvferry.survey import differences
 
     found = prompt.namespaces(digits)
     if len(found) > 1:
@@ -208,8 +197,6 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
 
 def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
     """Return hints where to look further."""
-    from kvferry.explain import away_lines
-
     notes = away_lines(answer.away)
     if answer.reason is LookupMiss.ABSENT:
         if answer.hit_tokens:
@@ -375,7 +362,6 @@ def _about(space: Space, hit_tokens: int) -> JsonRow:
 
 
 def _explain_journal(path: Path, request: str | None, limit: int, json: str | None) -> None:
-    from kvferry.journal import read_journal
 
     lines = read_journal(path, request, limit)
     if not lines and request is not None:

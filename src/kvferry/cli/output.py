@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
@@ -21,9 +21,7 @@ from rich.text import Text
 
 from kvferry.config import format_size, parse_size, printable
 from kvferry.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvferry.keys import JsonValue
+from kvferry.keys import JsonValue
 
 
 def _check_target(context: typer.Context, target: str | None) -> str | None:
@@ -93,7 +91,7 @@ def confirm(question: str, *, yes: bool) -> None:
         raise typer.Exit
 
 
-JsonRow = dict[str, "JsonValue"]
+JsonRow = dict[str, JsonValue]
 """Facts by name."""
 
 _PIPE_WIDTH = 80
@@ -213,7 +211,7 @@ def _readable(name: str, value: JsonValue) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return format_size(value) if name.endswith("bytes") else f"{value:,}"
+        return format_size(value) if name.endswith(("bytes", "maxmemory")) else f"{value:,}"
     if name == "pinned_until" and isinstance(value, float):
         return f"{format_age(time.time(), value)} more"
     if name in ("last_used", "last_at", "at") and isinstance(value, float):

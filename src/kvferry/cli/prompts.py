@@ -5,16 +5,14 @@ from __future__ import annotations
 import json as json_module
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvferry.cli.output import progress, read_text, require_extra
 from kvferry.errors import ConfigError
+from kvferry.keys import ModelIdentity
 from kvferry.store.kind import shown_url
-
-if TYPE_CHECKING:
-    from kvferry.keys import ModelIdentity
 
 NamespaceOption = Annotated[
     str | None, typer.Option(metavar="DIGEST", help="This namespace: its digest, or first digits.")

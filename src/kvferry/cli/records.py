@@ -36,6 +36,7 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
+from kvferry.report.gather import causes
 from kvferry.store import maintenance
 from kvferry.store.base import Catalogue, Entry, Removal
 from kvferry.store.kind import shown_url
@@ -248,7 +249,6 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
 def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     """Count the records of a store by namespace, and its recent removals by reason. Return the
     result for programs, and for people. Raises as `query_store`."""
-    from kvferry.report.gather import causes
 
     def look(store: Catalogue) -> tuple[list[Holding], JsonRow, list[Removal]]:
         counts = namespaces(store)

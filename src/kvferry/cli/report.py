@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
@@ -20,12 +20,13 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.stores import UrlArgument, entries, query_store
 from kvferry.config import format_size
+from kvferry.explain import MAX_REMOVALS
+from kvferry.journal import journal_lines
+from kvferry.report.gather import RecordedRequests, Survey
+from kvferry.report.page import MAX_ROWS, Report, render
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
-
-if TYPE_CHECKING:
-    from kvferry.report.gather import RecordedRequests
-    from kvferry.report.page import Report
+from kvferry.survey import survey
 
 
 def report(
@@ -44,10 +45,6 @@ def report(
     """
     require_extra("the page", "report", "plotly")
     require_targets(journal, html, None if json in (None, "-") else Path(json))
-    from kvferry.journal import journal_lines
-    from kvferry.report.gather import RecordedRequests
-    from kvferry.report.page import render
-
     with progress() as bar:
         requests = None if journal is None else RecordedRequests()
         if journal is not None and requests is not None:
@@ -71,11 +68,6 @@ def report(
 
 
 def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
-    from kvferry.explain import MAX_REMOVALS
-    from kvferry.report.gather import Survey
-    from kvferry.report.page import MAX_ROWS, Report
-    from kvferry.survey import survey
-
     chunks = {} if requests is None else requests.chunks()
     sums = Survey(chunks, time.time())
     total = store.stat().num_records or None

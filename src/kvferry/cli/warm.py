@@ -25,7 +25,10 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.prompts import ChunkTokensOption, RawOption
 from kvferry.cli.stores import await_answer
+from kvferry.config import build_config
 from kvferry.errors import ConfigError
+from kvferry.keys import ChunkKeys, Namespace
+from kvferry.record.schema import default_chunk_tokens
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 
@@ -166,7 +169,6 @@ def _engine(
     require_extra("the engine", "transformers", "transformers")
     from kvferry.engine import LLM, SamplingParams
     from kvferry.engine.model import load_tokenizer
-    from kvferry.keys import ChunkKeys
 
     namespace, size = _namespace(Path(model), dtype, chunk_tokens)
     tokenizer = load_tokenizer(Path(model))
@@ -200,12 +202,9 @@ def _engine(
 def _namespace(model: Path, dtype: str, chunk_tokens: int | None) -> tuple[bytes, int]:
     """Return the digest of the namespace in which the embedded engine stores, and the tokens of its
     chunks."""
-    from kvferry.config import build_config
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.connector import engine_spec
     from kvferry.engine.model_config import ModelConfig
-    from kvferry.keys import Namespace
-    from kvferry.record.schema import default_chunk_tokens
 
     engine = build_config(EngineConfig, {"dtype": dtype}, where="--dtype")
     spec = engine_spec(ModelConfig(model, engine), engine, deviations={})
