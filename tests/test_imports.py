@@ -35,6 +35,7 @@ SIDEWAYS = {
     # Their errors are ours.
     ("config", "errors"),
     ("filesystem", "errors"),
+    ("network", "errors"),
     # A peer is a store.
     ("store", "transfer"),
     # Tiny models for tests are models of the engine; Transformers' identity is that of the engine.

@@ -19,7 +19,6 @@ from kvferry.errors import (
     StorePlaceError,
     TopologyError,
     TransferError,
-    TransferTimeout,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ __all__ = [
     "StorePlaceError",
     "TopologyError",
     "TransferError",
-    "TransferTimeout",
     "__version__",
     "open_store",
 ]

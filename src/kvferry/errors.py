@@ -45,9 +45,5 @@ class TransferError(KVError):
     """Bytes could not be moved between memory, ranks or peers."""
 
 
-class TransferTimeout(TransferError):
-    """An operation did not finish before its deadline."""
-
-
 class RankError(KVError):
     """A process of a tensor-parallel engine died, failed or does not answer."""

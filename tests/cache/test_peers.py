@@ -11,20 +11,20 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvferry import network
 from kvferry.contract.handover import read_handover
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, flip_bit
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.transfer import client
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 from tests.cache.deciding.test_handovers import WINDOWED
 from tests.cache.hosts import make_groups
+from tests.servers.certificates import make_authority, make_files
 from tests.servers.places import num_said
 from tests.servers.process import LOCALHOST, free_ports
 from tests.transfer.lending import Raw, Relay
-from tests.transfer.test_tls import make_authority, make_files
 
 from .keeping import NUM_CHUNKS, PROMPT, HangsLater, assert_settles
 from .keeping import open_store as open_directory
@@ -203,7 +203,7 @@ def looked_up(monkeypatch):
         names.append(host)
         return [LOCALHOST]
 
-    monkeypatch.setattr(client, "addresses_of", look_up)
+    monkeypatch.setattr(network, "addresses_of", look_up)
     return names
 
 

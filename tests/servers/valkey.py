@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,16 +160,3 @@ def valkey_cluster() -> Iterator[ValkeyCluster]:
             yield cluster
         finally:
             cluster.stop()
-
-
-def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """Make a self-signed certificate for localhost and 127.0.0.1 and its key, valid for a day."""
-    certificate, key = directory / "server.crt", directory / "server.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "1", "-subj", "/CN=localhost", "-keyout", str(key)]
-    command += ["-out", str(certificate), "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
-    except FileNotFoundError:
-        pytest.fail("openssl is not installed: run apt-get install openssl", pytrace=False)
-    return certificate, key

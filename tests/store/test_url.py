@@ -68,7 +68,7 @@ def test_a_memory_url_opens_a_memory_store():
         ("valkey://a?ca_file=/x", ["TLS files need a TLS URL", "valkeys://"]),
         ("rediss://a?ca_file=/absent", ["/absent: No such file"]),
         ("rediss://a?cert_file=/absent", ["/absent: No such file"]),
-        ("valkeys://a?ca_file=/dev/null", ["/dev/null: holds no usable PEM"]),
+        ("valkeys://a?ca_file=/dev/null", ["/dev/null: no usable PEM"]),
         ("valkeys://a?key_file=/x", ["without cert_file"]),
         ("valkey://a?password_file=/absent", ["password_file: No such file"]),
     ],

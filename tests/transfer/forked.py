@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from kvferry.errors import ConfigError, TransferError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.auth import read_key
 from kvferry.transfer.base import KeyState
@@ -35,7 +35,7 @@ KEYS = list(RECORDS)
 
 
 class Reads:
-    """Threads that read records until `end`. Each read must be right, or raise a TransferError.
+    """Threads that read records until `end`. Each read must be right, or raise a StoreError.
 
     Attributes:
         num_right, num_errors: numbers of reads that were right, and that raised.
@@ -61,7 +61,7 @@ class Reads:
             deadline = time.monotonic() + chance.uniform(0.01, 0.3)
             try:
                 found = self._client.read(key, [(0, buffer)], deadline)
-            except TransferError:
+            except StoreError:
                 self.num_errors += 1
                 self._ends.wait(0.002)
             else:

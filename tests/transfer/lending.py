@@ -18,9 +18,9 @@ from kvferry.transfer.messages import (
     MAX_GREETING_BYTES,
     REPLIES,
     VERSION,
+    Frames,
     Hello,
 )
-from kvferry.transfer.stream import Stream
 
 SPACE = b"n" * 32
 KEY = SharedKey(b"k" * 32)
@@ -72,7 +72,7 @@ class Raw:
 
     def __init__(self, server):
         self.socket = socket.create_connection(server.address, PATIENCE_SECONDS)
-        self.stream = Stream(self.socket)
+        self.stream = Frames(self.socket)
         self.challenge = self.stream.receive(GREETINGS, MAX_GREETING_BYTES, soon())
 
     def hello(self, key=KEY, namespace=SPACE, version=VERSION, nonce=b"c" * 32, **changes):

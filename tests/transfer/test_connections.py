@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import ConfigError, TransferError, TransferTimeout
+from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.auth import SharedKey, user_key
@@ -29,6 +29,7 @@ from kvferry.transfer.messages import (
     VERSION,
     AskKeys,
     Challenge,
+    Frames,
     Hello,
     KeyStates,
     Lent,
@@ -39,10 +40,10 @@ from kvferry.transfer.messages import (
     encode,
 )
 from kvferry.transfer.server import Listen, PeerServer
-from kvferry.transfer.stream import Stream
 from tests.transfer.lending import KEY, SPACE, DictLender, Raw, soon
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+LATE = "no answer in time"
 RECORD_BYTES = 300_007
 RECORD = random.Random(1).randbytes(RECORD_BYTES)
 LARGE = bytes(48 << 20)
@@ -84,7 +85,7 @@ def test_ranges_go_into_the_buffers_that_are_given(serve, connect, lender):
     for (offset, length), buffer in zip(places, buffers, strict=True):
         part = RECORD[offset : offset + length]
         assert buffer == part + b"?" * (length - len(part))
-    with pytest.raises(TransferError, match="ranges"):
+    with pytest.raises(StoreError, match="ranges"):
         client.read(A, ranges[:1] * (MAX_RANGES + 1), soon())
 
 
@@ -114,7 +115,7 @@ def test_a_server_that_starts_again_is_another_one(serve, connect, lender):
     read(client)
     assert client.incarnation == first.incarnation
     first.close()
-    with pytest.raises(TransferError):
+    with pytest.raises(StoreError):
         read(client)
     again = serve(first.address[1])
     assert read(client) == (KeyState.HELD, len(RECORD), RECORD)
@@ -142,10 +143,10 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     counters = Counters()
     server = serve(observer=counters)
     for client in (connect(server, key=SharedKey(b"x" * 32)) for _ in range(2)):
-        with pytest.raises(PeerFault, match="the keys are different"):
+        with pytest.raises(StoreError, match="the keys are different"):
             read(client)
     for client in (connect(server, namespace=b"o" * 32) for _ in range(2)):
-        with pytest.raises(PeerFault, match="another model, configuration or tenant"):
+        with pytest.raises(StoreError, match="another model, configuration or tenant"):
             read(client)
     assert raw(server).hello(version=VERSION + 1) == Refused("only version 1 is spoken here")
     wait_until(lambda: counters["peer_refused"] == 5, "all are counted")
@@ -185,7 +186,7 @@ def test_a_namespace_that_changes_ends_connections(key_file, lender):
         client = PeerClient(*server.address, SPACE, KEY)
         read(client)
         spaces.append(b"next" * 8)
-        with pytest.raises(PeerFault, match="another model"):
+        with pytest.raises(StoreError, match="another model"):
             read(client)
         client.close()
 
@@ -259,7 +260,7 @@ def test_versions_without_end_leave_room_for_other_reasons_in_the_log(serve, con
     server = serve()
     for version in range(2, 40):
         raw(server).hello(version=version)
-    with pytest.raises(PeerFault):
+    with pytest.raises(StoreError):
         read(connect(server, key=SharedKey(b"x" * 32)))
     wait_until(lambda: server.num_connections == 0, "all are refused")
     assert len(caplog.messages) == 2
@@ -291,7 +292,7 @@ def test_one_connection_too_many_is_closed(serve, connect, lender):
     server = serve(bounds=Bounds(max_connections=1), observer=counters)
     first = connect(server)
     read(first)
-    with pytest.raises(TransferError):
+    with pytest.raises(StoreError):
         read(connect(server))
     assert counters["peer_refused"] == 1
     assert read(first)[2] == RECORD
@@ -328,7 +329,7 @@ def test_bytes_on_their_way_are_bounded(serve, connect, raw, lender):
     slow, client = raw(server), connect(server)
     slow.hello()
     slow.ask(Read(1, A, ((0, len(LARGE)),), 60_000))
-    with pytest.raises(TransferError):
+    with pytest.raises(StoreError):
         read(client, B, deadline=soon(0.3))
     assert client.states_of([B], soon()) == [KeyState.HELD]
     slow.close()
@@ -363,7 +364,7 @@ def lying(*answers, incarnation=b"i" * 16, version=VERSION, key=KEY):
 
     def serve():
         accepted, _ = listener.accept()
-        stream = Stream(accepted)
+        stream = Frames(accepted)
         stream.send(Challenge(version, incarnation, b"n" * 32), soon())
         try:
             hello = stream.receive(GREETINGS, MAX_GREETING_BYTES, soon())
@@ -374,7 +375,7 @@ def lying(*answers, incarnation=b"i" * 16, version=VERSION, key=KEY):
                 made = answer(question) if callable(answer) else answer
                 accepted.sendall(made if isinstance(made, bytes) else encode(made))
             ended.wait(60)
-        except (TransferError, OSError):
+        except (PeerFault, OSError):
             pass
         finally:
             stream.close()
@@ -393,9 +394,9 @@ def lying(*answers, incarnation=b"i" * 16, version=VERSION, key=KEY):
 
 
 def test_a_server_that_does_not_prove_itself_is_left():
-    with lying(key=SharedKey(b"x" * 32)) as client, pytest.raises(PeerFault, match="its key is"):
+    with lying(key=SharedKey(b"x" * 32)) as client, pytest.raises(StoreError, match="its key is"):
         read(client)
-    with lying(version=2) as client, pytest.raises(PeerFault, match="it speaks version 2, not 1"):
+    with lying(version=2) as client, pytest.raises(StoreError, match="it speaks version 2, not 1"):
         read(client)
 
 
@@ -414,7 +415,7 @@ def test_a_server_that_does_not_prove_itself_is_left():
     ],
 )
 def test_an_answer_that_is_none_is_one_error(answer):
-    with lying(answer) as client, pytest.raises(PeerFault) as caught:
+    with lying(answer) as client, pytest.raises(StoreError) as caught:
         read(client)
     assert str(caught.value).isprintable()
 
@@ -424,7 +425,7 @@ def test_states_of_other_keys_are_none(states):
     def answer(asked):
         return KeyStates(asked.number, b"i" * 16, states)
 
-    with lying(answer) as client, pytest.raises(PeerFault, match="makes no sense"):
+    with lying(answer) as client, pytest.raises(StoreError, match="makes no sense"):
         client.states_of([A], soon())
 
 
@@ -446,7 +447,7 @@ def test_a_flood_behind_the_answer_is_not_the_next_one():
 
     with lying(flood) as client:
         assert read(client, num_bytes=9)[2] == b"x" * 9
-        with pytest.raises(TransferError):  # by a new connection, which is not accepted
+        with pytest.raises(StoreError):  # by a new connection, which is not accepted
             read(client, num_bytes=9, deadline=soon(0.5))
 
 
@@ -458,7 +459,7 @@ def test_a_flood_behind_the_answer_is_not_the_next_one():
 def test_a_server_that_falls_silent_ends_with_the_deadline(answers):
     with lying(*answers) as client:
         started = time.monotonic()
-        with pytest.raises(TransferTimeout):
+        with pytest.raises(StoreError, match=LATE):
             read(client, num_bytes=1000, deadline=started + 0.3)
         assert 0.25 < time.monotonic() - started < 5
 
@@ -479,7 +480,7 @@ def test_a_server_that_sends_byte_by_byte_ends_with_the_deadline():
     thread.start()
     client = PeerClient("127.0.0.1", listener.getsockname()[1], SPACE, KEY)
     started = time.monotonic()
-    with pytest.raises(TransferTimeout):
+    with pytest.raises(StoreError, match=LATE):
         client.states_of([A], started + 0.5)
     assert time.monotonic() - started < 5
     ended.set()
@@ -490,7 +491,7 @@ def test_a_server_that_sends_byte_by_byte_ends_with_the_deadline():
 def test_a_server_that_accepts_no_one_ends_with_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = PeerClient("127.0.0.1", listener.getsockname()[1], SPACE, KEY)
-        with pytest.raises(TransferTimeout):
+        with pytest.raises(StoreError, match=LATE):
             client.states_of([A], soon(0.3))
 
 
@@ -501,7 +502,7 @@ def test_a_close_ends_calls_that_are_under_way():
         def call():
             try:
                 client.states_of([A], soon(60))
-            except TransferError as error:
+            except StoreError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=call)
@@ -511,21 +512,32 @@ def test_a_close_ends_calls_that_are_under_way():
         thread.join(30)
         assert not thread.is_alive()
         assert len(errors) == 1
-        with pytest.raises(TransferError, match="closed"):
+        with pytest.raises(StoreError, match="closed"):
             client.states_of([A], soon())
+
+
+def test_a_close_ends_a_call_that_connects_again(serve, connect, monkeypatch):
+    """Its idle connection was not quiet: the close ended it, and cannot end the next one."""
+    client = connect(serve())
+    client.states_of([A], soon())
+    (idle,) = client._idle
+    monkeypatch.setattr(idle, "is_quiet", client.close)
+    monkeypatch.setattr(client, "_log_in", lambda *_: pytest.fail("it goes on"))
+    with pytest.raises(StoreError, match="it is closed"):
+        client.states_of([A], soon())
 
 
 def test_an_address_that_cannot_be_reached_is_one_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for host in ("127.0.0.1", "no.such.host.invalid", "x" * 70 + ".invalid", "\N{SNOWMAN}" * 70):
-        with pytest.raises(TransferError):
+        with pytest.raises(StoreError):
             PeerClient(host, port, SPACE, KEY).states_of([A], soon())
 
 
 def test_a_deadline_that_has_passed_asks_nothing(serve, connect):
     server = serve()
-    with pytest.raises(TransferTimeout):
+    with pytest.raises(StoreError, match=LATE):
         connect(server).states_of([A], time.monotonic() - 1)
     assert server.num_connections == 0
 

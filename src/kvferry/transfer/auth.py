@@ -2,7 +2,8 @@
 
 `client` and `server` exchange proofs first. A proof covers nonces of both sides and the incarnation
 of the server, so a recorded proof is worth nothing later. The rest of the connection is not
-protected: on a network that others can write to, give peers certificates (`tls`).
+protected: on a network that others can write to, give peers certificates. Then both sides also
+check which machine the other one is, and connections are inside TLS.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import contextlib
 import hmac
 import os
 import secrets
+import ssl
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache, why_untrusted
+from kvferry.network import load_pem
 
 KEY_BYTES = 32
 MAX_KEY_BYTES = 4096
@@ -118,3 +122,47 @@ def _make_key(path: Path) -> None:
             os.link(draft, path)
     finally:
         os.unlink(draft)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFiles:
+    """The files with which one side proves itself; the key is asked for with TLS, too.
+
+    Attributes:
+        key_file: file of the key that all peers share. None, allowed on loopback only: the key of
+            this user's processes on this machine.
+        cert_file: PEM of this machine's certificate and of those between it and the authority.
+            Clients check that it names the address that they connect to.
+        cert_key_file: PEM of the certificate's key, without a password.
+        ca_file: PEM of the authority that signed the certificates of all peers.
+    """
+
+    key_file: str | None = None
+    cert_file: str | None = None
+    cert_key_file: str | None = None
+    ca_file: str | None = None
+
+    def open_key(self) -> SharedKey:
+        """Read the key. Raises ConfigError; see `read_key` and `user_key`."""
+        return user_key() if self.key_file is None else read_key(self.key_file)
+
+    def open_tls(self, side: Literal["client", "server"]) -> ssl.SSLContext | None:
+        """Make the TLS 1.3 context of one side; None if no file is given: connections are in clear.
+
+        Raises:
+            ConfigError: only some of the three files are given, or one cannot be read or used.
+        """
+        cert_file, cert_key_file, ca_file = self.cert_file, self.cert_key_file, self.ca_file
+        files = {"cert_file": cert_file, "cert_key_file": cert_key_file, "ca_file": ca_file}
+        missing = [name for name, file in files.items() if file is None]
+        if len(missing) == len(files):
+            return None
+        if cert_file is None or cert_key_file is None or ca_file is None:
+            raise ConfigError(f"TLS needs {', '.join(files)}; add {' and '.join(missing)}")
+        context = ssl.SSLContext(
+            ssl.PROTOCOL_TLS_SERVER if side == "server" else ssl.PROTOCOL_TLS_CLIENT
+        )
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        load_pem(context, cert_file, cert_key_file, ca_file)
+        return context

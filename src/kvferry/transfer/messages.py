@@ -14,6 +14,7 @@ and the incarnation, so the client refuses an answer to an earlier call or of an
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
@@ -21,11 +22,12 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransferError
+from kvferry.network import BUFFER_BYTES, Stream, reason_of
 
 VERSION = 1
 MAX_GREETING_BYTES = 512
 """Limit of a frame until both sides have proved themselves."""
-MAX_FRAME_BYTES = 1 << 16
+MAX_FRAME_BYTES = BUFFER_BYTES
 MAX_KEYS = 1024
 MAX_RANGES = 2048
 MAX_READ_BYTES = 1 << 31
@@ -103,6 +105,7 @@ class Lent(Message, frozen=True, tag=9):
 Question = AskKeys | Read
 Reply = KeyStates | Lent | Refused
 
+_HEAD_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
 GREETINGS = msgspec.msgpack.Decoder(Challenge | Hello | Welcome | Refused)
 QUESTIONS = msgspec.msgpack.Decoder(Question)
@@ -115,7 +118,7 @@ T = TypeVar("T")
 def encode(message: Message) -> bytes:
     """Return a message as a frame."""
     body = _ENCODER.encode(message)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(_HEAD_BYTES, "little") + body
 
 
 def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
@@ -125,6 +128,30 @@ def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
     # UnicodeDecodeError is a ValueError; deeply nested arrays raise RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerFault("it does not speak the protocol of peers") from error
+
+
+class Frames(Stream):
+    """A connection of two peers, which `client` and `server` use. Besides OSError, calls raise
+    PeerFault for what breaks the protocol."""
+
+    def secure(self, tls: ssl.SSLContext, deadline: float, host: str | None = None) -> None:
+        try:
+            super().secure(tls, deadline, host)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise
+        except ssl.SSLError as error:
+            raise PeerFault(reason_of(error)) from None
+
+    def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
+        """Send a frame, and the bytes of `buffers` after it."""
+        self.write([encode(message), *buffers], deadline)
+
+    def receive(self, decoder: Decoder[T], max_bytes: int, deadline: float) -> T:
+        """Receive the next message, of at most `max_bytes`."""
+        length = int.from_bytes(self.read(_HEAD_BYTES, deadline), "little")
+        if not 0 < length <= max_bytes:
+            raise PeerFault("it does not speak the protocol of peers")
+        return decode(decoder, self.read(length, deadline))
 
 
 def part_lengths(size: int, ranges: Sequence[tuple[int, int]]) -> list[int]:

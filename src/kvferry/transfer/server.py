@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from kvferry.config import unknown
-from kvferry.errors import ConfigError, TransferError, TransferTimeout
+from kvferry.errors import ConfigError
 from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
 from kvferry.processors import leave_processor
-from kvferry.transfer.auth import SharedKey
+from kvferry.transfer.auth import PeerFiles, SharedKey
 from kvferry.transfer.base import Bounds, KeyState, Lender, Loan
 from kvferry.transfer.messages import (
     GREETINGS,
@@ -34,6 +34,7 @@ from kvferry.transfer.messages import (
     QUESTIONS,
     VERSION,
     Challenge,
+    Frames,
     Hello,
     KeyStates,
     Lent,
@@ -43,8 +44,6 @@ from kvferry.transfer.messages import (
     Welcome,
     part_lengths,
 )
-from kvferry.transfer.stream import Stream
-from kvferry.transfer.tls import PeerFiles, TlsStream
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -198,14 +197,13 @@ class PeerServer:
             time.sleep(0.01)
             return
         try:
-            tls = self._tls
-            client = _Client(Stream(accepted) if tls is None else TlsStream(accepted, tls))
+            client = _Client(accepted)
         except OSError:  # the client has gone
             accepted.close()
             return
         if not self._has_place():
             self._observer.count("peer_refused")
-            client.stream.close()
+            client.close()
             return
         thread = threading.Thread(
             target=self._serve, args=(client,), name="kvferry-serve", daemon=True
@@ -228,7 +226,7 @@ class PeerServer:
         if stranger is None or thread is None:
             return False
         self._observer.count("peer_refused")
-        stranger.stream.end()
+        stranger.end()
         thread.join(_LEAVE_SECONDS)
         return not thread.is_alive()
 
@@ -236,7 +234,10 @@ class PeerServer:
         """Runs in: the thread of a connection."""
         leave_processor()
         try:
-            self._desk.greet(client)
+            deadline = time.monotonic() + self._desk.bounds.handshake_seconds
+            if self._tls is not None:
+                client.secure(self._tls, deadline)
+            self._desk.greet(client, deadline)
             while True:
                 num_bytes = self._desk.answer(client)
                 if num_bytes:
@@ -245,7 +246,7 @@ class PeerServer:
         except PeerFault as error:
             self._observer.count("peer_refused")
             self._say(str(error))
-        except (TransferError, OSError) as error:
+        except OSError as error:
             logger.debug("a connection of a peer ended: %s", error)
         except Exception:  # outermost loop of a thread: the others go on
             logger.exception("a connection of a peer failed")
@@ -261,7 +262,7 @@ class PeerServer:
     def _forget(self, client: _Client) -> None:
         with self._lock:
             self._connections.pop(client, None)
-        client.stream.close()
+        client.close()
 
     def close(self) -> None:
         """End all connections, also in mid-answer, and wait for their threads for a limited time.
@@ -270,7 +271,7 @@ class PeerServer:
             was_closed, self._closed = self._closed, True
             threads = [self._thread, *self._connections.values()]
             for client in self._connections:
-                client.stream.end()
+                client.end()
         if was_closed:
             return
         self._wake[0].send(b"x")
@@ -304,15 +305,18 @@ def _bind(listen: Listen) -> socket.socket:
         raise ConfigError(f"peers cannot be served at {place}: {reason}") from None
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
-    """The client at the other end of a connection."""
+class _Client(Frames):
+    """The connection of a client.
 
-    stream: Stream
-    namespace: bytes = b""
-    """Empty until the client has proved itself."""
-    number: int = 0
-    """Number of the client's last question."""
+    Attributes:
+        namespace: empty until the client has proved itself.
+        number: number of the client's last question.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        super().__init__(stream)
+        self.namespace = b""
+        self.number = 0
 
 
 class _Desk:
@@ -335,39 +339,35 @@ class _Desk:
         self._observer = observer
         self._room = _Room(bounds.max_bytes)
 
-    def greet(self, client: _Client) -> None:
-        """Check the client's key and namespace, and prove our key to it. Raises TransferError."""
-        stream = client.stream
-        deadline = time.monotonic() + self.bounds.handshake_seconds
-        stream.begin(deadline)
+    def greet(self, client: _Client, deadline: float) -> None:
+        """Check the client's key and namespace, and prove ours. Raises as `Frames` does."""
         nonce = secrets.token_bytes(32)
-        stream.send(Challenge(VERSION, self._incarnation, nonce), deadline)
-        hello = stream.receive(GREETINGS, MAX_GREETING_BYTES, deadline)
+        client.send(Challenge(VERSION, self._incarnation, nonce), deadline)
+        hello = client.receive(GREETINGS, MAX_GREETING_BYTES, deadline)
         if not isinstance(hello, Hello):
             raise PeerFault("it does not say who it is")
         said = (self._incarnation, nonce, hello.nonce, hello.namespace)
         if hello.version != VERSION:
-            self._refuse(stream, f"only version {VERSION} is spoken here", deadline)
+            self._refuse(client, f"only version {VERSION} is spoken here", deadline)
         if not self._key.is_proof(hello.proof, "client", *said):
-            self._refuse(stream, "the keys are different", deadline)
+            self._refuse(client, "the keys are different", deadline)
         client.namespace = hello.namespace
         self._check_namespace(client, deadline)
-        stream.send(Welcome(self._key.proof("server", *said)), deadline)
+        client.send(Welcome(self._key.proof("server", *said)), deadline)
 
     def answer(self, client: _Client) -> int:
-        """Answer the next question; return the record bytes sent. Raises TransferError."""
-        stream = client.stream
+        """Answer the next question; return the record bytes sent. Raises as `Frames` does."""
         deadline = time.monotonic() + self.bounds.idle_seconds
-        question = stream.receive(QUESTIONS, MAX_FRAME_BYTES, deadline)
+        question = client.receive(QUESTIONS, MAX_FRAME_BYTES, deadline)
         deadline = time.monotonic() + self.bounds.answer_seconds
         self._check_namespace(client, deadline)
         if question.number <= client.number:
-            self._refuse(stream, "a question that was asked before", deadline)
+            self._refuse(client, "a question that was asked before", deadline)
         client.number = question.number
         if isinstance(question, Read):
-            return self._lend(stream, question, deadline)
+            return self._lend(client, question, deadline)
         states = bytes(self._state_of(ChunkKey(key)) for key in question.keys)
-        stream.send(KeyStates(question.number, self._incarnation, states), deadline)
+        client.send(KeyStates(question.number, self._incarnation, states), deadline)
         return 0
 
     def _state_of(self, key: ChunkKey) -> KeyState:
@@ -377,7 +377,7 @@ class _Desk:
         self._lender.release(loan)
         return KeyState.HELD
 
-    def _lend(self, stream: Stream, asked: Read, deadline: float) -> int:
+    def _lend(self, client: _Client, asked: Read, deadline: float) -> int:
         deadline = min(deadline, time.monotonic() + asked.milliseconds / 1000)
         # Room comes before the loan, so that a wait for room keeps no slot lent.
         taken = self._room.enter(sum(length for _, length in asked.ranges), deadline)
@@ -385,10 +385,10 @@ class _Desk:
             loan = self._lender.lend(ChunkKey(asked.key), deadline - time.monotonic())
             if loan is None or loan is KeyState.PENDING:
                 state = loan or KeyState.ABSENT
-                stream.send(Lent(asked.number, self._incarnation, state, 0), deadline)
+                client.send(Lent(asked.number, self._incarnation, state, 0), deadline)
                 return 0
             try:
-                return self._send_record(stream, asked, loan, deadline)
+                return self._send_record(client, asked, loan, deadline)
             finally:
                 if time.monotonic() >= deadline:
                     self._observer.count("peer_overdue_loans")
@@ -396,29 +396,29 @@ class _Desk:
         finally:
             self._room.leave(taken)
 
-    def _send_record(self, stream: Stream, asked: Read, loan: Loan, deadline: float) -> int:
+    def _send_record(self, client: _Client, asked: Read, loan: Loan, deadline: float) -> int:
         parts = [part.cast("B") for part in loan.buffers]
         size = sum(len(part) for part in parts)
         lengths = part_lengths(size, asked.ranges)
         num_bytes = sum(lengths)
         if num_bytes > MAX_READ_BYTES:
-            self._refuse(stream, f"a read of more than {MAX_READ_BYTES} bytes", deadline)
+            self._refuse(client, f"a read of more than {MAX_READ_BYTES} bytes", deadline)
         views = [
             view
             for (offset, _), length in zip(asked.ranges, lengths, strict=True)
             for view in cut(parts, offset, length)
         ]
         head = Lent(asked.number, self._incarnation, KeyState.HELD, size)
-        stream.send(head, deadline, views)
+        client.send(head, deadline, views)
         return num_bytes
 
     def _check_namespace(self, client: _Client, deadline: float) -> None:
         if client.namespace != self._namespace():
             reason = "another model, configuration or tenant is served here"
-            self._refuse(client.stream, reason, deadline)
+            self._refuse(client, reason, deadline)
 
-    def _refuse(self, stream: Stream, reason: str, deadline: float) -> NoReturn:
-        stream.send(Refused(reason), deadline)
+    def _refuse(self, client: _Client, reason: str, deadline: float) -> NoReturn:
+        client.send(Refused(reason), deadline)
         raise PeerFault(reason)
 
 
@@ -430,12 +430,12 @@ class _Room:
         self._changed = threading.Condition()
 
     def enter(self, num_bytes: int, deadline: float) -> int:
-        """Wait for room, and return how much is taken: at most all. Raises TransferTimeout."""
+        """Wait for room, and return how much is taken: at most all. Raises TimeoutError."""
         wanted = min(num_bytes, self._most)
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
             if not self._changed.wait_for(lambda: self._left >= wanted, seconds):
-                raise TransferTimeout("no room for an answer in time")
+                raise TimeoutError("no room for an answer in time")
             self._left -= wanted
         return wanted
 

@@ -25,9 +25,10 @@ from kvferry.testing.stores import (
     make_key,
     read_value,
 )
+from tests.servers.certificates import make_certificate
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
-from tests.servers.valkey import ValkeyCluster, ValkeyServer, make_certificate, running_valkey
+from tests.servers.valkey import ValkeyCluster, ValkeyServer, running_valkey
 from tests.store.servers.real_clients import (
     ClientTests,
     ServerStoreTests,
@@ -104,9 +105,6 @@ class TestStoreOnValkey(ServerStoreTests):
 
 
 class TestValkeyClient(ClientTests):
-    # A call under way ends by its own deadline.
-    test_a_close_ends_what_is_under_way = None
-
     @pytest.fixture
     def server(self, valkey_server):
         return valkey_server

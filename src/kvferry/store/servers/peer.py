@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from kvferry.errors import ConfigError, StoreError, TransferError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.network import is_loopback
 from kvferry.store.base import (
     NO_DEADLINE,
@@ -25,9 +25,9 @@ from kvferry.store.base import (
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerStore
+from kvferry.transfer.auth import PeerFiles
 from kvferry.transfer.base import KeyState
 from kvferry.transfer.client import PeerClient
-from kvferry.transfer.tls import PeerFiles
 from kvferry.types import ChunkKey
 
 MAX_WRONG = 3
@@ -76,11 +76,8 @@ class PeerStore(ServerStore):
         if self._closed:
             return None
         with self._keys.call() as learn:
-            try:
-                self._check_trust(deadline)
-                state, size = self._client.read(key, ranges, deadline)
-            except TransferError as error:
-                raise StoreError(str(error)) from None
+            self._check_trust(deadline)
+            state, size = self._client.read(key, ranges, deadline)
             if state is not KeyState.HELD:
                 self._keys.forget(key)
                 return None
@@ -99,21 +96,18 @@ class PeerStore(ServerStore):
 
     def _find(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
         deadline = self._clock() + self._bounds.probe_seconds
-        try:
-            self._check_trust(deadline)
-            states = self._client.states_of(keys, deadline)
-        except TransferError as error:
-            raise StoreError(str(error)) from None
+        self._check_trust(deadline)
+        states = self._client.states_of(keys, deadline)
         return [_IS_HERE[state] for state in states]
 
     def _check_trust(self, deadline: float) -> None:
-        """Raise TransferError if the peer is the process that sent too many wrong records."""
+        """Raise StoreError if the peer is the process that sent too many wrong records."""
         if not self._distrusted:
             return
         if self._client.incarnation == self._distrusted:
             self._client.states_of((), deadline)  # perhaps another process answers now
             if self._client.incarnation == self._distrusted:
-                raise TransferError(f"peer {self._client}: it sent {MAX_WRONG} wrong records")
+                raise StoreError(f"peer {self._client}: it sent {MAX_WRONG} wrong records")
         self._distrusted, self._num_wrong = b"", 0
 
     def put(

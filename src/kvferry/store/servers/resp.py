@@ -6,19 +6,16 @@ reply that is larger or deeper than any of ours ends the connection before memor
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import ssl
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.config import printable
 from kvferry.errors import StoreError
-from kvferry.network import seconds_left
+from kvferry.network import Stream
 from kvferry.store.base import Buffer
 
-_BUFFER_BYTES = 32 * 1024
 _JOINED_BYTES = 64 * 1024
 """A larger value is sent by itself. A smaller one is copied and sent with others: less work."""
 _JOINED_WORDS = 1000
@@ -72,67 +69,31 @@ def code_of(reply: object) -> str:
     return reply.code if isinstance(reply, ErrorReply) else ""
 
 
-class Connection:
-    """A connection for one call at a time. Every wait ends at the call's deadline. `close` closes
-    `stream`."""
+class Connection(Stream):
+    """A connection for one call at a time. Every wait ends at the call's deadline."""
 
     def __init__(self, stream: socket.socket) -> None:
-        self._stream = stream
-        self._pid = os.getpid()
+        super().__init__(stream)
         self._deadline = 0.0
-        # Bytes that were received and not read yet: [start, end) of the buffer.
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._start = 0
-        self._end = 0
         self._room = 0
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Send commands and return their replies: a number, None, bytes of a short text, the filled
         part of `into`, an `ErrorReply`, or a list of these with bytes of any length.
 
-        Whatever is raised, the connection is closed: the next call would take a late reply for its
-        own.
+        Whatever is raised, close the connection: the next call would take a late reply for its own.
 
         Raises:
             OSError: the connection failed, or the deadline passed (TimeoutError).
             StoreError: the server sent anything else.
         """
         self._deadline = deadline
-        try:
-            self._send(commands)
-            replies = [self._reply(each) for each in commands]
-            if self._start < self._end:
-                raise StoreError(_MORE)
-        except BaseException:
-            self.close()
-            raise
-        return replies
-
-    def is_quiet(self) -> bool:
-        """Whether the connection can be used: the server has neither closed it nor sent anything
-        unasked. False in the child of a fork, as the parent uses the connection."""
-        if self._pid != os.getpid():
-            return False
-        try:
-            self._stream.settimeout(0.0)
-            self._stream.recv(1)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return True
-        except OSError:
-            pass
-        return False
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._stream.close()
-
-    def _send(self, commands: Sequence[Command]) -> None:
-        # Not the socket's `sendall`: with TLS, Python's restarts its timeout for every TLS record.
         for piece in _pack(commands):
-            view, sent = memoryview(piece), 0
-            while sent < len(view):
-                self._stream.settimeout(seconds_left(self._deadline))
-                sent += self._stream.send(view[sent:])
+            self.write([piece], deadline)
+        replies = [self._reply(each) for each in commands]
+        if self._start < self._end:
+            raise StoreError(_MORE)
+        return replies
 
     def _reply(self, asked: Command) -> object:
         line = self._line()
@@ -173,11 +134,7 @@ class Connection:
         if not 0 <= size <= view.nbytes:
             raise StoreError(_MORE)
         view = view[:size]
-        done = min(size, self._end - self._start)
-        view[:done] = memoryview(self._buffer)[self._start : self._start + done]
-        self._start += done
-        while done < size:
-            done += self._receive(view[done:])
+        self.read_into([view], self._deadline)
         if self._line():
             raise StoreError(_STRANGE)
         return view
@@ -192,17 +149,7 @@ class Connection:
                 line = bytes(self._buffer[self._start : end])
                 self._start = end + 2
                 return line
-            left = self._buffer[self._start : self._end]
-            self._buffer[: len(left)] = left
-            self._start, self._end = 0, len(left)
-            self._end += self._receive(memoryview(self._buffer)[self._end :])
-
-    def _receive(self, view: memoryview) -> int:
-        self._stream.settimeout(seconds_left(self._deadline))
-        num_bytes = self._stream.recv_into(view)
-        if not num_bytes:
-            raise ConnectionResetError("it closed the connection")
-        return num_bytes
+            self._read_ahead(_MAX_LINE_BYTES, self._deadline)
 
 
 def _number(line: bytes) -> int:
@@ -215,9 +162,9 @@ def _number(line: bytes) -> int:
     raise StoreError(_STRANGE)
 
 
-def _pack(commands: Sequence[Command]) -> Iterator[Buffer]:
+def _pack(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
     """Yield the commands in the pieces in which they are sent."""
-    packed: list[Buffer] = []
+    packed: list[bytes | memoryview] = []
     for words, *_ in commands:
         packed.append(b"*%d\r\n" % len(words))
         for word in words:

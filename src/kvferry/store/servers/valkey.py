@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kvferry.errors import ConfigError, StoreError
+from kvferry.network import call_ends
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
@@ -27,8 +28,6 @@ from kvferry.store.servers.valkey_nodes import Login, ValkeyCluster, ValkeyNode,
 __all__ = ["DEFAULT_PORT", "Login", "ValkeyClient", "make_tls"]
 
 DEFAULT_PORT = 6379
-_CALL_SECONDS = 30.0
-"""Longest time of a call, also of one without a deadline, and of each page of a list."""
 _LIST_SECONDS = 600.0
 """Longest time of a list, also of one without a deadline."""
 _FACTS_SECONDS = 5.0
@@ -160,9 +159,9 @@ class ValkeyClient(RemoteClient):
         """See `RemoteClient.scan`. A value may come twice while the server resizes its table. The
         last use is unknown where the server evicts by frequency (LFU)."""
         until = min(deadline, time.monotonic() + _LIST_SECONDS)
-        for node in self._open().nodes(_call_ends(until)):
+        for node in self._open().nodes(call_ends(until)):
             for names in self._pages(node, prefix, until):
-                yield from _describe(node, names, prefix, _call_ends(until))
+                yield from _describe(node, names, prefix, call_ends(until))
 
     def _pages(self, node: ValkeyNode, prefix: str, until: float) -> Iterator[list[object]]:
         """Yield the names that a server lists, page by page."""
@@ -172,7 +171,7 @@ class ValkeyClient(RemoteClient):
         while True:
             self._open()
             words = "SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE_NAMES
-            (reply,) = node.ask([command(*words)], _call_ends(until))
+            (reply,) = node.ask([command(*words)], call_ends(until))
             match reply:
                 case [bytes(cursor), list(names)] if cursor.isdigit() and len(cursor) <= 20:
                     yield names
@@ -184,7 +183,7 @@ class ValkeyClient(RemoteClient):
     def facts(self) -> dict[str, int | bool | None]:
         """See `Store.facts`: the least `maxmemory` of the nodes, in bytes (0: none), and whether
         all of them evict keys that do not expire. Empty if this user may not ask."""
-        until = _call_ends(time.monotonic() + _FACTS_SECONDS)
+        until = call_ends(time.monotonic() + _FACTS_SECONDS)
         limits, evict = [], True
         for node in self._open().nodes(until):
             (reply,) = node.ask([command("INFO", "memory")], until)
@@ -212,7 +211,7 @@ class ValkeyClient(RemoteClient):
         server = self._open()
         if not commands:
             return []
-        replies = server.ask(commands, _call_ends(deadline))
+        replies = server.ask(commands, call_ends(deadline))
         is_elsewhere = any(code_of(reply) in ("MOVED", "ASK") for reply in replies)
         if isinstance(server, ValkeyNode) and is_elsewhere:
             what = "it is a node of a cluster; add ?cluster=true"
@@ -229,10 +228,6 @@ class ValkeyClient(RemoteClient):
             raise StoreError(f"valkey: {what} of {name!r}: a reply that makes no sense")
         self._server.refresh()  # the server may have become a replica
         raise StoreError(f"valkey: {what} of {name!r} refused: {reply}")
-
-
-def _call_ends(deadline: float) -> float:
-    return min(deadline, time.monotonic() + _CALL_SECONDS)
 
 
 def _describe(

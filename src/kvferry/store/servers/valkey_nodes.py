@@ -6,19 +6,17 @@ A cluster maps each name to one of 16384 hash slots, and each slot to a node. `v
 from __future__ import annotations
 
 import binascii
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.network import addresses_of, connect, join_host, reason_of, seconds_left
+from kvferry.network import Endpoint, load_pem
 from kvferry.store.servers.resp import Command, Connection, ErrorReply, code_of, command
 
-CONNECT_SECONDS = 2.0
 _NUM_SLOTS = 16384
 _LEARN_SECONDS = 2.0
 """Longest time to learn a cluster's nodes."""
@@ -58,89 +56,32 @@ class Login(NamedTuple):
         return "Login(...)"
 
 
-class ValkeyNode:
-    """A server, and the idle connections to it. Thread-safe, and safe on both sides of a fork: the
-    list of idle connections hands each one to one thread, and a connection knows its process. A
-    connect takes at most `CONNECT_SECONDS` of its call's time, and the login what is left."""
+class ValkeyNode(Endpoint[Connection]):
+    """A server."""
+
+    what = "valkey server"
 
     def __init__(self, host: str, port: int, login: Login, tls: ssl.SSLContext | None) -> None:
-        self.host = host
-        self.port = port
+        super().__init__(host, port, tls, Connection)
         self._login = login
-        self._tls = tls
-        self._idle: list[Connection] = []
-        self._closed = False
 
     def ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Return replies as `Connection.ask` does. Raises StoreError for all that fails."""
-        try:
-            seconds_left(deadline)
-            connection = self._idle_one() or self._connect(deadline)
-            replies = connection.ask(commands, deadline)
-        except StoreError as error:
-            raise StoreError(f"valkey server {self}: {error}") from None
-        # ValueError: an impossible host name. MemoryError: little memory was left.
-        except (OSError, ValueError, MemoryError) as error:
-            raise StoreError(f"valkey server {self}: {reason_of(error)}") from None
-        self._idle.append(connection)
-        if self._closed:  # meanwhile
-            self.refresh()
-        return replies
+        with self.connection(deadline) as connection:
+            return connection.ask(commands, deadline)
 
     def nodes(self, deadline: float) -> list[ValkeyNode]:
         """Return this server; see `ValkeyCluster.nodes`."""
         return [self]
 
-    def refresh(self) -> None:
-        """Close idle connections: the name of the server may lead to another one by now."""
-        with suppress(IndexError):  # none is left: other threads take them, too
-            while True:
-                self._idle.pop().close()
-
-    def close(self) -> None:
-        self._closed = True
-        self.refresh()  # the others are closed as their calls end
-
-    def _idle_one(self) -> Connection | None:
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return None
-            if connection.is_quiet():
-                return connection
-            connection.close()
-
-    def _connect(self, deadline: float) -> Connection:
-        limit = min(deadline, time.monotonic() + CONNECT_SECONDS)
-        stream = connect(addresses_of(self.host, seconds_left(limit)), self.port, limit)
-        connection = Connection(self._secure(stream, limit))
-        self._log_in(connection, deadline)
-        return connection
-
-    def _secure(self, stream: socket.socket, limit: float) -> socket.socket:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return stream
-        with stream:  # closed if this fails; else the TLS socket has taken over its descriptor
-            stream.settimeout(seconds_left(limit))
-            return self._tls.wrap_socket(stream, server_hostname=self.host)
-
     def _log_in(self, connection: Connection, deadline: float) -> None:
         """Log in, and name the connection. To the name, a server that wants a password and got none
         says so. To a large value, it would only close the connection."""
-        try:
-            credentials = self._login.get_credentials()
-            if credentials:
-                _say(connection, command("AUTH", *credentials), deadline, is_login=True)
-            naming = command("CLIENT", "SETNAME", "kvferry")
-            _say(connection, naming, deadline, is_login=bool(credentials))
-        except BaseException:
-            connection.close()
-            raise
-
-    def __str__(self) -> str:
-        return join_host(self.host, self.port)
+        credentials = self._login.get_credentials()
+        if credentials:
+            _say(connection, command("AUTH", *credentials), deadline, is_login=True)
+        naming = command("CLIENT", "SETNAME", "kvferry")
+        _say(connection, naming, deadline, is_login=bool(credentials))
 
 
 def _say(connection: Connection, asked: Command, deadline: float, *, is_login: bool) -> None:
@@ -165,15 +106,10 @@ def make_tls(
     ConfigError for a file (see `ValkeyOptions`) that is absent, no usable PEM, or a lone key."""
     if key_file is not None and cert_file is None:
         raise ConfigError("key_file is given without cert_file")
-    shown = ca_file
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-        shown = f"{cert_file} and {key_file}" if key_file is not None else cert_file
-        if cert_file is not None:
-            context.load_cert_chain(cert_file, key_file)
-    except OSError as error:  # an SSLError is one
-        reason = "holds no usable PEM" if isinstance(error, ssl.SSLError) else error.strerror
-        raise ConfigError(f"{shown}: {reason}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ca_file is None:
+        context.load_default_certs()
+    load_pem(context, cert_file, key_file, ca_file)
     return context
 
 
@@ -240,7 +176,7 @@ class ValkeyCluster:
             yield node
         finally:
             if known is None:
-                node.close()
+                node.leave()
 
     def _follow(self, node: ValkeyNode, asked: Command, reply: object, deadline: float) -> object:
         """Follow redirects to the nodes that a slot has moved to; return the last reply."""
@@ -299,7 +235,7 @@ class ValkeyCluster:
                     _refuse(asked)
         former, self._nodes, self._owners = self._nodes, nodes, owners
         for node in set(former.values()) - set(nodes.values()):
-            node.close()
+            node.leave()
         if self._closed:  # meanwhile
             self.close()
         return owners
