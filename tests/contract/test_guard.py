@@ -100,14 +100,9 @@ class Answers(SchedulerRole):
         self._answer("close")
 
 
-def guarded(block_size=4, clock=None, **answers):
-    return guard_of(Answers(**answers), block_size, clock)
-
-
-def guard_of(role, block_size=4, clock=None):
+def guarded(block_size=4, **answers):
     observer = Counters()
-    clocked = {} if clock is None else {"clock": clock}
-    return GuardedScheduler(role, observer, block_size=block_size, **clocked), observer
+    return GuardedScheduler(Answers(**answers), observer, block_size=block_size), observer
 
 
 # --- lookups -----------------------------------------------------------------------------------
@@ -148,29 +143,9 @@ def test_a_lookup_that_fails_is_a_miss(answer):
     assert observer["hook_failed_lookup"] == 1
 
 
-def test_a4_ask_again_ends_after_a_while():
-    now = [100.0]
-    guard, observer = guarded(lookup=(None, True), clock=lambda: now[0])
+def test_a4_ask_again_is_never_async():
+    guard, _ = guarded(lookup=(None, True))
     assert guard.lookup(request_of(40), 0) == ASK_AGAIN
-    now[0] += 59
-    assert guard.lookup(request_of(40), 0) == ASK_AGAIN
-    now[0] += 1
-    assert guard.lookup(request_of(40), 0) == MISS
-    assert observer["contract_violation"] == 1
-    assert guard.lookup(request_of(40, "other"), 0) == ASK_AGAIN
-
-
-def test_a_role_says_how_long_it_may_ask_again():
-    class Patient(Answers):
-        ask_again_seconds = 100.0
-
-    now = [0.0]
-    guard, _ = guard_of(Patient(lookup=(None, True)), clock=lambda: now[0])
-    assert guard.lookup(request_of(40), 0) == ASK_AGAIN
-    now[0] = 99.0
-    assert guard.lookup(request_of(40), 0) == ASK_AGAIN
-    now[0] = 100.0
-    assert guard.lookup(request_of(40), 0) == MISS
 
 
 def test_a11_a_hit_that_failed_is_not_offered_again():
@@ -261,7 +236,7 @@ def test_a_lost_load_never_names_the_null_block(table):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_promise_that_a_fault_kept_out_of_the_plan_is_reported_as_failed(failing, is_async):
     role = Answers(lookup=(8, is_async), **{failing: OSError()})
-    guard, _ = guard_of(role)
+    guard = GuardedScheduler(role, Counters(), block_size=4)
     request = request_of(40)
     guard.lookup(request, 4)
     guard.update_after_alloc(request, ([7, 8, 9, 10],), 8)
@@ -511,15 +486,10 @@ def test_whatever_fails_the_host_finishes_with_the_right_tokens(
     chosen = {(h, n): "before" if h in before_only else when for h, n, when in faults}
     faulty = Faulty(chosen)
     observer = Counters()
-
-    def steps_taken():
-        return len(host.outputs)
-
     scheduler = GuardedScheduler(
         FaultyScheduler(DictScheduler(store, is_async=is_async, delay_free=delay_free), faulty),
         observer,
         block_size=4,
-        clock=lambda: steps_taken() * 10.0,
     )
     worker = FaultyWorker(DictWorker(store), faulty)
     host = TinyHost(scheduler, worker, num_blocks=num_blocks, observer=observer)

@@ -12,8 +12,7 @@ between promise and plan, the guard sends a `RepairedPlan`, which the driver of 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.contract.messages import (
@@ -36,7 +35,6 @@ class GuardedScheduler(SchedulerRole):
 
     Adds to the wrapped role:
     - lookups are corrected to the rules of `SchedulerRole.lookup`;
-    - "ask again" ends after the role's `ask_again_seconds`;
     - promised loads that a fault kept out of the plan are reported as failed (`RepairedPlan`);
     - a request that lost a load before its plan, or had an async load fail, gets no further hit:
       a host that recomputes it from its start asks again, and would repeat this for ever.
@@ -50,7 +48,6 @@ class GuardedScheduler(SchedulerRole):
         observer: Observer | None = None,
         *,
         block_size: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wrap `role`.
 
@@ -59,12 +56,11 @@ class GuardedScheduler(SchedulerRole):
             block_size: tokens to which hits are rounded down. With several groups: the least common
                 multiple of their block sizes. None: hits are not rounded, and a load that is lost
                 fails all blocks of its request.
-            clock: seconds, for the bounds on waiting.
         """
         self._role = role
         self._faults = HookFaults(type(role).__name__, observer or Observer())
         self._block_size = block_size
-        self._promises = role.rules(block_size, clock, self._faults)
+        self._promises = role.rules(block_size)
         self._empty_plan = self._faults.call(
             role.empty_plan, otherwise=Plan(), then="a plan that cannot be built is a bare Plan()"
         )
@@ -81,9 +77,7 @@ class GuardedScheduler(SchedulerRole):
             if not isinstance(reason, str | None):
                 raise TypeError(f"a reason is text or None, not {reason!r}")
             if count is None:
-                limit = self._role.ask_again_seconds
-                may_ask = self._promises.may_ask_again(request.request_id, limit)
-                return ASK_AGAIN if may_ask else MISS
+                return ASK_AGAIN
             if count == 0 and not is_async:
                 return answer
             legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))

@@ -94,13 +94,8 @@ class Promises:
 
     is_asynchronous = False
 
-    def __init__(
-        self, block_size: int | None, clock: Callable[[], float], faults: HookFaults
-    ) -> None:
+    def __init__(self, block_size: int | None) -> None:
         self._block_size = block_size
-        self._clock = clock
-        self._faults = faults
-        self._asked: dict[str, float] = {}  # time of the first "ask again", by waiting request
         self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
         # Blocks of promised loads, by request: the host counts on them.
         self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
@@ -114,17 +109,6 @@ class Promises:
         would fail in the same way for ever."""
         return request_id in self._hits_blocked
 
-    def may_ask_again(self, request_id: str, seconds: float) -> bool:
-        """A lookup answers "ask again". False once `seconds` have passed since the first time."""
-        now = self._clock()
-        waited = now - self._asked.setdefault(request_id, now)
-        if waited < seconds:
-            return True
-        self._faults.violation(
-            "ask_again", f"{request_id!r} asked again for {waited:.0f} s: now a miss"
-        )
-        return False
-
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
         """A lookup answered with a hit. The host need not take it."""
         self._offered[request_id] = (num_local_tokens, is_async)
@@ -134,7 +118,6 @@ class Promises:
     ) -> frozenset[int]:
         """The host takes the last offer, or declines it with a count of 0. Returns the blocks that
         the load will fill."""
-        self._asked.pop(request_id, None)
         local, _ = self._offered.pop(request_id, (0, False))
         if num_external_tokens <= 0:
             return frozenset()
@@ -170,7 +153,6 @@ class Promises:
     def end(self, request_id: str) -> bool:
         """Forget an ended request. True if an async load of it is under way: then the end of the
         load is the request's last report."""
-        self._asked.pop(request_id, None)
         self._offered.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False

@@ -46,7 +46,7 @@ class SchedulerRole(ABC):
         - The count is a multiple of the block size.
         - `(0, True)` is illegal.
         - `None` means that a hit is on its way, or that it is still being found out whether there
-          is one. Never without a deadline of the connector's own: no host bounds the retries.
+          is one. Never without a deadline of the connector's own: nothing else bounds the retries.
         """
 
     @abstractmethod
@@ -80,12 +80,6 @@ class SchedulerRole(ABC):
         expects. Called once, at construction of the guard.
         """
         return Plan()
-
-    @property
-    def ask_again_seconds(self) -> float:
-        """How long the look-ups of a request may answer "ask again". After that the guard makes
-        them misses: no host bounds the retries."""
-        return 60.0
 
     @property
     def is_idle(self) -> bool:

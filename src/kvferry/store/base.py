@@ -241,6 +241,11 @@ class Store(ABC):
 
     # -- an index that lags behind what other processes store -----------------------------------
 
+    @property
+    def needs_probes(self) -> bool:
+        """Whether `contains` learns only by a `probe` what others stored. It is None meanwhile."""
+        return False
+
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
         later `contains`. Dropped when too many probes wait.

@@ -41,6 +41,7 @@ class WrapperStore(Catalogue):
     stat: Any = _OfInner()
     tiers: Any = _OfInner()
     close: Any = _OfInner()
+    needs_probes: Any = _OfInner()
     probe: Any = _OfInner()
     assume: Any = _OfInner()
     awaits: Any = _OfInner()

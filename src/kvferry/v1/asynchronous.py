@@ -17,7 +17,7 @@ to them or reads them. So a role needs deadlines of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -37,10 +37,8 @@ class AsyncPromises(Promises):
 
     is_asynchronous = True
 
-    def __init__(
-        self, block_size: int | None, clock: Callable[[], float], faults: HookFaults
-    ) -> None:
-        super().__init__(block_size, clock, faults)
+    def __init__(self, block_size: int | None) -> None:
+        super().__init__(block_size)
         # Blocks of each async load under way; an empty set if its request was aborted.
         self._loading: dict[str, frozenset[int]] = {}
         # Requests freed since the last plan because `request_finished` raised.

@@ -523,12 +523,6 @@ def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):
     assert awaited.host.admit(awaited.request) == 16
 
 
-def test_the_guard_leaves_a_request_all_its_time(make_engine, server):
-    """It ends what a role does not end."""
-    waits = [make_engine(server, load_timeout_seconds=seconds) for seconds in (1, 30)]
-    assert [host.scheduler.ask_again_seconds for host in waits] == [60, 12 * 30]
-
-
 def test_a_request_does_not_wait_longer_because_others_wait(make_engine):
     awaited = Awaited(make_engine)
     params = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 1}

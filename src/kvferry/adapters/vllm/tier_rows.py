@@ -105,7 +105,7 @@ class TierRows:
         self._jobs: dict[int, _Transfer] = {}
         self._finished: list[Finished] = []
         self._requests: dict[str, _RequestRows] = {}
-        self._learner = _Learner(store)
+        self._to_ask: list[ChunkKey] = []
         self._watch = _Watch(store)
         self._stored: list[bytes] = []
 
@@ -126,7 +126,8 @@ class TierRows:
         asked = known.asked.get(key)
         if asked is None:
             known.asked[key] = time.monotonic()
-            found = self._learner.ask(record)
+            self._to_ask.append(record)
+            found = None if self._store.needs_probes else False
         elif time.monotonic() >= asked + ASK_SECONDS:
             found = False
             self._observer.count("lookup_deadline")
@@ -136,7 +137,9 @@ class TierRows:
 
     def flush(self) -> None:
         """End the step's look-ups: ask the store about the keys that it does not know."""
-        self._learner.flush()
+        if self._to_ask:
+            self._store.probe(self._to_ask)
+            self._to_ask = []
 
     def forget(self, request: str) -> None:
         """Forget a request, which ended."""
@@ -290,33 +293,6 @@ class TierRows:
             self._client.close(seconds)
         finally:
             self._store.close()
-
-
-class _Learner:
-    """Asks a store, once a step, about keys that it does not know. A store that asks its medium
-    answers later. Until this one has, the first key of each step is asked about alone."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._asks_medium: bool | None = None
-        self._waiting: list[ChunkKey] = []
-
-    def ask(self, key: ChunkKey) -> bool | None:
-        """Ask about a key for the first time: False, True, or None if the answer comes later."""
-        if self._asks_medium is None:
-            self._store.probe([key])
-            found = self._store.contains(key)
-            self._asks_medium = found is None
-            return found
-        self._waiting.append(key)
-        return None if self._asks_medium else False
-
-    def flush(self) -> None:
-        if self._waiting:
-            self._store.probe(self._waiting)
-            self._waiting = []
-        if not self._asks_medium:
-            self._asks_medium = None
 
 
 class _Watch:

@@ -21,7 +21,7 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
 from kvferry.cache.deciding.audits import Audits
-from kvferry.cache.deciding.handovers import MOST_WAITS, Handovers
+from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup, Search, Short
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
@@ -114,12 +114,6 @@ class SharedStorageScheduler(SchedulerRole):
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
         self._plan_numbers = count(1)
         self._is_running = True
-
-    @property
-    def ask_again_seconds(self) -> float:
-        """See `SchedulerRole`. The look-ups' own deadlines are earlier."""
-        own = (MOST_WAITS + 2) * self.context.config.load_timeout_seconds
-        return max(super().ask_again_seconds, own)
 
     def advertise(self, host: str, port: int) -> None:
         """Name the address where peers are served, in answers to prefills for other engines."""

@@ -269,6 +269,10 @@ class ServerStore(Catalogue):
         num_records, num_bytes = self._keys.totals()
         return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
 
+    @property
+    def needs_probes(self) -> bool:
+        return not self._closed
+
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         if not self._closed:
             self._keys.probe(keys, again=again)

@@ -238,6 +238,10 @@ class TieredStore(Catalogue):
         """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
+    @property
+    def needs_probes(self) -> bool:
+        return any(store.needs_probes for store in self._up())
+
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         up = [store for tier in self._tiers if self._is_up(tier) and (store := tier.up) is not None]
         asked = [store.probe(keys, again=again) for store in up]
