@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,62 +33,59 @@ class LateWeights:
     Attributes:
         why: why there is no digest; empty if there is one, or none is needed.
         has_failed: whether there will be none.
+        late: gets the digest that a start did not wait for, on the thread that hashes, unless it is
+            cancelled. None if there is nothing to come.
     """
 
     def __init__(self) -> None:
         self.why = ""
         self.has_failed = False
-        self._digest: Future[bytes] = Future()
+        self.late: Future[bytes] | None = None
 
     def hashed(self, read: Callable[[], bytes]) -> bytes:
         """Return what `read` returns or raises; `UNREAD` if that takes long, and a thread goes on.
         That is a daemon: a process that ends does not wait for it."""
+        found: Future[bytes] = Future()
 
         def run() -> None:
             try:
-                self._digest.set_result(read())
-            except BaseException as error:  # raised or logged where the digest is taken
-                self._digest.set_exception(error)
+                found.set_result(read())
+            except BaseException as error:  # raised or logged below
+                found.set_exception(error)
 
         threading.Thread(target=run, name="kvferry-weights", daemon=True).start()
-        if wait([self._digest], WEIGHTS_SECONDS).done:
-            return self._digest.result()
+        if wait([found], WEIGHTS_SECONDS).done:
+            return found.result()
         self.why = "the weights are being hashed"
         logger.warning(
             "kvferry: the weights are not hashed after %g s; the engine starts, and nothing is "
             "loaded or stored until they are",
             WEIGHTS_SECONDS,
         )
+        self.late = Future()
+        found.add_done_callback(partial(self._end, self.late))
         return UNREAD
 
-    def take(self) -> bytes | None:
-        """Return the digest, once, if it became known after `hashed` gave up. Never waits."""
-        if not self.why or self.has_failed or not self._digest.done():
-            return None
-        error = self._digest.exception()
+    def _end(self, late: Future[bytes], found: Future[bytes]) -> None:
+        error = found.exception()
         if error is not None:
-            self.fail()
             logger.error("kvferry is off: the weights have no digest: %s", error)
-            return None
-        self.why = ""
-        logger.info("kvferry: the weights are hashed")
-        return self._digest.result()
+            self.fail()
+        elif late.set_running_or_notify_cancel():
+            logger.info("kvferry: the weights are hashed")
+            late.set_result(found.result())
 
     def fail(self) -> None:
         """Note that there is no digest that can be used."""
         self.why, self.has_failed = "the weights have no digest", True
 
-    def later(self) -> Future[bytes]:
-        """Return what gets the digest of `take`, on the thread that hashes; may be cancelled."""
-        later: Future[bytes] = Future()
-
-        def give(_: Future[bytes]) -> None:
-            digest = self.take()
-            if digest is not None and later.set_running_or_notify_cancel():
-                later.set_result(digest)
-
-        self._digest.add_done_callback(give)
-        return later
+    def take(self) -> bytes | None:
+        """Return the late digest, once, if it has come. Never waits."""
+        late = self.late
+        if late is None or not late.done():
+            return None
+        self.late, self.why = None, ""
+        return late.result()
 
 
 def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
@@ -95,17 +93,16 @@ def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     connector asks later, finds the files' digests in their cache, and says what fails."""
     try:
         source = local_model(vllm_config)
-        if source is None or source in _BEGUN:
-            return
-        _BEGUN.add(source)
-        threading.Thread(target=_read, args=[source], name="kvferry-weights", daemon=True).start()
+        if source is not None:
+            _begin(source)
     except Exception:  # no head start is no reason to end the host's start
         logger.debug("kvferry: weights are not hashed ahead", exc_info=True)
 
 
-def _read(source: Path) -> None:
-    with suppress(ConfigError):
-        weights_digest(source)
+@cache
+def _begin(source: Path) -> None:
+    def read() -> None:
+        with suppress(ConfigError):
+            weights_digest(source)
 
-
-_BEGUN: set[Path] = set()
+    threading.Thread(target=read, name="kvferry-weights", daemon=True).start()

@@ -272,7 +272,7 @@ def test_hashing_begins_while_vllm_measures_memory_and_compiles(
             raise fault  # the connector tells it later
 
     monkeypatch.setattr(late_weights, "weights_digest", digest)
-    monkeypatch.setattr(late_weights, "_BEGUN", set())
+    late_weights._begin.cache_clear()
     before = set(threading.enumerate())
     config = make_config(release, model, extra=options(tmp_path))
     for _ in range(3):

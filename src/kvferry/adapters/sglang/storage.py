@@ -84,7 +84,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self.faults = HookFaults("KVFerryStorage", self.counters)
         weights = LateWeights()
         self._model = ServedModel(self._options, weights.hashed)
-        self._late = weights.later() if weights.why else None
+        self._late = weights.late
         self._pools: dict[str, tuple[Pages, PageRecords]] = {}
         self._counts: StorageCounts | None = None
         if storage_config.enable_storage_metrics:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,7 +90,6 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self.faults = HookFaults(type(self).__name__, self.counters)
         rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(len(primary_kv_view), -1)
         self._weights = LateWeights()
-        self._digest: Future[bytes] = Future()
         self._namespace = self._identify(config, rows.shape[1])
         self._is_reset = False
         store, schema = open_rows(
@@ -99,7 +97,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             self._namespace,
             self.counters,
             sized_by="block_size",
-            late=self._digest if self._weights.why else None,
+            late=self._weights.late,
         )
         self._rows = TierRows(
             store,
@@ -152,10 +150,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         digest = self._weights.take()
-        if digest is not None:
-            self._digest.set_result(digest)
-            if not self._is_reset:
-                self._rows.begin_epoch(self._namespace.of_weights(digest).digest)
+        if digest is not None and not self._is_reset:
+            self._rows.begin_epoch(self._namespace.of_weights(digest).digest)
         if not self._keeps_all and not adds_request_of_adapter():
             setattr(req_context, _IS_KEPT, True)
         return RequestOffloadingContext()
@@ -231,7 +227,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     @guarded()
     def shutdown(self) -> None:
         self._rows.close(CLOSE_SECONDS)
-        self._digest.cancel()  # afterwards, as a closed store does not say that it cannot be opened
+        if self._weights.late is not None:
+            # Afterwards, as a closed store does not say that it cannot be opened.
+            self._weights.late.cancel()
 
     # ---- events and metrics
 
