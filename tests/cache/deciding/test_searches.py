@@ -43,6 +43,9 @@ PEER: Address = ("10.0.0.1", 7100)
 PROMPTS = [[*range(33)], [*range(16), *range(50, 69)], [*range(80, 104)]]
 """The first two share two chunks. The last one ends with a chunk."""
 
+OTHER = ChunkKey(bytes(32))
+"""Of a producer that computed other tokens."""
+
 EVENTS = st.lists(
     st.tuples(st.integers(0, 15), st.integers(0, 5), st.integers(0, 7)), min_size=60, max_size=90
 )
@@ -167,18 +170,30 @@ class Events:
             assert key in pinned
             assert needed <= self.role.pool.find(key).held
 
-    def check_wait(self, search: Search) -> None:
-        """It waits for what may still come, and not beyond the latest time."""
+    def check_wait(self, request: HostRequest, search: Search) -> None:
+        """It waits for what may still come and is of use, and not beyond the latest time."""
         state, plan = search.state, search.wanted.plan
-        awaited = search.wanted.keys[: plan.num_chunks]
         if isinstance(state, Asking):
             is_last = state.before is not None and state.before.until <= self.clock()
             assert is_last or None in map(self.store.contains, search.wanted.keys)
+        if isinstance(state, Fetching):
+            assert search.is_filling or self.role.pool.num_taken > len(search.pinned)
         if isinstance(state, Awaiting):
+            source = request.handover.source
+            assert source.waits
+            assert source.stamp is None or source.stamp.last_key != OTHER
             assert state.until <= plan.latest
+            end = min(plan.num_chunks * CHUNK, len(request.all_token_ids) - 1)
+            assert end // BLOCK * BLOCK > search.num_local
             is_new = self.clock() < search.wanted.began_at + ASK_SECONDS
-            is_asked = is_new or None in map(self.store.contains, awaited)
-            assert not plan.is_held or is_asked or any(map(self.store.awaits, awaited))
+            assert not plan.is_held or is_new or self.may_come(search)
+
+    def may_come(self, search: Search) -> bool:
+        """Whether the store may still get the first chunk that nothing has."""
+        for key in search.wanted.keys[search.num_local // CHUNK :]:
+            if self.role.pool.find(key) is None and not self.store.contains(key):
+                return self.store.contains(key) is None or self.store.awaits(key)
+        return False
 
     def check_end(self, request: HostRequest, local: int) -> None:
         """If nothing happens, a search asks, awaits, asks once more and fetches at most."""
@@ -195,7 +210,7 @@ class Events:
         prompt = PROMPTS[which % 3]
         stamp = self.stamp(prompt, is_right=how != 4)
         source = {
-            1: KVSource(waits=True),
+            1: KVSource(waits=True, num_tokens=(None, None, None, None, 17, 9)[which]),
             2: KVSource(waits=True, stamp=stamp),
             3: KVSource(waits=True, stamp=stamp, host=PEER[0], port=PEER[1]),
             4: KVSource(waits=True, stamp=stamp),
@@ -214,7 +229,7 @@ class Events:
         namespace = self.role.requests.namespace
         chain = ChunkKeys(namespace, CHUNK)
         chain.extend(prompt)
-        last = chain.keys[-1] if is_right else bytes(32)
+        last = chain.keys[-1] if is_right else OTHER
         return ProducerStamp(
             version=1, namespace=namespace.hex()[:16], num_chunks=len(chain.keys), last_key=last
         )
@@ -246,7 +261,7 @@ class Events:
             assert self.clock() < search.state.until, "it asks again after its deadline"
             assert search.state.until <= self.clock() + LONGEST
             assert deadline is None or self.fetch_until(name) in (None, deadline)
-            self.check_wait(search)
+            self.check_wait(request, search)
             self.build(HostStep())
         elif not promised:
             search = self.role.requests.by_id[name].search

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.lookup import ABSENT, HandoverPlan, Short
+from kvferry.cache.deciding.lookup import ABSENT, NO_HANDOVER, HandoverPlan, Short
 from kvferry.cache.deciding.policy import ProducerWaits
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
@@ -57,7 +57,7 @@ class Handovers:
             limit: number of tokens of the longest hit that the prompt could have.
         """
         handover, config = request.handover, self._context.config
-        if handover is None or state.handover is not None:
+        if handover is None or state.handover is not NO_HANDOVER:
             return
         source = handover.source
         is_turn = config.save_generated and source is not None
@@ -115,9 +115,7 @@ class Handovers:
         """Return the result of a request that ended, with the parameters that the client passes to
         the next engine, if one is to continue it."""
         handover, plan, spec = request.handover, state.handover, self._context.spec
-        if handover is None or plan is None or spec.disabled:
-            return FREE_NOW
-        if not (handover.answers or plan.is_turn):
+        if handover is None or spec.disabled or not (handover.answers or plan.is_turn):
             return FREE_NOW
         # The last token has no KV yet, unless it is a token of the prompt.
         num_tokens = max(request.num_prompt_tokens, len(request.all_token_ids) - 1)

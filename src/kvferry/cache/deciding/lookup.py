@@ -77,11 +77,15 @@ class HandoverPlan(NamedTuple):
     short: Short = ABSENT  # why the store lacks a chunk
 
 
+NO_HANDOVER = HandoverPlan()
+"""No other engine takes part."""
+
+
 class Wanted(NamedTuple):
     """What a search looks for: fixed when it begins."""
 
     keys: Sequence[ChunkKey] = ()  # of the whole chunks of the prompt
-    plan: HandoverPlan = HandoverPlan()  # what another engine does
+    plan: HandoverPlan = NO_HANDOVER  # what another engine does
     most: int | None = None  # most tokens to load; None: no limit
     place: float | None = None  # where its hit is audited (`Audits.draw`)
     began_at: float = 0.0  # time of the first look-up
@@ -153,7 +157,8 @@ class Search:
     - A look-up asks again only before the deadline of the state. Only chunks that came while
       another engine was awaited move a deadline on, up to the latest time of the plan. If nothing
       happens, each state comes once, and `Asking` once more after a wait in vain.
-    - It asks only a store that has not answered, and awaits only what may still come.
+    - It asks only a store that has not answered, awaits only what may still come and makes a hit
+      longer, and fetches only while a chunk comes or another request has slots to release.
     """
 
     wanted: Wanted = NOTHING
@@ -256,13 +261,13 @@ class Lookup:
     def begin(
         self,
         keys: Sequence[ChunkKey],
-        plan: HandoverPlan | None,
+        plan: HandoverPlan,
         most: int | None,
         asked_at: float,
     ) -> Search:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
         `most` tokens are loaded at most."""
-        wanted = Wanted(keys, plan or HandoverPlan(), most, self._audits.draw(), self._clock())
+        wanted = Wanted(keys, plan, most, self._audits.draw(), self._clock())
         return Search(wanted, Asking(asked_at + ASK_SECONDS))
 
     def answer(self, search: Search, num_tokens: int, num_local: int) -> LookupResult:

@@ -24,7 +24,6 @@ class _Slots(NamedTuple):
     """The opened slots of one rank. `slot_bytes` is the distance from one slot to the next."""
 
     rows: RankRows
-    name: str
     memory: memoryview
     slot_bytes: int
 
@@ -69,7 +68,6 @@ class RankSlots:
         self._is_named = is_named
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
-        self._unreachable: dict[int, str] = {}  # name of memory that failed to open, by rank
         self._parts: tuple[_Part, ...] | None = None
 
     def take_up(self, namespace: bytes) -> None:
@@ -107,10 +105,8 @@ class RankSlots:
 
     def _open(self, region: SlotRegion) -> None:
         rank = region.shard.rank
-        known = self._slots.get(rank)
-        if (known is not None and known.name == region.name) or (
-            self._unreachable.get(rank) == region.name
-        ):
+        tried = self._regions.get(rank)
+        if tried is not None and tried.name == region.name:
             return
         rows = RankRows(self._groups, region.shard, self._schema)
         slot_bytes = slot_size(rows.slot_bytes)
@@ -119,7 +115,6 @@ class RankSlots:
                 region.name, region.process, region.fd, self._num_slots * slot_bytes
             )
         except TransferError as error:
-            self._unreachable[rank] = region.name
             # What was opened before is this rank's no more. In this order, see `record`.
             self._parts = None
             self._slots = {other: each for other, each in self._slots.items() if other != rank}
@@ -131,7 +126,7 @@ class RankSlots:
                     error,
                 )
             return
-        self._slots[rank] = _Slots(rows, region.name, memory, slot_bytes)
+        self._slots[rank] = _Slots(rows, memory, slot_bytes)
         if len(self._slots) == self._world_size:
             self._parts = self._in_file_order()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.cache.deciding.failed_keys import FailedKeys
-from kvferry.cache.deciding.lookup import HandoverPlan, Search
+from kvferry.cache.deciding.lookup import NO_HANDOVER, HandoverPlan, Search
 from kvferry.journal import JournalAnswer
 from kvferry.keys import ChunkKeys
 from kvferry.types import ExtraKeys, RequestView
@@ -30,22 +30,12 @@ class RequestState:
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
     next_save: int = 0  # chunks before it are stored, on their way, or not to be saved
     lacks_slot: bool = False  # the host pool has no slot for the next chunk to save
-    handover: HandoverPlan | None = None  # None: no other engine takes part
+    handover: HandoverPlan = NO_HANDOVER
     answer: JournalAnswer | None = None  # what its tokens got at its first admission
 
     def is_of(self, request: RequestView) -> bool:
         """Whether the keys stand for what the request is now."""
         return self.inputs == (request.extra_keys, request.num_prompt_tokens)
-
-    @property
-    def gives_all(self) -> bool:
-        """Whether another engine will continue it, so each chunk that the store lacks is stored."""
-        return self.handover is not None and self.handover.gives
-
-    @property
-    def lends_all(self) -> bool:
-        """Whether peers may also read each of its chunks from memory."""
-        return self.handover is not None and self.handover.lends
 
 
 class Requests:

@@ -160,7 +160,7 @@ class SavePlan:
         have dropped a part of it from the host's blocks."""
         key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
         first = state.next_save * chunk_tokens
-        if state.lends_all and self._is_stored(key):
+        if state.handover.lends and self._is_stored(key):
             self._pool.fetch_whole(key, first)
             return True
         blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
@@ -182,12 +182,12 @@ class SavePlan:
         slot = self._pool.find(key)
         # A slot that one rank failed to fill is given up when the other ranks have ended.
         is_sound = slot is not None and not slot.failed
-        if state.lends_all:
+        if state.handover.lends:
             return is_sound and self._pool.loans.knows(key)
         if slot is not None and is_sound:
             is_held = self._context.tables.all_groups <= slot.held
             # A pinned slot can take no copy now.
-            if slot.is_busy or (is_held and (slot.pins > 0 or not state.gives_all)):
+            if slot.is_busy or (is_held and (slot.pins > 0 or not state.handover.gives)):
                 return True
         return self._is_stored(key)
 

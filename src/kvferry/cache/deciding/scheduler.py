@@ -147,7 +147,7 @@ class SharedStorageScheduler(SchedulerRole):
         return self._is_running and not (self.context.spec.disabled or self.audits.has_failed)
 
     def _saves(self, request: RequestView, state: RequestState) -> bool:
-        return request.options.store and (self.context.spec.saves or state.gives_all)
+        return request.options.store and (self.context.spec.saves or state.handover.gives)
 
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
@@ -197,7 +197,7 @@ class SharedStorageScheduler(SchedulerRole):
         if self._may_load(request):
             state = self._track(request)
             self._probe(state)
-            if state.handover is not None and state.handover.num_chunks:
+            if state.handover.num_chunks:
                 self._handovers.early[request.request_id] = request
         elif request.handover is not None:
             self.context.store.probe(self._track(request).keys.keys)  # which chunks the store lacks
@@ -240,8 +240,7 @@ class SharedStorageScheduler(SchedulerRole):
             return
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
-        if state.handover is not None:
-            state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
         search = state.search or Search()
