@@ -14,6 +14,7 @@ from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
 from kvferry.store.base import PutResult
+from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
@@ -543,6 +544,23 @@ def test_other_requests_do_not_wait_for_what_one_waits_for(make_engine):
     other = host.add("other", PROMPT)
     wait_until(lambda: not host.parts[0].store._keys._asked, "the questions were answered")
     assert host.scheduler.lookup(other, 0) == (0, False, "absent")
+
+
+def test_chunks_are_waited_for_while_there_is_a_store_in_which_they_may_appear(make_host):
+    class Leaving(WrapperStore):
+        is_up = True
+
+        def probe(self, keys, **how):
+            return self.inner.probe(keys, **how) and self.is_up
+
+    alone = make_host(store=MemoryStore())
+    request = alone.add("alone", PROMPT, handover=read_handover(AT_ONCE))
+    assert alone.scheduler.lookup(request, 0) == (0, False, "not_produced")
+    store = Leaving(RemoteStore("memory://server", DictClient()))
+    host = make_host(store=store, clock=FakeClock())
+    request = until_awaited(host, PROMPT, AT_ONCE)
+    store.is_up = False
+    wait_until(lambda: host.scheduler.lookup(request, 0).num_tokens == 0, "it waits no more")
 
 
 def test_who_only_takes_what_is_there_does_not_wait(make_engine, server):

@@ -223,10 +223,12 @@ def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_under_way_is_not_asked_for_again(make_store, client, again):
-    store = make_store(clock=FakeClock())
+    counts = Counters()
+    store = make_store(observer=counts, clock=FakeClock())
     client.gate.clear()
-    for _ in range(20):
+    for _ in range(4 * MAX_PROBES):
         store.probe([make_key()], again=again)
+    assert counts["store_probe_dropped"] == 0
     client.gate.set()
     wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
     assert len(client.asked) == 1
