@@ -42,7 +42,7 @@ def place(url_of, url):
     return lambda kind: url if kind == "file" else url_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["file", "valkey", "s3"])
+@pytest.mark.parametrize("kind", ["file", "valkey", pytest.param("s3", marks=pytest.mark.slow)])
 def test_by_namespace_tenant_prompt_and_all(changed, place, kind, tokens_file):
     where = place(kind)
     for space in (SPACE, space_of("team-a"), space_of("team-b")):

@@ -138,16 +138,6 @@ def test_every_way_to_differ_gives_other_keys_in_every_chunk():
     assert len(set(keys)) == len(keys) == 2 * len(variants)
 
 
-def test_an_item_counts_from_the_first_chunk_it_touches():
-    ids = list(range(12))
-    plain = chain_of(ids)
-    touched = chain_of(ids, items=(item(offset=5, length=2),))
-    assert touched[0] == plain[0]
-    assert not set(touched[1:]) & set(plain)
-    # One that begins where the last chunk ends touches none.
-    assert chain_of(ids, items=(item(offset=12),)) == plain
-
-
 @given(
     num_tokens=st.integers(0, 20),
     chunk_tokens=st.integers(1, 6),
@@ -160,11 +150,6 @@ def test_items_enter_exactly_the_chunks_they_overlap(num_tokens, chunk_tokens, i
     expected = reference.chunk_keys(NAMESPACE, chunk_tokens, ids, {"items": items} if items else {})
     made = tuple(item(digest, offset, length) for digest, offset, length in items)
     assert chain_of(ids, chunk_tokens=chunk_tokens, items=made) == expected
-
-
-def test_the_same_chunk_with_the_item_elsewhere_in_it_has_another_key():
-    ids = [7] * 6
-    assert chain_of(ids, items=(item(offset=0),))[0] != chain_of(ids, items=(item(offset=1),))[0]
 
 
 def test_the_order_in_which_items_are_listed_does_not_matter():

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from kvferry.layout.device import TorchCopies
 from kvferry.layout.ops import PagedKV
 from kvferry.layout.shards import heads_of_rank
 from kvferry.types import GroupShard, KVGroup
-from kvferry.v1.kv_allocation import allocate_uniform_kv_caches
 from tests.layout.paging import INT_OF, LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
 
 EXECUTORS = ["numpy", "torch"]
@@ -138,72 +136,22 @@ def test_a_reader_of_another_shape_gets_its_heads_of_every_token(executor, shape
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_rows_may_be_some_layers(executor):
-    cache = Cache("B2NHD", num_layers=3)
-    cache.fill()
-    paged = paged_of(cache, executor)
-    rows = np.zeros((2, 3, 4, 4), np.int32)
-    paged.gather(rows_like(rows, executor), 1, paged.runs([4], 0, 4), 0)
-    assert np.array_equal(rows, expected_rows(cache, [4], 0, 4)[1:])
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_layers_in_memory_of_their_own_are_copied_one_by_one(executor):
-    cache = Cache("2BNHD", num_layers=3)
-    cache.fill()
-    expected = expected_rows(cache, [4, 2], 0, 8)
-    cache.tensors = [tensor.clone() for tensor in reversed(cache.tensors)]
-    rows = np.zeros((3, 3, 8, 4), np.int32)
-    paged = paged_of(cache, executor)
-    paged.gather(rows_like(rows, executor), 0, paged.runs([4, 2], 0, 8), 0)
-    assert np.array_equal(rows, expected[::-1])
-
-
-@pytest.mark.parametrize(
-    "stride_order", [(0, 1, 2, 3, 4, 5), (2, 0, 1, 3, 4, 5), (2, 4, 0, 1, 3, 5)]
-)
-def test_the_tensor_over_all_layers_that_hosts_allocate(stride_order):
-    spec = SimpleNamespace(
-        block_size=4,
-        num_kv_heads=3,
-        head_size=2,
-        dtype=torch.float32,
-        page_size_bytes=4 * 3 * 4 * 4,
-    )
-    backend = SimpleNamespace(
-        get_kv_cache_shape=lambda blocks, size, heads, dim, **_: (2, blocks, size, heads, dim),
-        get_kv_cache_stride_order=lambda **_: stride_order,
-    )
-    planned = [SimpleNamespace(size=6 * 192, shared_by=[name]) for name in ("a", "b")]
-    kv = allocate_uniform_kv_caches(
-        SimpleNamespace(kv_cache_tensors=planned),
-        [[SimpleNamespace(backend=backend, kv_cache_spec=spec)]],
-        "auto", "cpu", [4],
-    )  # fmt: skip
-    kv.cross_layers_kv_cache.view(-1).copy_(torch.arange(6 * 96))
-    group = KVGroup(num_layers=2, num_kv_heads=3, content_size=4, dtype="float32", block_size=4)
-    views = list(kv.kv_caches.values())
-    paged = PagedKV(views, group, GroupShard(layers=(0, 2), heads=(0, 3)), "2BNHD")
-    rows = np.zeros((2, 3, 8, 4), np.int32)
-    paged.gather(rows, 0, paged.runs([4, 2], 0, 8), 0)
-    found = rows.view(np.float32)
-    # Token 6 is slot 2 of block 2; its content is the head's key and then its value.
-    for layer, head in product(range(2), range(3)):
-        wanted = [*views[layer][0, 2, 2, head], *views[layer][1, 2, 2, head]]
-        assert found[layer, head, 6].tolist() == wanted
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("layout", ["NHD", "2BNHD"])
-def test_layers_may_lie_backwards_in_memory(layout, executor):
+@pytest.mark.parametrize("layout", ["NHD", "2BNHD", "B2NHD"])
+@pytest.mark.parametrize("lie", ["in order", "backwards", "in memory of their own"])
+def test_layers_may_lie_anywhere_and_rows_be_some_of_them(lie, layout, executor):
     cache = Cache(layout, num_layers=3)
     cache.fill()
-    wanted = expected_rows(cache, [4, 2], 0, 8)[::-1]
-    cache.tensors.reverse()
-    rows = np.zeros(wanted.shape, np.int32)
+    wanted = expected_rows(cache, [4, 2], 0, 8)
+    if lie != "in order":
+        cache.tensors.reverse()
+        wanted = wanted[::-1]
+    if lie == "in memory of their own":
+        cache.tensors = [tensor.clone() for tensor in cache.tensors]
     paged = paged_of(cache, executor)
-    paged.gather(rows_like(rows, executor), 0, paged.runs([4, 2], 0, 8), 0)
-    assert np.array_equal(rows, wanted)
+    for first in (0, 1):
+        rows = np.zeros((3 - first, 3, 8, 4), np.int32)
+        paged.gather(rows_like(rows, executor), first, paged.runs([4, 2], 0, 8), 0)
+        assert np.array_equal(rows, wanted[first:])
 
 
 def test_a_buffer_becomes_rows_without_a_copy():

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvferry.testing.connector import RULES
+from kvferry.testing.connector.__main__ import main
 from kvferry.testing.connector.content import EMPTIED
 from kvferry.testing.connector.lab import Lab, write_models
 from kvferry.testing.connector.own_host import OwnHost
@@ -114,18 +115,12 @@ def test_names_of_rules_are_unique_and_each_says_what_it_expects_and_where_from(
         assert rule.source, rule
 
 
-def run_command(*words: str, cwd=None):
-    return subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=SECONDS, cwd=cwd, check=False
-    )
-
-
 def test_the_command_reports_in_words_in_json_and_for_junit(tmp_path):
     files = tmp_path / "report.json", tmp_path / "report.xml"
-    done = run_command(
-        "tests.testing.seeded:Crashes", "--config", json.dumps(OPTIONS), "--seed", "3",
+    done = subprocess.run([
+        *COMMAND, "tests.testing.seeded:Crashes", "--config", json.dumps(OPTIONS), "--seed", "3",
         "--case", "starts", "--case", "reuse", "--json", str(files[0]), "--junit", str(files[1]),
-    )  # fmt: skip
+    ], capture_output=True, text=True, timeout=SECONDS, check=False)  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "1 rules kept, 1 broken, 0 not run here" in done.stdout
     report = json.loads(files[0].read_text())
@@ -151,9 +146,9 @@ def test_the_command_reports_in_words_in_json_and_for_junit(tmp_path):
         (["tests.testing.seeded:NeedsADevice"], "no CUDA device"),
     ],
 )
-def test_input_that_cannot_be_used_costs_one_line(words, said):
-    done = run_command(*words)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+def test_input_that_cannot_be_used_costs_one_line(words, said, capfd):
+    assert main(words) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err

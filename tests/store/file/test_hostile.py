@@ -236,7 +236,7 @@ def test_what_stands_in_a_records_place_is_a_miss_and_makes_way(bench, outside, 
 def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):
     store = bench.open(max_bytes=100_000)
     bench.path(make_key()).parent.mkdir(parents=True)
-    make_deep_tree(bench.path(make_key()), depth=3000)
+    make_deep_tree(bench.path(make_key()), depth=1200)
     assert store.put(make_key(), [b"value"]) is PutResult.FAILED
     assert not store.delete(make_key())
     store.maintain()

@@ -69,6 +69,7 @@ def test_a_core_dump_in_a_record_folder_neither_counts_nor_evicts(bench):
     assert all(path.exists() for path in foreign)
 
 
+@pytest.mark.slow
 def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp_path):
     root = tmp_path / "store"
     with FileStore(root, max_bytes=32 * 4 * 1000, settings=SHORT_RESTS) as store:
@@ -281,6 +282,7 @@ def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
         assert store.stat().used_bytes <= num_rows * 1000
 
 
+@pytest.mark.slow
 def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
     root = tmp_path / "store"
     FileStore(root, background=False).close()
