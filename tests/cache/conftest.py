@@ -38,8 +38,8 @@ class Host(SimulatedHost):
 
 @pytest.fixture
 def make_host() -> Iterator[Any]:
-    """Factory of hosts, closed at the end. Keywords are those of `make_shared_storage_host`; all
-    others are options of the connector."""
+    """Factory of hosts, closed at the end; what a directory holds is known. Keywords are those of
+    `make_shared_storage_host`; all others are options of the connector."""
     hosts: list[Any] = []
 
     def make(
@@ -62,6 +62,8 @@ def make_host() -> Iterator[Any]:
             stores=rank_stores or (() if are_urls else (store,)),
             **{"num_blocks": 256, **of_host},
         )
+        for part in parts if str(store).startswith("file://") else ():
+            assert part.store.wait_indexed(60)
         host.__class__ = Host
         host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer
         hosts.append(host)

@@ -82,8 +82,6 @@ def test_what_is_lent_is_the_record_as_it_is_stored(make_host, tmp_path, model, 
     assert [lent(writer, key) for key in keys] == records
     writer.finish(request)
     reader = make_host(**made)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
     assert reader.run("reader", PROMPT).num_external_tokens == 40
     whole = [key for key in keys if reader.pool.loans.offers(key)]
     assert whole == (keys[-2:] if model == "window" else keys)

@@ -220,8 +220,6 @@ def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_siz
     writer.finish(request)
     assert_settles(writer)
     host = make_host(store=url, world_size=world_size, num_slots=1)
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
     for number in range(2):
         assert host.run(f"reads {number}", PROMPT).num_external_tokens == 8
     first, second = host.add("first", PROMPT), host.add("second", PROMPT)
@@ -326,8 +324,6 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
     assert not any(host.pool.find(key) for key in old_keys)
     # What was written after all carries the old namespace, and is right under it.
     other = make_host(store=f"file://{tmp_path}", world_size=world_size)
-    for part in other.parts:
-        assert part.store.wait_indexed(60)
     hit = other.run("of the old epoch", PROMPT).num_external_tokens
     assert hit == 40 if world_size == 1 else hit in range(0, 41, 8)
     assert other.observer["records_corrupt"] == 0
@@ -409,8 +405,6 @@ def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
     make_host, directory: Path, world_size: int, monkeypatch
 ):
     host = make_host(store=f"file://{directory}", world_size=world_size)
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
     request = host.add("reader", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     fetch, begun = SlotIO.fetch, []
@@ -462,8 +456,6 @@ def test_a_rank_that_does_not_hold_what_was_promised_says_so_and_nothing_wrong_i
     make_host, directory: Path, world_size: int
 ):
     host = make_host(store=f"file://{directory}", world_size=world_size)
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
     request = host.add("reader", PROMPT)
     assert host.admit(request) == 40
     lose_chunk(host, keys_of(host)[2], rank=world_size - 1)

@@ -64,8 +64,6 @@ def test_stored_at_one_tensor_parallel_size_read_at_another(
     assert host.observer["put_stored"] == 5
     assert host.parts[0].store.stat().num_records == 5
     reader = make_host(store=url, groups=groups(num_kv_heads), world_size=readers)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
     # The host checks every byte of every rank.
     assert reader.run("reader", PROMPT).num_external_tokens == 40
 
@@ -73,8 +71,6 @@ def test_stored_at_one_tensor_parallel_size_read_at_another(
 def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tmp_path):
     store_prompt(make_host, url, world_size=1)
     reader = make_host(store=url, groups=groups(), world_size=2)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
     # Damage a row of the last head, which only rank 1 reads.
     record = sorted((tmp_path / "store").rglob("*.safetensors"))[0]
     content = bytearray(record.read_bytes())
@@ -101,8 +97,6 @@ def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, ur
             break
     assert sum(host.observer["put_stored"] for host in hosts) == 5
     reader = make_host(store=url, groups=groups(), world_size=4)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
     assert reader.run("reader", PROMPT).num_external_tokens == 40
     assert reader.observer["records_corrupt"] == 0
 
@@ -120,8 +114,6 @@ def test_groups_that_replicate_differently_are_stored_whole(make_host, url: str)
     host = store_prompt(make_host, url, world_size=4, model=both)
     assert host.observer["put_stored"] == 5
     reader = make_host(store=url, groups=both, world_size=2)
-    for part in reader.parts:
-        assert part.store.wait_indexed(60)
     assert reader.run("reader", PROMPT).num_external_tokens == 40
 
 
@@ -152,8 +144,6 @@ def promised(make_host, url: str):
     """A host of two ranks that was promised all of the prompt; no plan has carried the load."""
     store_prompt(make_host, url, world_size=2)
     host = make_host(store=url, groups=groups(), world_size=2)
-    for part in host.parts:
-        assert part.store.wait_indexed(60)
     host.request = host.add("reader", PROMPT)
     assert host.admit(host.request) == 40
     return host

@@ -22,7 +22,6 @@ from tests.servers.places import FAULTS, valkey_place
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_rank")]
 
-Serve = Callable[..., object]
 LAYOUTS = [
     *(
         (layout, False)

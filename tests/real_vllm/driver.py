@@ -131,12 +131,6 @@ class Driver:
             steps += 1
         return {"steps": steps}
 
-    def step(self, count: int) -> Json:
-        """Run that many steps, whether or not there is work."""
-        for _ in range(count):
-            self.llm.llm_engine.step()
-        return {}
-
     def reset(self, *, connector: bool) -> Json:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 

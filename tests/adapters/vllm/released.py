@@ -76,10 +76,6 @@ class Release:
     def has(self, method: str) -> bool:
         return method in self.methods
 
-    def calls_with(self, method: str) -> int:
-        """Return the most positional arguments with which the host calls a method."""
-        return max(call["positional"] for call in self.calls if call["method"] == method)
-
     def fields(self, name: str) -> list[str]:
         """Return the names of a type's fields; empty if the release has no such type."""
         return [f.rstrip("=") for f in self.facts["types"].get(name, {"fields": []})["fields"]]

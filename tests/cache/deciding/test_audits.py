@@ -80,6 +80,13 @@ def two_ranks(make_host, tmp_path):
     return make
 
 
+def end(host, request):
+    """End a request, and take all reports."""
+    host.finish(request)
+    host.settle()
+    assert_settles(host)
+
+
 def settled_run(host, request_id, prompt=PROMPT, **options):
     """Run a prompt, and take all reports."""
     request = host.run(request_id, prompt, **options)
@@ -94,9 +101,7 @@ def unchecked_run(host, request_id, prompt, *, budget=10**9, num_local_tokens=0)
     hit = host.admit(request, num_local_tokens=num_local_tokens)
     while left := len(prompt) - request.num_computed_tokens:
         host.step([request], tokens=min(budget, left))
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     return hit
 
 
@@ -277,9 +282,7 @@ def test_without_a_free_slot_there_is_no_hit(reader):
     assert host.admit(waiting) == 2 * CHUNK  # pins three slots, and one for the copy
     assert host.run("other", PROMPT).num_external_tokens == 0
     host.prefill(waiting)
-    host.finish(waiting)
-    host.settle()
-    assert_settles(host)
+    end(host, waiting)
     assert counts(host) == (1, 0, 0)
 
 
@@ -381,9 +384,7 @@ def test_a_hit_that_a_step_does_not_compare_is_taken_back_in_that_step(reader, m
     assert host.invalid_block_ids
     assert request.num_computed_tokens < SHORT, "computed again before a token comes of it"
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host)[:2] == (0, 0)
 
 
@@ -502,9 +503,7 @@ def test_an_audit_that_ends_after_its_epoch_says_nothing(reader):
     host.admit(request)
     host.scheduler.reset()  # before the plan that has the audit
     host.step([request], tokens=len(PROMPT) - SHORT)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host) == (0, 0, 0)
     settled_run(host, "own")
     assert settled_run(host, "own again").num_external_tokens == WHOLE
@@ -517,9 +516,7 @@ def test_a_request_that_ends_before_its_audit_gives_its_slots_back(reader):
     host = reader()
     request = host.add("first", PROMPT)
     host.admit(request)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host) == (0, 0, 0)
     assert settled_run(host, "next").num_external_tokens == SHORT
 
@@ -532,9 +529,7 @@ def test_a_preempted_request_is_audited_when_it_comes_again(reader):
     host.preempt(request)
     assert host.admit(request) == SHORT
     host.prefill(request)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host) == (1, 0, 0)
 
 
@@ -546,9 +541,7 @@ def test_a_request_whose_identity_is_lost_is_not_audited(reader):
     be_another_model(host)
     request.extra_keys = ExtraKeys(cacheable=False)
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host) == (0, 0, 0)
 
 
@@ -558,9 +551,7 @@ def test_a_load_that_failed_is_not_audited(reader):
     host.admit(request)
     lose_chunk(host, held_keys(host.pool).pop())
     host.prefill(request)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert host.observer["audits"] == host.observer["audit_mismatch"] == 0
 
 
@@ -614,9 +605,7 @@ def test_a_load_that_failed_ends_the_audits_that_wait(reader, recomputes):
     failed = RankReport(rank=0, pool=host.pool.pool_id, failures=1, failed_keys=(b"of another",))
     host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(failed,))))
     host.step([request], tokens=len(PROMPT) - SHORT - 1)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert counts(host) == (0, 0, 0)
     assert bool(host.invalid_block_ids) == recomputes  # what it loaded counts as unchecked
 
@@ -632,9 +621,7 @@ def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
     host.ranks[0].compute = compute
     request.num_computed_tokens = 0
     host.prefill(request)
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert host.observer["audit_mismatch"] == 0
 
 
@@ -649,9 +636,7 @@ def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, r
     be_right_again = be_another_model(host, host.ranks[1:])  # in this step only
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
     be_right_again()
-    host.finish(request)
-    host.settle()
-    assert_settles(host)
+    end(host, request)
     assert host.observer["audit_mismatch"] == 0
 
 
