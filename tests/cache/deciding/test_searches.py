@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search
+from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search, Settled
 from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec
@@ -161,6 +161,7 @@ class Events:
         most = request.options.max_load_tokens
         assert promised <= (promised if most is None else most)
         audit = state.search.hit.audit
+        assert (audit is None) == (state.search.hit.audited is None)
         assert audit is None or stop <= audit.record.first_token
         assert audit is None or audit.record.held == tables.all_groups
         pinned = {slot.key for slot in state.search.pinned}
@@ -184,6 +185,8 @@ class Events:
             assert source.stamp is None or source.stamp.last_key != OTHER
             assert state.until <= plan.latest
             end = min(plan.num_chunks * CHUNK, len(request.all_token_ids) - 1)
+            if (most := request.options.max_load_tokens) is not None:
+                end = min(end, search.num_local + most)
             assert end // BLOCK * BLOCK > search.num_local
             is_new = self.clock() < search.wanted.began_at + ASK_SECONDS
             assert not plan.is_held or is_new or self.may_come(search)
@@ -271,9 +274,11 @@ class Events:
             self.answers[name] = local, promised
 
     def fetch_until(self, name: str) -> float | None:
-        """The deadline of the fetches of a request; None if it waits for none."""
+        """The deadline of the fetches of a request; None if it waited for none."""
         state = self.role.requests.by_id.get(name)
         fetching = None if state is None or state.search is None else state.search.state
+        if isinstance(fetching, Settled):
+            fetching = fetching.before
         return fetching.until if isinstance(fetching, Fetching) else None
 
     def admit(self, which: int, how: int) -> None:

@@ -27,7 +27,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.messages import Fetch, SlotChunk
@@ -80,13 +79,6 @@ class Slot:
         return self.num_filling > 0 or self.num_sealing > 0 or self.is_writing
 
 
-class _Orders(NamedTuple):
-    """Orders for the next plan: fetches by slot, and slots whose earlier fetch is cancelled."""
-
-    fetches: dict[int, Fetch]
-    cancels: list[int]
-
-
 class HostPool:
     """All slots of an engine. Runs in: scheduler thread, but for `loans`; memory only; not
     thread-safe.
@@ -121,7 +113,9 @@ class HostPool:
         self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_filling = 0
         self._num_writing = 0
-        self._orders = _Orders({}, [])
+        # For the next plan: fetches by slot, and slots whose earlier fetch is cancelled.
+        self._fetches: dict[int, Fetch] = {}
+        self._cancels: list[int] = []
 
     # -- look-up --------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class HostPool:
     @property
     def has_orders(self) -> bool:
         """Whether the next plan must go out even if nothing is scheduled."""
-        return bool(self._orders.fetches or self._orders.cancels)
+        return bool(self._fetches or self._cancels)
 
     # -- assignment -----------------------------------------------------------------------------
 
@@ -180,7 +174,7 @@ class HostPool:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
         chunk = SlotChunk(slot.index, key, first_token)
-        self._orders.fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
@@ -295,17 +289,17 @@ class HostPool:
 
     def _cancel(self, slot: Slot) -> None:
         self._forget(slot)
-        if self._orders.fetches.pop(slot.index, None) is None:
-            self._orders.cancels.append(slot.index)
+        if self._fetches.pop(slot.index, None) is None:
+            self._cancels.append(slot.index)
         else:  # no plan has carried the fetch, so the ranks will report nothing
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
     def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
         """Take the orders for the next plan: fetches, and slots whose fetch is cancelled."""
-        fetches, cancels = self._orders
-        self._orders = _Orders({}, [])
-        return tuple(fetches.values()), tuple(cancels)
+        orders = tuple(self._fetches.values()), tuple(self._cancels)
+        self._fetches, self._cancels = {}, []
+        return orders
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -388,7 +382,7 @@ class HostPool:
 
     def _give_up(self, slot: Slot) -> None:
         self._forget(slot)
-        if slot.filling and slot.index in self._orders.fetches:
+        if slot.filling and slot.index in self._fetches:
             self._cancel(slot)
         self._settle(slot)
 

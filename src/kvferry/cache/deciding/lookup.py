@@ -153,7 +153,8 @@ class Search:
     Invariants:
     - Each slot of `pinned` has one pin of this search. Without a hit, an answer keeps none.
     - Promised chunks are held by all ranks, and pinned until the search ends.
-    - A promise stands until the host has another number of tokens itself.
+    - A promise stands until the host has another number of tokens itself. If the hit is audited,
+      the promise has what the audit needs.
     - A look-up asks again only before the deadline of the state. Only chunks that came while
       another engine was awaited move a deadline on, up to the latest time of the plan. If nothing
       happens, each state comes once, and `Asking` once more after a wait in vain.

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRows
-from kvferry.cache.config import CacheBounds, RoleContext
+from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.cache.replicas import Replicas
 from kvferry.errors import StoreError, TransferError
 from kvferry.layout.streams import REACHED, Mark
-from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
@@ -62,7 +61,13 @@ class SlotIO:
         self._rows = rows
         self._replicas = replicas
         self._memory = replicas.memory
-        self._context = context
+        self._store = context.store
+        self._observer = context.observer
+        self._bounds = context.bounds
+        self._read_seconds = context.config.load_timeout_seconds
+        # A single rank holds whole records and writes them. The scheduler role writes those of
+        # several ranks.
+        self._is_alone = context.spec.shard.world_size == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._used_by_device: dict[int, Mark] = {}
@@ -72,20 +77,6 @@ class SlotIO:
         # With one thread, a write that hangs would keep hits from being read.
         self.pool = IOPool(max(2, context.config.io_threads), "kvferry-io")
         self.hash_pool = IOPool(1, "kvferry-seal")
-
-    @property
-    def _observer(self) -> Observer:
-        return self._context.observer
-
-    @property
-    def _bounds(self) -> CacheBounds:
-        return self._context.bounds
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this is the only rank: it holds whole records and writes them. The records of
-        several ranks are written by the scheduler role."""
-        return self._context.spec.shard.world_size == 1
 
     # -- contents -------------------------------------------------------------------------------
 
@@ -142,10 +133,10 @@ class SlotIO:
             if job.cancelled:
                 self._observer.count(f"miss_{MissReason.CANCELLED}")
                 return Filled(chunk.slot, MissReason.CANCELLED)
-            deadline = started + self._context.config.load_timeout_seconds
+            deadline = started + self._read_seconds
             faults: list[StoreError] = []
             missed = read_record(
-                self._context.store, schema, record, self._observer, deadline, faults=faults
+                self._store, schema, record, self._observer, deadline, faults=faults
             )
             seconds = 0.0 if missed else time.monotonic() - started
             return Filled(chunk.slot, missed, seconds, detail="; ".join(map(str, faults)))
@@ -196,9 +187,8 @@ class SlotIO:
         seal_record(schema, key, chunk.first_token, digests, image)
 
         def write(_job: Job[Saved]) -> Saved:
-            store = self._context.store
-            result = write_sealed(store, key, [image], self._observer)
-            return Saved(chunk.slot, result, "" if result.is_there else store.refusal)
+            result = write_sealed(self._store, key, [image], self._observer)
+            return Saved(chunk.slot, result, "" if result.is_there else self._store.refusal)
 
         save.write = self.pool.submit(write, can_wait=True)
         return Sealed(chunk.slot)
