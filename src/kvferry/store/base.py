@@ -294,8 +294,7 @@ class Store(ABC):
 
 
 class Catalogue(Store):
-    """A store that also says what is there, for commands, and for what an engine does beside its
-    requests: pins, and the records that it fetches at its start. Calls may be slow."""
+    """A store that also says what is there, for commands, and pins for both. Calls may be slow."""
 
     def of(self, namespace: bytes) -> Catalogue:
         """Return a store that reads and removes the values of a namespace. Where keys alone name

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
@@ -176,9 +175,6 @@ class MemoryStore(Catalogue):
         with self._lock:
             values = list(self._values.items())
         return (Entry(key, len(value.content), value.last_used) for key, value in values)
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        return islice(reversed(list(self.scan())), limit)
 
     def close(self) -> None:
         with self._lock:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 
 from kvferry.errors import StoreError, StorePlaceError
 from kvferry.observe import Observer
@@ -284,13 +283,6 @@ class TieredStore(Catalogue):
         """List a single tier; several cannot be listed."""
         only = next(self._up(), None) if len(self._tiers) == 1 else None
         return super().scan() if only is None else only.scan()
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        """List the recent values of the nearest tier that knows them."""
-        for store in self._up():
-            with suppress(StoreError):
-                return store.recent(limit)
-        return super().recent(limit)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """Describe the namespace in every tier that may be asked now."""
