@@ -139,7 +139,6 @@ def estimate(
     100 bytes of memory for each value. Raises ConfigError as `shrink` does."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
     removed_bytes = sum(sizes[index] for index in surplus)
-    # The count of a directory store includes its quarantine.
     used_bytes = store.facts().get("used_bytes") or sum(sizes)
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 

@@ -29,7 +29,7 @@ def assert_sound_after_recovery(root: Path, counters: Counters) -> None:
         # The first round of upkeep; a store with a background thread does this by itself.
         store.maintain()
         assert_index_agrees(root)
-        values = sum(path.stat().st_size for path in root.glob("[rq]*/**/*") if path.is_file())
+        values = sum(path.stat().st_size for path in root.glob("records/**/*") if path.is_file())
         assert store.stat().used_bytes == values <= QUOTA
         for path in root.glob("writing/*"):
             assert time.time() - path.stat().st_mtime < 2.0, "nobody writes it, and it is not young"

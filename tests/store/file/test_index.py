@@ -212,10 +212,6 @@ STATEMENTS = {
     "WHERE id = (SELECT max(id) FROM removals)",
     "has_a_high_number": "UPDATE records SET id = 4503599627370496 "
     "WHERE id = (SELECT max(id) FROM records)",
-    "has_hostile_file_names": "INSERT INTO quarantine VALUES ('../../outside', 10), ('..', 10), "
-    "('a' || char(0), 10), (x'00', 10), ('', 10), (printf('%.300c', 'x'), 10)",
-    "has_a_hostile_text_in_quarantine": "INSERT INTO quarantine "
-    "VALUES (CAST(x'ff' AS TEXT), 'some')",
 }
 
 
@@ -714,7 +710,7 @@ def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
     database, index = store.index.database, store.index
     for place, method in (
         (database, "transaction"),  # its first look
-        (index, "keys"), (index, "bound_quarantine"), (index, "complete"),
+        (index, "keys"), (index, "complete"),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(place, method, locked)

@@ -118,7 +118,7 @@ def test_a_grown_record_is_found_bad_without_reading_it_all(bench):
     assert len(verify(store, store.stored()).bad) == 1
     assert time.monotonic() - started < 10
     store.maintain()
-    assert store.stat().used_bytes < 10_000  # in quarantine
+    assert store.stat().used_bytes == 0
 
 
 @contextmanager

@@ -119,22 +119,6 @@ def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch)
     assert disk_bytes(bench.root) <= 700 * 100
 
 
-def test_a_quarantined_file_that_cannot_be_removed_stays_counted(bench, monkeypatch):
-    store = bench.open(max_bytes=QUOTA)
-    for number in range(10):
-        store.put(make_key(number), [make_value(SIZE)])
-        store.discard(make_key(number), "bad_leaf")
-    store.close()
-    (bench.root / "index.sqlite3").unlink()
-    store = bench.open(max_bytes=QUOTA)
-
-    monkeypatch.setattr(store.directory, "drop", lambda folder, name: False)
-    store.maintain()
-    assert store.stat().index_complete
-    assert store.stat().used_bytes == disk_bytes(bench.root)
-    assert store.put(make_key(99), [b"value"]) is PutResult.STORED
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 def test_records_that_may_not_be_listed_are_no_reason_not_to_open(bench, monkeypatch, read_only):
     bench.open().put(make_key(), [b"value"])
@@ -242,19 +226,6 @@ def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
     assert_index_agrees(bench.root)
 
 
-def test_what_the_index_cannot_count_is_not_kept_in_quarantine(bench, monkeypatch):
-    store = bench.open()
-    store.put(make_key(), [b"value"])
-
-    def unavailable(*arguments):
-        raise IndexUnavailable(errno.ESTALE, "another index has replaced it")
-
-    monkeypatch.setattr(store.index, "forget", unavailable)
-    store.discard(make_key(), "bad_leaf")
-    assert not store.contains(make_key())
-    assert disk_bytes(bench.root) == 0
-
-
 def test_a_put_that_would_have_to_evict_for_long_gives_up(bench, monkeypatch):
     store = bench.open(max_bytes=QUOTA)
     store.maintain()
@@ -326,16 +297,6 @@ def test_what_a_network_file_system_says_at_close_is_an_answer(bench, monkeypatc
         stored = store.put(make_key(), [b"value"])
     assert stored is (PutResult.STORED if is_late else PutResult.NO_SPACE)
     assert disk_bytes(bench.root) == (5 if is_late else 0)
-
-
-def test_a_row_of_quarantine_without_its_file_takes_no_room(bench):
-    store = bench.open(max_bytes=QUOTA)
-    store.maintain()
-    store.put(make_key(), [make_value(QUOTA - 100)])
-    store.discard(make_key(), "bad_leaf")
-    for path in (bench.root / "quarantine").iterdir():
-        path.unlink()
-    assert store.put(make_key(1), [make_value(QUOTA - 100)]) is PutResult.STORED
 
 
 def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypatch):

@@ -111,21 +111,24 @@ def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
     assert num_evicted > 20
 
 
-def test_quarantine_goes_first_and_is_bounded(bench):
+def test_quarantine_is_bounded_and_evicts_nothing(bench):
     store = bench.open()
     for number in range(70):
         store.put(make_key(number), [make_value(100)])
         store.discard(make_key(number), "bad_leaf")
-    store.maintain()
     kept = os.listdir(bench.root / "quarantine")
     assert len(kept) == 64
     assert all(".bad_leaf." in name for name in kept)
-    assert store.stat().used_bytes == 6400
-    store.put(make_key(100), [make_value(100)])
+    assert store.stat().used_bytes == 0
+    store.put(make_key(100), [make_value(4900)])
     small = bench.open(max_bytes=5000)
     assert small.put(make_key(101), [make_value(100)]) is PutResult.STORED
-    assert small.stat().used_bytes <= 5000
-    assert read_value(small, make_key(100)) == make_value(100)
+    assert read_value(small, make_key(100)) == make_value(4900)
+    small.maintain()
+    assert len(os.listdir(bench.root / "quarantine")) == 2  # a twentieth of the quota
+    small.put(make_key(102), [make_value(300)])
+    small.discard(make_key(102), "bad_leaf")
+    assert len(os.listdir(bench.root / "quarantine")) == 1  # the newest, though it is larger
 
 
 def test_counts_are_corrected_when_files_were_taken_from_outside(bench):

@@ -51,6 +51,7 @@ _FILE_NAMES = {
     "writing": re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.[0-9a-f]{24}"),
     "quarantine": re.compile(r"[0-9a-f]{64}\.[a-z0-9_.]{1,80}"),
 }
+_MAX_QUARANTINE_FILES = 64
 _INDEX = "index.sqlite3"
 _OWN_NAME = re.compile(re.escape(_INDEX) + ".*")
 _IN_OWN_INDEX = b"CREATE INDEX records_by_use"
@@ -238,18 +239,29 @@ class Directory:
         finally:
             os.close(fd)
 
-    def quarantine(self, key: ChunkKey, reason: str) -> tuple[str, int] | None:
-        """Move a record into `quarantine`; return its new name and size in bytes. Remove what is no
-        regular file, and return None. Raises FileNotFoundError if nothing is there."""
+    def quarantine(self, key: ChunkKey, reason: str) -> bool:
+        """Move a record into `quarantine`. Remove what is no regular file, and return False. Raises
+        FileNotFoundError if nothing is there."""
         why = _UNSAFE.sub("_", reason.lower())[:32] or "unknown"
         name = f"{key.hex()}.{why}.{secrets.token_hex(8)}"
         record = self.record(key)
-        status = os.lstat(record)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.lstat(record).st_mode):
             remove_any(record)
-            return None
+            return False
         os.rename(record, f"{self.made('quarantine')}/{name}")
-        return name, found_of(status).num_bytes
+        return True
+
+    def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
+        """Remove the files in quarantine from before `kept_since` (seconds since the epoch). Of the
+        others, remove the oldest while they are more than 64 files or a twentieth of the quota
+        `max_bytes`, but keep the newest."""
+        total = 0
+        files = self.list_files("quarantine").items()
+        for newer, (file, found) in enumerate(sorted(files, key=lambda f: -f[1].modified)):
+            total += found.num_bytes
+            is_too_much = total > max_bytes // 20 or newer >= _MAX_QUARANTINE_FILES
+            if found.modified < kept_since or (is_too_much and newer > 0):
+                self.drop("quarantine", file)
 
     def keep_text(self, name: str, text: str, *within: str, is_there: bool = False) -> None:
         """Make or replace a file atomically, unless it `is_there`. If people empty the directory,

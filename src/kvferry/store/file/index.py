@@ -53,7 +53,6 @@ _MAX_NOTES = 65536
 _NOTE_STEP = 1e-6
 """Each chunk of a prefix counts as used a microsecond before its parent. So suffixes are evicted
 first, since a chunk without its prefix is worth nothing."""
-_MAX_QUARANTINE_FILES = 64
 _MAX_HIDDEN = 4096
 _ENTRY = "id, key, num_bytes, last_used, namespace, pinned_until"
 _NEXT = f"WHERE id > ? ORDER BY id LIMIT {_BATCH}"
@@ -77,7 +76,6 @@ _SCHEMA = (
     "pinned_until REAL NOT NULL DEFAULT 0.0)",
     # `pinned_until` is 0 in rows that may be evicted, so a search for these reads no pinned row.
     "CREATE INDEX records_by_use ON records (pinned_until, last_used)",
-    "CREATE TABLE quarantine (file TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL)",
     "CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, "
     "num_bytes INTEGER NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, "
     "by TEXT NOT NULL)",
@@ -85,17 +83,15 @@ _SCHEMA = (
     "is_complete INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0, 0)",
     *(
-        f"CREATE TRIGGER {table}_{event} AFTER {event} ON {table} BEGIN UPDATE totals SET "
-        f"num_bytes = num_bytes {sign} {row}.num_bytes, "
-        f"num_records = num_records {sign} {int(table == 'records')}; END"
-        for table in ("records", "quarantine")
+        f"CREATE TRIGGER records_{event} AFTER {event} ON records BEGIN UPDATE totals SET "
+        f"num_bytes = num_bytes {sign} {row}.num_bytes, num_records = num_records {sign} 1; END"
         for event, sign, row in (("INSERT", "+", "new"), ("DELETE", "-", "old"))
     ),
 )
 
 
 class Totals(NamedTuple):
-    """What counts against the quota: records, and files quarantined after a failed check."""
+    """What counts against the quota."""
 
     num_records: int
     num_bytes: int
@@ -293,38 +289,12 @@ class Index:
                     self.known.add(key)
         return len(rows)
 
-    def forget(
-        self,
-        keys: Sequence[ChunkKey],
-        reason: str,
-        detail: str = "",
-        quarantined: Sequence[tuple[str, int]] = (),
-    ) -> int:
-        """Remove the rows of those of `keys` whose files are gone; return their number. The
-        `quarantined` files, names and sizes in bytes, count against the quota from now on."""
+    def forget(self, keys: Sequence[ChunkKey], reason: str, detail: str = "") -> int:
+        """Remove the rows of those of `keys` whose files are gone; return their number."""
         with self._transaction(writes=True) as db:
-            db.executemany("INSERT OR IGNORE INTO quarantine VALUES (?, ?)", quarantined)
             gone = [key for key in keys if self.directory.find(key) is None]
             self._take_out(db, gone, reason, detail)
         return len(gone)
-
-    def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
-        """Count the files in quarantine against the quota. Remove those from before `kept_since`
-        (seconds since the epoch). Of the others, remove the oldest while they are more than 64
-        files or `max_bytes`, but keep the newest."""
-        files = self.directory.list_files("quarantine").items()
-        total = 0
-        for newer, (file, found) in enumerate(sorted(files, key=lambda f: -f[1].modified)):
-            total += found.num_bytes
-            is_too_much = total > max_bytes or newer >= _MAX_QUARANTINE_FILES
-            if found.modified < kept_since or (is_too_much and newer > 0):
-                self.directory.drop("quarantine", file)  # it stays counted until it is gone
-        with self._transaction(writes=True) as db:
-            there = self.directory.list_files("quarantine")
-            rows = [(file, found.num_bytes) for file, found in there.items()]
-            if set(db.execute("SELECT file, num_bytes FROM quarantine")) != set(rows):
-                db.execute("DELETE FROM quarantine")
-                db.executemany("INSERT INTO quarantine VALUES (?, ?)", rows)
 
     def complete(self) -> None:
         """Mark the index as complete: it was compared with the whole directory."""
@@ -433,17 +403,12 @@ class Index:
         yield from found
 
     def _evict(self, db: sqlite3.Connection, max_bytes: int, unused_since: float = 0.0) -> bool:
-        """Remove quarantined files, then the least recently used records without a pin, until at
-        most `max_bytes` are counted and none of these was last used before `unused_since`. Stop
-        after 1,024 records, because other writers wait. Whether any record was evicted."""
+        """Remove the least recently used records without a pin, until at most `max_bytes` are
+        counted and none of these was last used before `unused_since`. Stop after 1,024 records,
+        because other writers wait. Whether any record was evicted."""
         excess = self.totals.num_bytes - max_bytes
         if excess <= 0 and not unused_since:
             return False
-        for row in db.execute("SELECT file, num_bytes FROM quarantine ORDER BY rowid").fetchall():
-            file, num_bytes = checked(row, "sn")
-            if excess > 0 and self.directory.drop("quarantine", file):
-                db.execute("DELETE FROM quarantine WHERE file = ?", (file,))
-                excess -= num_bytes
         gone: list[ChunkKey] = []
         kept: list[ChunkKey] = []
         evicted_bytes = 0
@@ -496,10 +461,7 @@ class Index:
         return namespace_of(self.directory.read_head(key)) or b""
 
     def _check_totals(self, db: sqlite3.Connection) -> None:
-        query = (
-            "SELECT (SELECT count(*) FROM records), ifnull(sum(num_bytes), 0) FROM "
-            "(SELECT num_bytes FROM records UNION ALL SELECT num_bytes FROM quarantine)"
-        )
+        query = "SELECT count(*), ifnull(sum(num_bytes), 0) FROM records"
         if db.execute(query).fetchone() != self._read_totals(db)[:2]:
             raise Damaged("the totals are no sum")
 

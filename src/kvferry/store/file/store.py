@@ -62,8 +62,9 @@ class FileStore(Catalogue):
     Guarantees, for every process that is killed at any instant:
     - A value is whole or absent. Nothing is synced: after a power loss a record may be cut, which
       its checksums show.
-    - Records and quarantined files stay within the quota. In addition, each writer has up to
-      `values_per_put` hidden values on the disk; others remove what dead writers left.
+    - Records stay within the quota. In addition, quarantined files take a twentieth of it at most,
+      and each writer has up to `values_per_put` hidden values on the disk; others remove what dead
+      writers left.
     - If the directory is full, read-only, failing or gone, nothing raises but the `read` of a
       record that cannot be read, and calls for commands (listing, `gc`, `pin`, `facts`).
 
@@ -237,9 +238,11 @@ class FileStore(Catalogue):
             self._faults.failed("quarantine", error)
             return
         self._faults.observer.count("store_quarantined")
-        if moved is not None:
+        if moved:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
-        self._forget(key, "quarantined", reason, [moved] if moved else [])
+        self._forget(key, "quarantined", reason)
+        with suppress(OSError):  # the upkeep does it again
+            self.directory.bound_quarantine(self._max_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
@@ -343,12 +346,13 @@ class FileStore(Catalogue):
         if not self._writes():
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
         before = 0.0 if older_than_seconds is None else self._settings.wall() - older_than_seconds
+        quota = self._max_bytes if max_bytes is None else max_bytes
         try:
             self.index.flush()
             self.upkeep.clean()
             start = self.index.totals
-            self.index.bound_quarantine(NO_QUOTA, before)
-            self.index.shrink(self._max_bytes if max_bytes is None else max_bytes, before)
+            self.directory.bound_quarantine(quota, before)
+            self.index.shrink(quota, before)
             self.upkeep.clean()
         except OSError as error:
             raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
@@ -451,15 +455,11 @@ class FileStore(Catalogue):
             results += [self._faults.write_failed(error)] * len(left)
         return results + [PutResult.NO_SPACE] * (len(written) - len(results))
 
-    def _forget(
-        self, key: ChunkKey, reason: str, detail: str = "", moved: Sequence[tuple[str, int]] = ()
-    ) -> None:
-        """Remove a key from the index if its file is gone; count `moved` files as quarantined."""
+    def _forget(self, key: ChunkKey, reason: str, detail: str = "") -> None:
+        """Remove a key from the index if its file is gone."""
         try:
-            self.index.forget([key], reason, detail, moved)
+            self.index.forget([key], reason, detail)
         except OSError:
-            for file, _ in moved:  # no row would count it against the quota
-                self.directory.drop("quarantine", file)
             self._miss(key)  # its row goes when its shard is compared next
 
     def _miss(self, key: ChunkKey) -> None:

@@ -26,8 +26,6 @@ _CACHED_SECONDS = 60.0
 """How long a network mount may show an old listing with a new time: NFS caches for a minute."""
 _MAX_PROBES = 256
 _BATCH = 256
-_QUARANTINE_FRACTION = 20
-"""Quarantined files take at most one twentieth of the quota, but the newest one stays."""
 
 
 class ShardComparison:
@@ -148,7 +146,7 @@ class Upkeep:
                 add = partial(self._index.add, [key])
                 if directory.drop_abandoned(file, is_old=is_old, first=add):
                     self._faults.observer.count("store_recovered_writes")
-        self._index.bound_quarantine(self._max_bytes // _QUARANTINE_FRACTION)
+        directory.bound_quarantine(self._max_bytes)
         self._index.pins.end_due()
 
     def step(self, *, rests: bool = True) -> bool:
@@ -237,8 +235,6 @@ class Upkeep:
         comparison = self.comparison
         if not comparison.waiting:
             if comparison.is_first_pass or not self._index.totals.is_complete:
-                with self._past_errors_of_files():
-                    self.clean()  # counts what is in quarantine, too
                 self._index.complete()
             comparison.next_pass()
         if not comparison.waiting:
