@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import os
@@ -523,6 +524,17 @@ def test_a_process_that_hangs_with_the_lock_holds_no_other(tmp_path, digest, mon
     expected = digest(model, home=tmp_path / "other")
     with _DigestCache(cache_in(tmp_path)).hashing(entry_of(file), 1, threading.Event()):
         assert digest(model) == expected
+
+
+def test_files_that_cannot_be_locked_are_hashed_all_the_same(tmp_path, digest, monkeypatch):
+    def refuse(_fd, _operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    model = make_model(tmp_path / "a")
+    expected = digest(model)
+    monkeypatch.setattr(weights, "_LOCKED_BYTES", 0)
+    monkeypatch.setattr(weights, "flock", refuse)
+    assert digest(model, home=tmp_path / "other") == expected
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -356,22 +356,16 @@ class _DigestCache:
     ) -> Iterator[None]:
         """Let one process at a time hash a file. A process that waits for longer than a slow disk
         takes goes on without: another one may hang or be stopped."""
-        if self._directory is None or num_bytes < _LOCKED_BYTES:
+        with ExitStack() as held:
+            if self._directory is not None and num_bytes >= _LOCKED_BYTES:
+                until = time.monotonic() + _LOCK_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND
+                place = self._directory / f"{entry.name}.lock"
+                with suppress(OSError):  # files cannot be locked here
+                    lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
+                    held.callback(os.close, lock)
+                    while not _locked(lock) and time.monotonic() < until and not stopped.is_set():
+                        stopped.wait(_LOCK_POLL_SECONDS)
             yield
-            return
-        until = time.monotonic() + _LOCK_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND
-        try:
-            lock = os.open(self._directory / f"{entry.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError:
-            yield
-            return
-        try:
-            while not _locked(lock) and time.monotonic() < until:
-                if stopped.wait(_LOCK_POLL_SECONDS):
-                    break
-            yield
-        finally:
-            os.close(lock)
 
     def get(self, entry: _KnownFile) -> bytes | None:
         if self._directory is None:
@@ -406,11 +400,9 @@ class _DigestCache:
 
 
 def _locked(fd: int) -> bool:
-    """Whether this process has the lock now. True, too, where files cannot be locked."""
+    """Whether this process has the lock now. Raises OSError where files cannot be locked."""
     try:
         flock(fd, LOCK_EX | LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass
     return True
