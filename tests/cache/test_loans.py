@@ -91,8 +91,7 @@ def test_what_is_lent_is_the_record_as_it_is_stored(make_host, tmp_path, model, 
 def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     store = MemoryStore()
     host = DeviceHost("NHD", store)
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     host.settle(saved=3)
     ranks = RankSlots(host.cache.spec.groups, host.cache.schema, host.cache.num_slots, 1)
     ranks.learn(host.region)

@@ -122,6 +122,11 @@ class DeviceHost:
         self._collect()
         self.worker.end_step()
 
+    def step(self, **plan: object) -> None:
+        """Run a step whose forward does nothing."""
+        self.begin(**plan)
+        self.end()
+
     def _collect(self) -> None:
         output = self.worker.collect(())
         self.invalid |= output.invalid_block_ids
@@ -140,8 +145,7 @@ class DeviceHost:
         def have_ended() -> bool:
             if len(self.saved) >= saved and len(self.held) >= held:
                 return True
-            self.begin()
-            self.end()
+            self.step()
             return False
 
         wait_until(have_ended, "saves and fetches end")
@@ -149,8 +153,7 @@ class DeviceHost:
     def fetch(self, slots: Sequence[int] = FETCH_SLOTS) -> None:
         """Fetch all chunks from the store into slots."""
         num_held = len(self.held)
-        self.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(slots)))
-        self.end()
+        self.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(slots)))
         self.settle(held=num_held + NUM_CHUNKS)
 
     def load(

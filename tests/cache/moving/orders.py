@@ -113,8 +113,7 @@ class Engine:
 
     def _await(self, is_reported: Callable[[], bool]) -> None:
         def has_come() -> bool:
-            self.host.begin()
-            self.host.end()
+            self.host.step()
             return is_reported()
 
         wait_until(has_come, "a report")

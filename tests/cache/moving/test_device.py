@@ -86,8 +86,7 @@ def stored(make):
     writer = make(store=store)
     writer.fill()
     expected = writer.rows(SAVED)
-    writer.begin(saves=saves())
-    writer.end()
+    writer.step(saves=saves())
     writer.settle(saved=3)
     assert store.stat().num_records == 3
     return store, expected
@@ -108,8 +107,7 @@ def test_what_one_layout_saved_another_loads(make, device, layout, other):
     writer = make(layout, store, device=device)
     long_work(device)
     writer.fill()
-    writer.begin(saves=saves())
-    writer.end()
+    writer.step(saves=saves())
     expected = writer.rows(SAVED)
     for cache in writer.caches:  # the next step, right behind
         cache.whole.zero_()
@@ -170,8 +168,7 @@ def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
     device = SimulatedDevice()
     host = make(store=notes, setup=device.setup())
     host.fetch()
-    host.begin(loads=(host.load(),))
-    host.end()
+    host.step(loads=(host.load(),))
     # The pool may assign these slots again at once: their pins ended with the plan of the load.
     notes.opened.clear()
     first, second, third = chunks(FETCH_SLOTS)
@@ -179,8 +176,7 @@ def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
         SlotChunk(first.slot, second.key, second.first_token),
         SlotChunk(6, third.key, third.first_token),
     )
-    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
-    host.end()
+    host.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
     host.settle(held=4)  # the three before, and the one in a slot that no device reads
     device.wait_until_waited_for()
     assert notes.opened == [third.key]
@@ -195,11 +191,9 @@ def test_a_copy_is_reported_when_the_device_has_made_it(make):
     """Not before: from then on the slot may be another chunk's."""
     device = SimulatedDevice()
     host = make(setup=device.setup())
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     for _step in range(3):
-        host.begin()
-        host.end()
+        host.step()
     assert host.held == []
     device.drain()
     host.settle(held=3)
@@ -211,13 +205,11 @@ def test_what_was_saved_is_loaded_from_its_slot(make):
     host = make(store=store, setup=device.setup())
     host.fill()
     expected = host.rows(SAVED)
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     device.drain()
     host.settle(saved=3, held=3)
     host.fill(start=10**6)
-    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
-    host.end()
+    host.step(loads=(host.load(slots=SAVE_SLOTS),))
     device.drain()
     assert not host.invalid
     assert_rows(host.rows(LOADED), expected)
@@ -236,16 +228,14 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
     tables = (LOADED[0], [*LOADED[1][:4], bad, 5])
     save = saves(tables)[2]
     never_fetched = host.load(tables, slots=(5, 6, 7))
-    host.begin(saves=(save,), loads=(host.load(tables), never_fetched))
-    host.end()
+    host.step(saves=(save,), loads=(host.load(tables), never_fetched))
     simulated.drain()
     # What a step computed on failed loads is not saved, whatever its blocks.
     assert host.missed == [Filled(save.chunk.slot, PUT_OFF)]
     assert bad in host.invalid
     # The last chunk of the first load, and all of the second, whose slots hold nothing.
     assert host.observer["load_failed_chunks"] == 4
-    host.begin(saves=(save,), failures_known=(1,))
-    host.end()
+    host.step(saves=(save,), failures_known=(1,))
     simulated.drain()
     assert host.missed[1:] == [Filled(save.chunk.slot, NOT_DONE)]
     found = host.rows(LOADED)
@@ -268,8 +258,7 @@ def test_loads_and_saves_wait_for_nothing_but_what_they_need(make):
     host.fetch()
     device.compute(host.fill)
     for several in (saves()[:1], saves()[1:]):
-        host.begin(saves=several)
-        host.end()
+        host.step(saves=several)
     # The copies of a load begin while the step before still runs; only the scatter waits for it.
     host.begin(loads=(host.load(),))
     assert run_all(device, "inward") == []
@@ -295,8 +284,7 @@ def test_saves_that_find_no_device_memory_free_are_offered_again(make):
     while left:
         host.missed.clear()
         for _step in range(2):  # in the second, the first one's copy has not ended
-            host.begin(saves=left)
-            host.end()
+            host.step(saves=left)
             assert run_all(device, "engine") == []
             left = left[1:] if _step == 0 else left
         assert host.missed == [Filled(save.chunk.slot, PUT_OFF) for save in [*left, *left]]
@@ -336,8 +324,7 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS]
     device.memory_left = 10**9
     (chunk, *_others) = chunks(SAVE_SLOTS)
-    host.begin(fetches=(Fetch(chunk, (0, 1)),))
-    host.end()
+    host.step(fetches=(Fetch(chunk, (0, 1)),))
     device.wait_until_waited_for()
     assert notes.opened == []
     device.drain()
@@ -371,8 +358,7 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
     )
     expected = host.rows(SAVED)
     host.fill(start=10**6)
-    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
-    host.end()
+    host.step(loads=(host.load(slots=SAVE_SLOTS),))
     device.drain()
     assert_rows(host.rows(LOADED), expected)
 
@@ -385,8 +371,7 @@ def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
         return job_without_a_thread()
 
     monkeypatch.setattr(IOPool, "submit", refuse)
-    host.begin(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
-    host.end()
+    host.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
     assert not host.worker.io.is_busy
 
@@ -420,8 +405,7 @@ def test_loads_without_device_memory_fail_and_name_their_blocks(make):
     host = make(store=store, setup=device.setup())
     host.fetch()
     device.memory_left = 0
-    host.begin(loads=(host.load(),))
-    host.end()
+    host.step(loads=(host.load(),))
     assert host.observer["load_failed_chunks"] == 3
     assert host.invalid == {block for table in LOADED for block in table}
     device.drain()
@@ -447,8 +431,7 @@ def test_slots_are_pinned_from_registration_to_close(make):
     device = SimulatedDevice()
     host = make(setup=device.setup())
     assert device.pinned == 1
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     device.drain()
     host.settle(saved=3)
     host.close()
@@ -459,8 +442,7 @@ def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(m
     device = SimulatedDevice()
     bounds = CacheBounds(writes_close_seconds=0.05, device_close_seconds=0.05)
     host = make(setup=device.setup(), bounds=bounds)
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     started = time.monotonic()
     host.close()
     assert time.monotonic() - started < 30
@@ -477,8 +459,7 @@ def test_slots_that_cannot_be_pinned_is_a_warning(make, caplog):
 
     host = make(setup=device.setup(pin=refuse))
     assert "not so many pages" in caplog.text
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     device.drain()
     host.settle(saved=3)
     assert is_stored(host)
@@ -490,8 +471,7 @@ def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(mak
     device = SimulatedDevice()
     host = make(store=notes, setup=device.setup())
     host.fetch()
-    host.begin(loads=(host.load(),))
-    host.end()
+    host.step(loads=(host.load(),))
     first, second, _third = chunks(FETCH_SLOTS)
     fetch = Fetch(SlotChunk(first.slot, second.key, second.first_token), (0, 1))
 
@@ -500,12 +480,10 @@ def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(mak
 
     with monkeypatch.context() as patch:
         patch.setattr(IOPool, "submit", refuse)
-        host.begin(fetches=(fetch,))
-        host.end()
+        host.step(fetches=(fetch,))
     assert [missed.slot for missed in host.missed] == [first.slot]
     notes.opened.clear()
-    host.begin(fetches=(fetch,))
-    host.end()
+    host.step(fetches=(fetch,))
     device.wait_until_waited_for()
     assert notes.opened == []
     device.drain()
@@ -533,8 +511,7 @@ def test_a_sleeping_engine_has_its_memory_back(make, copies):
             for name, tensor in host.tensors.items()
         }
     )
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     device.drain()
     host.settle(saved=3)
     assert is_stored(host)
@@ -566,10 +543,8 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.settle(saved=3)
 
     before = host.snapshot()
-    host.begin(loads=(host.load(),))
-    host.end()
-    host.begin(saves=saves(slots=(6, 7, 0)), failures_known=(1,))
-    host.end()
+    host.step(loads=(host.load(),))
+    host.step(saves=saves(slots=(6, 7, 0)), failures_known=(1,))
     device.drain()
     assert host.invalid == {block for table in LOADED for block in table}
     assert host.missed == [Filled(slot, NOT_DONE) for slot in (6, 7, 0)]
@@ -579,8 +554,7 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.worker.register_kv_caches(host.tensors)
     assert device.pinned == 1
     host.invalid.clear()
-    host.begin(loads=(host.load(),))
-    host.end()
+    host.step(loads=(host.load(),))
     device.drain()
     assert not host.invalid
     assert_rows(host.rows(LOADED), expected)
@@ -590,8 +564,7 @@ def test_memory_that_is_still_copied_does_not_go(make):
     device = SimulatedDevice()
     host = make(setup=device.setup())
     host.worker._bounds = CacheBounds(device_seconds=0.05)  # I/O threads go on waiting
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     with pytest.raises(TransferError, match="keep it"):
         host.worker.unregister_kv_caches()
     device.drain()
@@ -630,12 +603,10 @@ def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypa
         out_of_memory_after(monkeypatch, {"no memory": 0, "memory for one": 1}.get(why, 5))
     host = make(store=store, setup=setup)
     assert caplog.text.count("kvferry is off") == 1
-    host.begin(pool=7, fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
-    host.end()
+    host.step(pool=7, fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     assert host.off
     assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in FETCH_SLOTS]
-    host.begin(pool=7, saves=saves())
-    host.end()
+    host.step(pool=7, saves=saves())
     assert host.missed[3:] == [Filled(slot, NOT_DONE) for slot in SAVE_SLOTS]
     assert host.worker.is_idle
     device.drain()
@@ -739,12 +710,10 @@ def test_the_kernels_that_requests_need_are_compiled_at_the_start(make, monkeypa
     host = make(device=KERNELS_ON, setup=device.setup(copies=kernels.TritonCopies))
     at_start = set(seen)
     seen.clear()
-    host.begin(saves=saves())
-    host.end()
+    host.step(saves=saves())
     device.drain()
     host.settle(saved=3)
-    host.begin(loads=(host.load(slots=SAVE_SLOTS),))
-    host.end()
+    host.step(loads=(host.load(slots=SAVE_SLOTS),))
     device.drain()
     assert not host.invalid
     assert seen
@@ -761,10 +730,8 @@ def test_memory_taken_in_inference_mode_serves_outside_of_it(make, monkeypatch):
     device = SimulatedDevice()
     host = make(store=store, setup=device.setup(copies=TritonCopies))
     host.fetch()
-    host.begin(loads=(host.load(),))
-    host.end()
-    host.begin(saves=saves(LOADED))
-    host.end()
+    host.step(loads=(host.load(),))
+    host.step(saves=saves(LOADED))
     device.drain()
     assert not host.invalid
     assert_rows(host.rows(LOADED), expected)
@@ -788,8 +755,7 @@ def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch
         return found
 
     def load():
-        host.begin(loads=(host.load(),))
-        host.end()
+        host.step(loads=(host.load(),))
         device.drain()
 
     load()
@@ -797,8 +763,7 @@ def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch
     load()
     assert taken == []
     assert_rows(host.rows(LOADED), expected)
-    host.begin(saves=saves(LOADED))
-    host.end()
+    host.step(saves=saves(LOADED))
     device.drain()
     host.settle(saved=2)
     assert host.missed == [Filled(SAVE_SLOTS[2], PUT_OFF)]
