@@ -789,14 +789,15 @@ def test_what_the_other_tiers_say_is_named_beside_the_one_that_is_away(run, url_
     put_prompt(near)
     put_prompt(far, tokens=TOKENS[:14])
     assert run("rm", near, "--max-bytes", 0, "--yes").code == 0
-    [hit, evicted, _] = json.loads(run(*command, "--block-size", 1, "--json", "-").out)[
-        "namespaces"
-    ][0]["chunks"]
-    assert (hit["why"], hit["detail"]) == (HIT, f"tier 2, {far}")
-    assert (evicted["why"], evicted["first_token"]) == (LookupMiss.EVICTED, 14)
+    for number, tiers in ((2, [near, far]), (1, [far, near])):
+        command[1:3] = tiers
+        value = json.loads(run(*command, "--block-size", 1, "--json", "-").out)
+        hit, evicted, _ = value["namespaces"][0]["chunks"]
+        assert (hit["why"], hit["detail"]) == (HIT, f"tier {number}, {far}")
+        assert (evicted["why"], evicted["first_token"]) == (LookupMiss.EVICTED, 14)
     with going_away(far) as (gone, go_away):
         go_away()
-        command[2] = gone
+        command[1:3] = near, gone
         (away, _) = json.loads(run(*command, "--json", "-").out)["namespaces"][0]["chunks"]
     assert away["why"] == LookupMiss.AWAY
     assert away["detail"].startswith(f"tier 2, {gone.partition('?')[0]}: away: ")

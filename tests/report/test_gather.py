@@ -76,6 +76,20 @@ def test_a_run_goes_on_over_a_chunk_that_was_evicted_and_knows_its_namespace():
     assert runs_of(survey) == [(SPACE, None, 0, 21, 10, 1, NOW - 3)]
 
 
+def test_a_run_ends_where_a_shorter_prompt_ends():
+    survey = surveyed(recorded([1, 2], [1, 2, 3]), 1, 2, 3)
+    assert runs_of(survey) == [
+        (SPACE, None, 0, 14, 30, 2, NOW - 1),
+        (SPACE, 0, 14, 21, 10, 1, NOW - 3),
+    ]
+
+
+def test_a_run_is_in_the_namespace_of_the_one_that_it_follows_whatever_a_store_says():
+    survey = surveyed(recorded([1], [1, 2]), 1)
+    survey.add(Entry(key_of(2), 10, NOW - 2, b"t" * 32))
+    assert [namespace for namespace, *_ in runs_of(survey)] == [SPACE, SPACE]
+
+
 @given(st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=8), st.sets(st.integers(0, 12)))
 def test_no_part_is_larger_than_the_whole_whatever_a_journal_says(prompts, stored):
     runs = runs_of(surveyed(recorded(*prompts), *stored))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import update_abstractmethods
 from typing import Any
 
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Catalogue, Store
+
+_OF_EACH = ("put_all", "values_per_put")
+"""What a wrapper keeps: `put_all` becomes one `put` after another."""
 
 
 class _OfInner:
     """An attribute or a method of a wrapper that is that of the inner store."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, wrapper: WrapperStore | None, owner: type) -> Any:  # noqa: ANN401  # of its kind
@@ -28,38 +32,6 @@ class WrapperStore(Catalogue):
         self.inner = inner
         self.url = inner.url
         self.multi_process = inner.multi_process
-        self.quarantines = inner.quarantines
-
-    takes_values: Any = _OfInner()
-    refusal: Any = _OfInner()
-    contains: Any = _OfInner()
-    read: Any = _OfInner()
-    put: Any = _OfInner()
-    discard: Any = _OfInner()
-    delete: Any = _OfInner()
-    touch: Any = _OfInner()
-    stat: Any = _OfInner()
-    tiers: Any = _OfInner()
-    close: Any = _OfInner()
-    needs_probes: Any = _OfInner()
-    probe: Any = _OfInner()
-    assume: Any = _OfInner()
-    awaits: Any = _OfInner()
-    note_stored: Any = _OfInner()
-    wait_indexed: Any = _OfInner()
-    on_result: Any = _OfInner()
-    tier_of: Any = _OfInner()
-    lists: Any = _OfInner()
-    scan: Any = _OfInner()
-    stored: Any = _OfInner()
-    recent: Any = _OfInner()
-    namespaces: Any = _OfInner()
-    described: Any = _OfInner()
-    describe: Any = _OfInner()
-    removals: Any = _OfInner()
-    facts: Any = _OfInner()
-    gc: Any = _OfInner()
-    pin: Any = _OfInner()
 
     def of(self, namespace: bytes) -> Catalogue:
         values = self.inner.of(namespace)
@@ -67,3 +39,9 @@ class WrapperStore(Catalogue):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"
+
+
+for _name in {*vars(Store), *vars(Catalogue)} - {*vars(WrapperStore), *_OF_EACH}:
+    if not _name.startswith("_"):
+        setattr(WrapperStore, _name, _OfInner(_name))
+update_abstractmethods(WrapperStore)  # type: ignore[type-abstract]  # no longer
