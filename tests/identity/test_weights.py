@@ -511,7 +511,10 @@ def test_processes_that_start_together_hash_each_file_once(tmp_path):
         for _ in range(4)
     ]
     assert all(rank.stdout.readline() == "ready\n" for rank in ranks)
-    answers = [rank.communicate("go\n", timeout=120)[0] for rank in ranks]
+    for rank in ranks:
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert len({answer.split()[-1] for answer in answers}) == 1
     assert sum(answer.count("hashed") for answer in answers) == 3
 
@@ -522,6 +525,7 @@ def test_a_process_that_hangs_with_the_lock_holds_no_other(tmp_path, digest, mon
     model = make_model(tmp_path / "a")
     (file,) = model.glob("*.safetensors")
     expected = digest(model, home=tmp_path / "other")
+    cache_in(tmp_path).mkdir(parents=True)
     with _DigestCache(cache_in(tmp_path)).hashing(entry_of(file), 1, threading.Event()):
         assert digest(model) == expected
 
