@@ -278,8 +278,8 @@ class Store(ABC):
     def on_result(  # noqa: B027  # asks nothing of its own accord
         self, heard: Callable[[StoreError | None], None]
     ) -> None:
-        """Call `heard` on an I/O thread after each question of a `probe` or an `expect`: with None
-        if the medium answered, else with the error."""
+        """Call `heard` on an I/O thread after each question of a `probe`: with None if
+        the medium answered, else with the error."""
 
     def tier_of(self, key: ChunkKey) -> str:
         """Name of the tier that `key` would be read from; the scheme of a single store. If the tier

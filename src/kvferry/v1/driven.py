@@ -443,7 +443,6 @@ def v1_config(
     options: Mapping[str, Any] | None = None,
     model: str = "",
     dtype: str = "auto",
-    kv_role: str = "kv_both",
 ) -> V1Config:
     """Make a configuration for the constructors of V1 connectors, with what they commonly read.
 
@@ -452,11 +451,10 @@ def v1_config(
         options: the connector's own options (`kv_connector_extra_config`).
         model: path or name of the model.
         dtype: dtype of the model.
-        kv_role: see `V1TransferConfig`.
     """
     return V1Config(
         kv_transfer_config=V1TransferConfig(
-            kv_role=kv_role, kv_connector_extra_config=dict(options or {})
+            kv_role="kv_both", kv_connector_extra_config=dict(options or {})
         ),
         cache_config=V1CacheConfig(block_size=block_size),
         model_config=V1ModelConfig(model=model, dtype=dtype),

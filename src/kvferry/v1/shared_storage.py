@@ -20,7 +20,7 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.observe import Counters, Observer
+from kvferry.observe import Counters
 from kvferry.types import KVGroup
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.running_model import model_identity
@@ -108,10 +108,8 @@ class SharedStorageConnector(RolesAsV1, SupportsHMA):
         vllm_config: V1Config,
         role: KVConnectorRole,
         kv_cache_config: Any = None,  # noqa: ANN401 - the host's
-        *,
-        observer: Observer | None = None,
     ) -> None:
-        observer = observer or Counters()
+        observer = Counters()
         layout, options = _read_options(vllm_config)
         spec = _describe(vllm_config, layout, options.get("weights_version"))
         _refuse_windows(kv_cache_config, _as_it_runs(spec.identity))
