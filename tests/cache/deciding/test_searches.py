@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search, Settled
+from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search
 from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec
@@ -104,6 +104,7 @@ class Events:
         self.requests: list[HostRequest] = []
         self.answers: dict[str, tuple[int, int]] = {}  # of waiting requests: local and promised
         self.locals: dict[str, int] = {}
+        self.last: dict[int, tuple[Search, Any, Awaiting | None]] = {}  # by search that asked again
         self.ends: deque[tuple[str, int]] = deque()  # of fetches and saves under way
 
     def run(self, events: Sequence[tuple[int, int, int]]) -> None:
@@ -170,6 +171,19 @@ class Events:
             needed = tables.groups_of((number + 1) * CHUNK, local, stop)
             assert key in pinned
             assert needed <= self.role.pool.find(key).held
+
+    def check_time(self, search: Search) -> None:
+        """Fetches keep their deadline, also if a promise came between; no wait gets shorter."""
+        state = search.state
+        wait = state if isinstance(state, Awaiting) else state.before
+        seen, last, last_wait = self.last.get(id(search), (None, None, None))
+        if seen is search:
+            if isinstance(state, Fetching) and isinstance(last, Fetching):
+                assert state.until == last.until
+            if wait is not None and last_wait is not None:
+                assert wait.until >= last_wait.until
+            wait = wait or last_wait
+        self.last[id(search)] = search, state, wait
 
     def check_wait(self, request: HostRequest, search: Search) -> None:
         """It waits for what may still come and is of use, and not beyond the latest time."""
@@ -251,7 +265,7 @@ class Events:
             return
         name, local = request.request_id, BLOCK * (0, 0, 0, 0, 1, 2, 3, 4)[how]
         self.locals[name] = local
-        before, deadline = self.answers.get(name), self.fetch_until(name)
+        before = self.answers.get(name)
         promised, is_async, _reason = self.role.lookup(request, local)
         assert not is_async
         if before is not None and before[0] == local and not self.role.audits.has_failed:
@@ -263,7 +277,7 @@ class Events:
             search = self.role.requests.by_id[name].search
             assert self.clock() < search.state.until, "it asks again after its deadline"
             assert search.state.until <= self.clock() + LONGEST
-            assert deadline is None or self.fetch_until(name) in (None, deadline)
+            self.check_time(search)
             self.check_wait(request, search)
             self.build(HostStep())
         elif not promised:
@@ -272,14 +286,6 @@ class Events:
         else:
             self.check_promise(request, local, promised)
             self.answers[name] = local, promised
-
-    def fetch_until(self, name: str) -> float | None:
-        """The deadline of the fetches of a request; None if it waited for none."""
-        state = self.role.requests.by_id.get(name)
-        fetching = None if state is None or state.search is None else state.search.state
-        if isinstance(fetching, Settled):
-            fetching = fetching.before
-        return fetching.until if isinstance(fetching, Fetching) else None
 
     def admit(self, which: int, how: int) -> None:
         """Admit a request with its hit, with a part of it, or without; mostly one with a promise,
