@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
+from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS
 from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
@@ -324,6 +325,22 @@ def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
     awaited.client.release()
     assert awaited.host.admit(awaited.request) == 40
     assert awaited.host.observer["remote_prefills_computed"] == 0
+
+
+def test_the_store_is_asked_again_after_longer_and_longer_pauses_until_a_chunk_comes(make_engine):
+    awaited = Awaited(make_engine)
+    looks = awaited.host.scheduler.requests.by_id["waiting"].search.looks
+
+    def pauses(seconds: float):
+        def is_so() -> bool:
+            assert awaited.host.scheduler.lookup(awaited.request, 0).num_tokens is None
+            return looks.pause == seconds
+
+        return is_so
+
+    wait_until(pauses(LAST_PAUSE_SECONDS), "nothing comes")
+    awaited.client.release(1)
+    wait_until(pauses(FIRST_PAUSE_SECONDS), "a chunk came")
 
 
 def test_a_prefill_that_stops_in_the_middle_is_waited_for_once_more(make_engine):
