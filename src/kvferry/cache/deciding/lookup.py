@@ -311,6 +311,8 @@ class Lookup:
             if was_waiting:
                 self._patience.came()
             return False
+        if self.usable(plan.num_chunks, end) <= search.num_local:
+            return False
         if known > wait.num_known:  # the others have as much time again, until the latest time
             self._patience.came()
             until = min(now + self._wait_seconds, plan.latest)
@@ -318,16 +320,15 @@ class Lookup:
             search.looks.succeeded()
         waits = (
             now < wait.until
-            and self.usable(plan.num_chunks, end) > search.num_local
             and self._may_come(search, known)
             and self._choose(search, known) == known
         )
         if waits:
             search.state = wait
             self._fetch_known(search, known, end)
-        elif was_waiting or (isinstance(state, Asking) and state.before is None):
-            if now < wait.until or wait.until <= search.wanted.began_at:
-                return False
+            return True
+        is_new = was_waiting or (isinstance(state, Asking) and state.before is None)
+        if is_new and search.wanted.began_at < wait.until <= now:
             if was_waiting and not (wait.has_come or plan.is_held):
                 self._patience.in_vain(now)
             # A host that computes for long looks up late.
