@@ -162,6 +162,9 @@ class PromptSearch:
         token_ids: as given.
         away: why a tier does not answer, by its name. It grows.
         where: the stores, for messages.
+
+    Raises:
+        StoreError: no tier answers any more. All methods may raise it.
     """
 
     def __init__(
@@ -188,6 +191,8 @@ class PromptSearch:
                     yield name, question(store)
                 except StoreError as error:
                     self.away[name] = str(error)
+        if self._tiers.keys() <= self.away.keys():
+            raise StoreError("; ".join(away_lines(self.away)))
 
     def namespaces(self, digits: str = "") -> dict[bytes, Namespace | None]:
         """Return the namespaces, `MAX_NAMESPACES` of each tier, whose digests start with `digits`;

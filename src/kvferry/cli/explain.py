@@ -88,7 +88,6 @@ def explain(
     if journal is not None:
         _explain_journal(journal, request, limit, json)
         return
-
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
     digits = "" if namespace is None else check_digits(namespace, "a namespace")
@@ -119,17 +118,13 @@ def explain(
 def _ask_tiers(
     urls: list[str], question: Callable[[Mapping[str, Catalogue], Mapping[str, str]], PromptAnswer]
 ) -> PromptAnswer:
-    """Ask one store, or several as tiers, by name. A tier that cannot be opened is away. Raises
-    StoreError if all are."""
+    """Ask one store, or several as tiers, by name. A tier that cannot be opened is away."""
 
     def ask(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
         try:
-            answer = question(tiers, away) if tiers else None
+            return question(tiers, away)
         except ConfigError as error:
             raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
-        if answer is None or len(answer.away) == len(urls):
-            raise StoreError("; ".join(away_lines(answer.away if answer else away)))
-        return answer
 
     if len(urls) == 1:
         scheme = parse_store_url(urls[0]).scheme
@@ -147,7 +142,6 @@ def _ask_tiers(
 
 
 def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
-
     spaces = [Space(each, differences_of_model(each, identity)) for each in prompt.of_tokens()]
     if not spaces and (lost := sum(number for _, number in prompt.ask(_num_lost))):
         raise ConfigError(
@@ -173,7 +167,6 @@ def _num_lost(store: Catalogue) -> int:
 
 
 def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
-
     found = prompt.namespaces(digits)
     if len(found) > 1:
         raise ConfigError(f"{len(found)} namespaces start with {digits}; give more digits")
