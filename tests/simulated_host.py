@@ -199,6 +199,17 @@ class SimulatedHost:
         request.num_computed_tokens = 0
         self.step([], preempted={request.request_id})
 
+    def admitted(self, request_id: str, prompt: Sequence[int], **options: Any) -> HostRequest:
+        """A new request that runs, with its hit."""
+        request = self.add(request_id, prompt, **options)
+        self.admit(request)
+        return request
+
+    def complete(self, request: HostRequest) -> Mapping[str, Any] | None:
+        """Run a request to its end."""
+        self.prefill(request)
+        return self.finish(request)
+
     def finish(self, request: HostRequest) -> Mapping[str, Any] | None:
         """End a request; return the connector's parameters for the client."""
         result = self.scheduler.request_finished(request, request.block_ids)

@@ -93,6 +93,11 @@ def lose_chunk(host: Any, key: ChunkKey, rank: int = 0) -> None:
     host.ranks[rank].worker.io.overwrite(host.pool.find(key).index)
 
 
+def wait_indexed(host: Any) -> None:
+    for part in host.parts:
+        assert part.store.wait_indexed(60)
+
+
 def assert_settles(host: Any) -> None:
     """Step until no slot is pinned or busy."""
 

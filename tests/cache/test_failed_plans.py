@@ -57,8 +57,7 @@ def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, mon
     host = make_host(store=stored)
     role = host.scheduler
     host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
-    request = host.add("reader", [*PROMPT, *range(50)])
-    host.admit(request)
+    request = host.admitted("reader", [*PROMPT, *range(50)])
     with monkeypatch.context() as patch:
         patch.setattr(role.saves, part, lambda *_: 1 / 0)
         plan = build_plan(host, request)
@@ -72,8 +71,7 @@ def test_nothing_is_saved_of_a_request_whose_load_was_not_planned(make_host):
     """Also by plans that were made before its failure was reported."""
     host = make_host()
     host.scheduler = GuardedScheduler(host.scheduler, Counters(), block_size=host.block_size)
-    request = host.add("reader", PROMPT)
-    host.admit(request)
+    request = host.admitted("reader", PROMPT)
     host.scheduler.update_after_alloc(request, request.block_ids, 24)
     request.num_computed_tokens, request.num_scheduled_tokens = 24, 8
     assert build_plan(host, request).lost_block_ids

@@ -46,8 +46,7 @@ def store_prompt(make_host, prompt=PROMPT):
     request = host.add("writer", prompt)
     keys = keys_of(host, prompt)
     host.admit(request)
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     host.settle()
     assert host.observer["put_stored"] == len(keys) == len(prompt) // 8
     return store, keys
@@ -333,8 +332,7 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
     gate, clock = Gate(), FakeClock()
     store = StallingStore(MemoryStore("x"), gate=gate, operations={"put"})
     host = make_host(store=store, clock=clock)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     host.prefill(request)
     clock.advance(CacheBounds().saves_seconds + 1)
     host.finish(request)
@@ -348,8 +346,7 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
 def test_each_stage_of_a_save_gives_an_idle_host_as_much_time_again(make_host, stage):
     clock = FakeClock()
     host = make_host(clock=clock)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     request.num_scheduled_tokens = len(PROMPT)
     save, *_ = host.scheduler.build_plan(HostStep([request])).saves
     slot = save.chunk.slot
@@ -397,8 +394,7 @@ def test_a_copy_that_fails_in_any_way_fails_its_chunks_alone(
     unreadable = host.scheduler.requests.unreadable
     assert [key in unreadable for key in keys] == [at >= broken_from for at in range(0, 40, 8)]
     assert request.num_computed_tokens == broken_from
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert_settles(host)
     assert host.run("next", PROMPT).num_external_tokens == 40
 
@@ -410,8 +406,7 @@ def test_a_hit_waits_for_slots_that_others_are_about_to_leave(make_host):
     assert [host.scheduler.lookup(request, 0).num_tokens for request in requests] == [None] * 3
     for request in requests:
         assert host.admit(request) == 40
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
     assert host.observer["miss_tokens/no_memory"] == 0
 
 
@@ -431,11 +426,9 @@ def test_a_bystander_of_a_failed_load_saves_nothing_more(make_host):
     """It may share the failed blocks by the host's own prefix cache, and not be computed again."""
     store, keys = store_prompt(make_host)
     host = make_host(store=store)
-    bystander = host.add("bystander", list(range(300, 341)))
-    host.admit(bystander)
+    bystander = host.admitted("bystander", list(range(300, 341)))
     host.step([bystander], tokens=4)
-    failing = host.add("failing", PROMPT)
-    host.admit(failing)
+    failing = host.admitted("failing", PROMPT)
     lose_chunk(host, keys[1])
     host.step([failing, bystander], tokens=1)
     host.prefill(bystander)

@@ -118,14 +118,12 @@ def test_generated_tokens_are_saved_only_if_asked(make_host):
 
 def test_a_preempted_request_resumes_from_the_store(make_host):
     host = make_host(chunk_tokens=8)
-    request = host.add("victim", list(range(30)))
-    host.admit(request)
+    request = host.admitted("victim", list(range(30)))
     host.prefill(request, budget=11)
     host.settle()
     host.preempt(request)
     assert host.admit(request) == 24
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
 
 
 def test_two_requests_with_one_prefix_store_it_once(make_host):

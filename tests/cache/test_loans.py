@@ -74,8 +74,7 @@ def test_what_is_lent_is_the_record_as_it_is_stored(make_host, tmp_path, model, 
     root, groups = tmp_path / "store", MODELS[model]
     made = {"store": f"file://{root}", "groups": groups, "world_size": world_size}
     writer = make_host(**made)
-    request = writer.add("writer", PROMPT)
-    writer.admit(request)
+    request = writer.admitted("writer", PROMPT)
     writer.prefill(request, budget=8)
     keys = keys_of(writer)
     records = [stored(root, writer, key) for key in keys]

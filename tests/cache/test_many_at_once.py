@@ -33,8 +33,7 @@ def write(make_host, directory: Path, world_size: int) -> Any:
     """A host that has stored the prefix."""
     url = f"file://{directory}"
     host = make_host(store=url, world_size=world_size, **OPTIONS)
-    request = host.add("writer", PREFIX)
-    host.admit(request)
+    request = host.admitted("writer", PREFIX)
     host.prefill(request)
 
     def is_stored() -> bool:
@@ -99,8 +98,7 @@ def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
     assert [host.admit(request) for request in requests] == [HIT] * NUM_REQUESTS
     host.step(requests, tokens=1)
     for request in requests:
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
     assert opened(host) == [once] * world_size
     assert host.observer["hit_tokens/file"] == NUM_REQUESTS * HIT
     assert_settles(host)
@@ -120,8 +118,7 @@ def test_requests_that_are_aborted_leave_the_reads_to_the_others(
     host.step([])
     gate.release()
     assert host.admit(last) == HIT
-    host.prefill(last)
-    host.finish(last)
+    host.complete(last)
     assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size
     assert host.observer["miss_cancelled"] == 0
     assert_settles(host)
@@ -161,8 +158,7 @@ def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_s
     assert len(set(hits)) == 1
     host.step(requests, tokens=1)
     for request in requests:
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
     assert all(max(counts.values()) == 1 for counts in opened(host))
     assert_settles(host)
 
@@ -181,6 +177,5 @@ def test_prompts_of_different_lengths_share_what_they_have_in_common(
     assert hits == [(length - 1) // CHUNK * CHUNK for length in lengths]
     host.step(requests, tokens=1)
     for request in requests:
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
     assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size

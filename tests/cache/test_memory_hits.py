@@ -88,8 +88,7 @@ def test_of_a_hit_that_is_partly_held_only_the_rest_is_read(host):
     request = host.add("warm", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     assert host.admit(request) == 40
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert [host.store.opened[key] for key in keys] == [1, 2, 1, 2, 1]
     assert host.observer["hit_tokens/memory"] == 24
     assert host.observer["hit_tokens/file"] == 40 + 16
@@ -250,8 +249,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_promise(host):
         host.step([])
     assert host.pool.num_taken == NUM_CHUNKS
     assert host.admit(request) == 40
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert host.pool.num_taken == 0
 
 

@@ -90,8 +90,7 @@ def assert_waits(decoder, request):
 
 def assert_ends(decoder, request, hit):
     assert decoder.admit(request) == hit
-    decoder.prefill(request)
-    decoder.finish(request)
+    decoder.complete(request)
     assert_settles(decoder)
 
 
@@ -379,8 +378,7 @@ def test_a_prefiller_that_ends_while_it_is_waited_for_costs_the_wait_only(peers)
     assert decoder.scheduler.lookup(request, 0).num_tokens is None
     prefiller.parts[0].close()
     assert decoder.admit(request) == 0
-    decoder.prefill(request)
-    decoder.finish(request)
+    decoder.complete(request)
     assert_settles(decoder)
     assert decoder.scheduler.is_idle
 
@@ -389,8 +387,7 @@ def test_a_prefiller_without_a_store_says_what_it_holds_and_copies_it_once(peers
     (port,) = free_ports(1)
     prefiller = peers(reads=[port], tiers=True)  # nobody is there
     for number in range(2):
-        request = prefiller.add(f"prefill {number}", PROMPT, handover=read_handover(ASKED))
-        prefiller.admit(request)
+        request = prefiller.admitted(f"prefill {number}", PROMPT, handover=read_handover(ASKED))
         prefiller.prefill(request)
         assert_settles(prefiller)
         answer = prefiller.finish(request)

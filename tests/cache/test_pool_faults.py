@@ -95,8 +95,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     request = stalled.give_up()
     stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
     assert len(stuck) == NUM_CHUNKS
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     # Three slots are left to the others.
     other = host.add("other", OTHER)
     assert host.scheduler.lookup(other, 0).num_tokens is None
@@ -113,8 +112,7 @@ def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_
     assert host.admit(other) == 24
     slots = {slot.index for key in keys_of(host, OTHER) if (slot := host.pool.find(key))}
     assert not slots & stuck
-    host.prefill(other)
-    host.finish(other)
+    host.complete(other)
     host.step([])
     assert all(slot_at(host.pool, index).is_busy for index in stuck)
     stalled.gate.release()
@@ -134,8 +132,7 @@ def test_late_bytes_are_not_held_and_meet_no_other_chunk(
     assert_settles(host)
     assert not any(host.pool.find(key) for key in keys_of(host))
     assert host.run("other", OTHER).num_external_tokens == 40
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert host.run("again", PROMPT).num_external_tokens == 40
 
 
@@ -152,8 +149,7 @@ def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request
     assert not slots & stuck
     stalled.gate.release()
     assert host.admit(request) == 40
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert_settles(host)
 
 
@@ -207,8 +203,7 @@ def test_close_does_not_wait_for_a_pool_full_of_unfinished_reads(make_host, two_
 def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_size: int):
     url = f"file://{tmp_path}"
     writer = make_host(store=url, world_size=world_size, num_slots=1)
-    request = writer.add("writer", PROMPT)
-    writer.admit(request)
+    request = writer.admitted("writer", PROMPT)
     writer.prefill(request)
     for token in range(60):
         writer.settle(timeout=1.0)
@@ -226,8 +221,7 @@ def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_siz
     assert [host.admit(first), host.admit(second)] == [8, 8]
     host.step([first, second], tokens=1)
     for each in (first, second):
-        host.prefill(each)
-        host.finish(each)
+        host.complete(each)
     assert host.observer["miss_tokens/no_memory"] == 4 * 32
     assert_settles(host)
 
@@ -251,8 +245,7 @@ def test_a_prompt_that_is_asked_for_again_while_its_cancelled_reads_end(make_hos
     host.step([])
     gate.release()
     assert host.admit(second) == 40
-    host.prefill(second)
-    host.finish(second)
+    host.complete(second)
     assert_settles(host)
     assert held_keys(host.pool) == set(keys_of(host))
 
@@ -292,8 +285,7 @@ def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: 
     assert_settles(host)
     assert not any(host.pool.find(key) for key in old_keys)
     host.admit(request)
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     host.settle()
     assert host.run("of this epoch", PROMPT).num_external_tokens > 0
 
@@ -306,8 +298,7 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
         for _ in range(world_size)
     ]
     host = make_host(store=stores[0].url, rank_stores=stores, world_size=world_size)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     host.step([request], tokens=len(PROMPT))
     old_keys = keys_of(host)
     wait_for(lambda: (host.step([]), gate.wait_for_arrival(0.01))[1])
@@ -317,8 +308,7 @@ def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: 
     host.finish(request)
     again = host.add("of this epoch", PROMPT)
     assert host.admit(again) == 0
-    host.prefill(again)
-    host.finish(again)
+    host.complete(again)
     gate.release()
     assert_settles(host)
     assert not any(host.pool.find(key) for key in old_keys)
@@ -338,8 +328,7 @@ def test_reset_between_a_promise_and_its_plan(make_host, directory: Path):
     # Its load is gone: a host that resets takes the blocks of all requests away.
     host.preempt(request)
     assert host.admit(request) == 0
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert_settles(host)
 
 
@@ -375,8 +364,7 @@ def test_chunks_of_a_forward_that_failed_are_put_off_and_saved_by_the_next_step(
     make_host, tmp_path: Path, world_size: int, failing: set[int]
 ):
     host = make_host(store=f"file://{tmp_path}", world_size=world_size)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     fail_step(host, request, len(PROMPT), failing)
     assert host.pool.num_taken == NUM_CHUNKS
     host.step([])
@@ -396,8 +384,7 @@ def test_loads_of_a_forward_that_failed_are_not_lost(make_host, directory: Path)
     assert host.admit(request) == 40
     fail_step(host, request, 1, {0})
     assert host.pool.num_taken == 0
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
 
 
 @RANKS
@@ -425,8 +412,7 @@ def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
     assert host.pool.num_taken == NUM_CHUNKS
     # The first of two ranks began two reads, the second one none.
     assert host.admit(request) == (16 if world_size == 1 else 0)
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40
 

@@ -37,8 +37,7 @@ def store_prompt(
 ):
     model = model or groups(num_kv_heads)
     host = make_host(store=url, groups=model, world_size=world_size, **options)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     host.prefill(request, budget=8)
     for _ in range(100):
         request.all_token_ids.append(1)
@@ -85,8 +84,7 @@ def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, ur
     hosts = [make_host(store=url, groups=groups(), world_size=world_size) for world_size in (1, 2)]
     requests = []
     for host in hosts:
-        request = host.add("w", PROMPT)
-        host.admit(request)
+        request = host.admitted("w", PROMPT)
         requests.append(request)
     for _ in range(30):
         for host, request in zip(hosts, requests, strict=True):
@@ -191,8 +189,7 @@ def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
     make_host, url: str, putting_off: int, order: tuple[int, int], plans_between: bool
 ):
     host = make_host(store=url, groups=groups(), world_size=2)
-    request = host.add("writer", PROMPT)
-    host.admit(request)
+    request = host.admitted("writer", PROMPT)
     request.num_scheduled_tokens = len(PROMPT)
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot

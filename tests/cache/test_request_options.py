@@ -24,10 +24,10 @@ def host(make_host, store):
 def run(host, name, prompt=PROMPT, *, handover=None, extra_keys=None, **options):
     """A whole request; its answer."""
     keys = {} if extra_keys is None else {"extra_keys": extra_keys}
-    request = host.add(name, prompt, options=RequestOptions(**options), handover=handover, **keys)
-    host.admit(request)
-    host.prefill(request)
-    answer = host.finish(request)
+    request = host.admitted(
+        name, prompt, options=RequestOptions(**options), handover=handover, **keys
+    )
+    answer = host.complete(request)
     host.settle()
     return answer
 
@@ -110,8 +110,7 @@ def test_an_answer_says_what_was_hit_and_why_the_rest_was_computed(host):
 
 def test_a_preempted_request_explains_its_first_admission(host):
     run(host, "writer", PROMPT[:17])
-    request = host.add("r", PROMPT, options=RequestOptions(explain=True))
-    host.admit(request)
+    request = host.admitted("r", PROMPT, options=RequestOptions(explain=True))
     host.prefill(request)
     host.settle()
     host.preempt(request)
@@ -134,8 +133,7 @@ def pinned(store) -> dict[bytes, float]:
 
 def test_the_chunks_of_a_prompt_are_kept(make_host, store):
     host = make_host(store=store, save_generated=True)
-    request = host.add("kept", PROMPT[:40], options=RequestOptions(pin=3600.0))
-    host.admit(request)
+    request = host.admitted("kept", PROMPT[:40], options=RequestOptions(pin=3600.0))
     host.prefill(request)
     for token in range(9):
         request.all_token_ids.append(token)
@@ -162,10 +160,8 @@ def test_chunks_that_are_stored_after_the_end_of_their_request_are_kept_too(make
     gate = Gate()
     late = PutsLate(store, gate=gate, operations={"put"})
     host = make_host(store=late)
-    request = host.add("kept", PROMPT, options=RequestOptions(pin=3600.0))
-    host.admit(request)
-    host.prefill(request)
-    host.finish(request)
+    request = host.admitted("kept", PROMPT, options=RequestOptions(pin=3600.0))
+    host.complete(request)
     wait_for(lambda: late.has_pinned)
     assert pinned(store) == {}
     gate.release()

@@ -109,8 +109,7 @@ def test_what_a_session_generates_is_stored_in_its_last_piece_too(make_host):
 @pytest.mark.parametrize("generated", [True, False])
 def test_the_token_that_a_session_takes_back_is_in_no_key(make_host, generated):
     host = make_host(chunk_tokens=CHUNK, save_generated=generated)
-    request = host.add("A", PIECES[0])
-    host.admit(request)
+    request = host.admitted("A", PIECES[0])
     answer(host, request)
     assert len(request.all_token_ids) % CHUNK == 0
     host.step([])  # with the sampled token, the third chunk is whole
@@ -167,11 +166,9 @@ def test_a_session_that_grows_while_its_hit_is_fetched_lets_it_go(make_host, cac
 def test_a_session_on_blocks_of_a_failed_load_is_not_stored_before_it_has_others(make_host):
     store, keys = store_prompt(make_host)
     host = make_host(store=store)
-    session = host.add("bystander", PIECES[0])
-    host.admit(session)
+    session = host.admitted("bystander", PIECES[0])
     host.step([session], tokens=4)
-    failing = host.add("failing", PROMPT)
-    host.admit(failing)
+    failing = host.admitted("failing", PROMPT)
     lose_chunk(host, keys[1])
     host.step([failing, session], tokens=1)
     host.prefill(session)

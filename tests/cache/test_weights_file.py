@@ -58,8 +58,7 @@ def test_a_reset_keeps_what_was_stored_if_the_file_says_the_same(host, file, cha
     change(file)
     assert hit(host) == expected
     assert host.admit(waiting) == HIT
-    host.prefill(waiting)
-    host.finish(waiting)
+    host.complete(waiting)
     assert hit(host) == HIT, "what was stored since is read"
     assert host.pool.num_taken == 0
 
@@ -95,8 +94,7 @@ def test_a_look_up_that_was_under_way_begins_again(host):
     assert host.scheduler.lookup(request, 0).num_tokens is None
     assert host.scheduler.reset()
     assert host.admit(request) == HIT
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     assert host.pool.num_taken == 0
 
 
@@ -122,8 +120,7 @@ def test_a_file_that_cannot_be_read_in_time_holds_up_nothing(make_host, file):
         assert host.admit(request) == 0
     finally:
         os.close(os.open(file, os.O_RDWR))
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
 
 
 @pytest.mark.parametrize("text", [None, "", " \n"])

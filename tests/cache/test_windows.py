@@ -22,7 +22,7 @@ from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import read_value
 from kvferry.types import GroupShard, KVGroup, RankShard
-from tests.cache.keeping import wait_for
+from tests.cache.keeping import wait_for, wait_indexed
 from tests.cache.windowed import group, opened, split, stored, wait_stored
 from tests.host_tables import HostTable, parts_of_tables, table_per_group
 from tests.simulated_host import SimulatedHost
@@ -138,8 +138,7 @@ def test_ranks_of_any_number_read_windows(
         writer.run("writer", prompt, generate=[5] * 3)
         wait_stored(writer, 5)
     with opened(groups, url, world_size=readers, tables=tables) as reader:
-        for part in reader.parts:
-            assert part.store.wait_indexed(60)
+        wait_indexed(reader)
         assert reader.run("reader", prompt, budget=3).num_external_tokens == 40
         assert reader.observer["load_failed_chunks"] == 0
 
@@ -273,8 +272,7 @@ def test_a_later_hit_fetches_the_groups_that_it_lacks_into_the_same_slots():
             request = host.add(name, prompt[:length])
             assert host.scheduler.lookup(request, 0).num_tokens == length - 1
             host.admit(request)
-            host.prefill(request)
-            host.finish(request)
+            host.complete(request)
         assert counter.opened == []
 
 
@@ -288,8 +286,7 @@ def test_groups_that_cannot_be_fetched_leave_the_groups_that_are_held():
         request = host.add("short", prompt[:41])
         assert host.admit(request) == 24
         assert host.pool.find(keys[3]).held == {0}
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
         host.settle()
         # Computed again, and saved again as a whole.
         assert host.pool.find(keys[3]).held == {0, 1}

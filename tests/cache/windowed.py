@@ -79,8 +79,7 @@ def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStor
         request = host.add("writer", prompt)
         keys = list(host.scheduler.requests.track(request).keys.keys)
         host.admit(request)
-        host.prefill(request)
-        host.finish(request)
+        host.complete(request)
         host.settle()
     assert all(store.contains(key) for key in keys)
     return store, keys

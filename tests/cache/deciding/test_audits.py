@@ -80,9 +80,10 @@ def two_ranks(make_host, tmp_path):
     return make
 
 
-def end(host, request):
-    """End a request, and take all reports."""
-    host.finish(request)
+def end(host, request=None):
+    """End a request, if any, and take all reports."""
+    if request is not None:
+        host.finish(request)
     host.settle()
     assert_settles(host)
 
@@ -90,8 +91,7 @@ def end(host, request):
 def settled_run(host, request_id, prompt=PROMPT, **options):
     """Run a prompt, and take all reports."""
     request = host.run(request_id, prompt, **options)
-    host.settle()
-    assert_settles(host)
+    end(host)
     return request
 
 
@@ -206,10 +206,8 @@ def test_hits_that_begin_before_the_first_audit_ended_are_audited_too(reader):
     assert [host.admit(each) for each in requests] == [SHORT] * 3
     host.step(requests, tokens=1)
     for each in requests:
-        host.prefill(each)
-        host.finish(each)
-    host.settle()
-    assert_settles(host)
+        host.complete(each)
+    end(host)
     assert counts(host) == (3, 0, 0)
     assert settled_run(host, "later").num_external_tokens == WHOLE
 
@@ -470,10 +468,8 @@ def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader)
     host.settle()
     for each in requests:
         assert host.admit(each) == 0
-        host.prefill(each)
-        host.finish(each)
-    host.settle()
-    assert_settles(host)
+        host.complete(each)
+    end(host)
     assert host.observer["audits"] == host.observer["audit_failed"] == 0
     assert host.scheduler.audits.has_failed
 
@@ -499,8 +495,7 @@ def test_another_epoch_reads_and_writes_again(reader):
 
 def test_an_audit_that_ends_after_its_epoch_says_nothing(reader):
     host = reader(other=True)
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     host.scheduler.reset()  # before the plan that has the audit
     host.step([request], tokens=len(PROMPT) - SHORT)
     end(host, request)
@@ -514,8 +509,7 @@ def test_an_audit_that_ends_after_its_epoch_says_nothing(reader):
 
 def test_a_request_that_ends_before_its_audit_gives_its_slots_back(reader):
     host = reader()
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     end(host, request)
     assert counts(host) == (0, 0, 0)
     assert settled_run(host, "next").num_external_tokens == SHORT
@@ -523,8 +517,7 @@ def test_a_request_that_ends_before_its_audit_gives_its_slots_back(reader):
 
 def test_a_preempted_request_is_audited_when_it_comes_again(reader):
     host = reader()
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     host.step([request], tokens=2)
     host.preempt(request)
     assert host.admit(request) == SHORT
@@ -536,8 +529,7 @@ def test_a_preempted_request_is_audited_when_it_comes_again(reader):
 def test_a_request_whose_identity_is_lost_is_not_audited(reader):
     """Another adapter may compute the rest of it."""
     host = reader()
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     be_another_model(host)
     request.extra_keys = ExtraKeys(cacheable=False)
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
@@ -547,8 +539,7 @@ def test_a_request_whose_identity_is_lost_is_not_audited(reader):
 
 def test_a_load_that_failed_is_not_audited(reader):
     host = reader(recomputes=True)
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     lose_chunk(host, held_keys(host.pool).pop())
     host.prefill(request)
     end(host, request)
@@ -590,8 +581,7 @@ def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkey
     assert counts(host) == (0, 0, 0)
     gate.set()
     wait_for(lambda: host.step([]) and host.observer["audits"] == 1)
-    host.settle()
-    assert_settles(host)
+    end(host)
     assert settled_run(host, "later").num_external_tokens == WHOLE
 
 
@@ -599,8 +589,7 @@ def test_a_comparison_that_hangs_delays_a_step_for_a_bounded_time(reader, monkey
 def test_a_load_that_failed_ends_the_audits_that_wait(reader, recomputes):
     """Their requests may compute on blocks that were not filled."""
     host = reader(recomputes=recomputes)
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     host.step([request], tokens=1)
     failed = RankReport(rank=0, pool=host.pool.pool_id, failures=1, failed_keys=(b"of another",))
     host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(failed,))))
@@ -612,8 +601,7 @@ def test_a_load_that_failed_ends_the_audits_that_wait(reader, recomputes):
 
 def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
     host = reader()
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     compute = host.ranks[0].compute
     host.ranks[0].compute = lambda *_: (_ for _ in ()).throw(MemoryError("forward"))
     with pytest.raises(MemoryError):
@@ -630,8 +618,7 @@ def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, r
     """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the
     others is wrong, too."""
     host = two_ranks(recomputes=recomputes)
-    request = host.add("first", PROMPT)
-    host.admit(request)
+    request = host.admitted("first", PROMPT)
     lose_chunk(host, held_keys(host.pool).pop(), rank=0)
     be_right_again = be_another_model(host, host.ranks[1:])  # in this step only
     host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)

@@ -73,8 +73,7 @@ def make_engine(make_host):
 
 def prefill(host, prompt=PROMPT, params=ASKED, *, settles=True, name="prefill"):
     """The parameters of a prefill's answer."""
-    request = host.add(name, prompt, handover=read_handover(params))
-    host.admit(request)
+    request = host.admitted(name, prompt, handover=read_handover(params))
     host.prefill(request)
     request.all_token_ids.append(7)
     answer = host.finish(request)
@@ -149,8 +148,7 @@ def test_a_prompt_shorter_than_a_chunk_has_an_answer_without_chunks(make_engine,
 def test_a_request_that_is_not_cached_has_no_answer(make_engine, server):
     host = make_engine(server)
     hidden = ExtraKeys(cacheable=False)
-    request = host.add("r", PROMPT, extra_keys=hidden, handover=read_handover(ASKED))
-    host.admit(request)
+    request = host.admitted("r", PROMPT, extra_keys=hidden, handover=read_handover(ASKED))
     host.prefill(request)
     assert host.finish(request) is None
 
@@ -166,8 +164,7 @@ def test_what_is_held_and_no_longer_stored_is_stored_again(make_engine, server):
         host.parts[0].store._keys.forget(bytes.fromhex(name.rpartition("/")[2]))
     request = host.add("prefill", PROMPT, handover=read_handover(ASKED))
     host.admit(request, num_local_tokens=40)
-    host.prefill(request)
-    answer = host.finish(request)
+    answer = host.complete(request)
     host.settle()
     assert set(server.values) == keys
     assert decode(make_engine(server), answer) == 40
@@ -646,12 +643,10 @@ def test_the_journal_has_the_reason_and_the_log_one_line(make_engine, tmp_path, 
     answer["kvferry"]["v"] = 2
     host = make_engine(SlowClient(), record=str(tmp_path / "journal"))
     caplog.clear()
-    request = host.add("decode", PROMPT, handover=read_handover(answer))
-    host.admit(request)
+    request = host.admitted("decode", PROMPT, handover=read_handover(answer))
     host.preempt(request)
     host.admit(request)  # admitted again: it was logged
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     host.scheduler.close()
     line = json.loads((tmp_path / "journal").read_text())
     assert line["misses"] == {"other_producer": 40, "partial": 1}
@@ -808,8 +803,7 @@ def test_a_step_looks_up_a_few_of_a_long_queue_and_each_in_its_turn(make_host):
 def test_the_next_turn_finds_what_the_decode_generated(make_engine, server):
     answer = prefill(make_engine(server))
     decoder = make_engine(server, save_generated=True)
-    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
-    decoder.admit(request)
+    request = decoder.admitted("decode", PROMPT, handover=read_handover(answer))
     decoder.prefill(request)
     for token in range(100, 124):
         request.all_token_ids.append(token)
@@ -898,8 +892,7 @@ def test_parameters_of_any_form_end_in_a_right_answer(make_engine, params):
     host.scheduler.lookup(request, 0)
     clock.advance(LIMIT + 1)
     assert host.admit(request) == 0
-    host.prefill(request)
-    host.finish(request)
+    host.complete(request)
     host.settle()
     assert host.scheduler.is_idle
     assert host.pool.num_taken == 0
