@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.real_vllm import wrong_model
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
     EXAMPLES,
@@ -39,18 +40,8 @@ HITS = CHUNKS * 128
 
 def offloading(store: Path, **extra: Any) -> dict[str, Any]:
     """The configuration of vLLM's connector, with our tier behind it."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "vllm_tiers",
-            "cpu_bytes_to_use": 32 << 20,
-            "block_size": 128,
-            "secondary_tiers": [{**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}],
-            **extra,
-        },
-    }
+    tier = {**TIER, "store": store.as_uri(), "load_timeout_seconds": SECONDS}
+    return wrong_model.offloading(tier, **extra)
 
 
 def assert_counters_agree(answers: Answers, rows: int) -> None:

@@ -81,7 +81,8 @@ CASES = (
 )
 
 
-def offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
+def offloading(tier: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    """Return the configuration of vLLM's connector, with a tier behind it."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -91,6 +92,7 @@ def offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
             "cpu_bytes_to_use": 32 << 20,
             "block_size": 128,
             "secondary_tiers": [tier],
+            **extra,
         },
     }
 
