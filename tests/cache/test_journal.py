@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -56,14 +55,6 @@ def test_each_request_is_one_line_without_its_tokens(tmp_path):
     assert second == JournalLine(12.346, 8, 3, [], "id")
 
 
-def test_a_second_engine_appends(tmp_path):
-    for key in (A, B):
-        journal = Journal(tmp_path / "r.jsonl", 8)
-        add(journal, 8, [key])
-        journal.close()
-    assert read_trace(tmp_path / "r.jsonl").blocks.tolist() == [0, 1]
-
-
 def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
     path = tmp_path / "r.jsonl"
     host = make_host(record=str(path))
@@ -79,37 +70,16 @@ def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
 
 
 FILE_EVENTS = (
-    "open",
-    "os.open",
-    "os.rename",
-    "os.remove",
-    "os.link",
-    "os.symlink",
-    "os.mkdir",
-    "os.truncate",
-    "os.utime",
-    "os.chmod",
-    "os.listdir",
-    "os.scandir",
-    "fcntl.flock",
-    "fcntl.lockf",
+    "open", "os.open", "os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.truncate",
+    "os.utime", "os.chmod", "os.listdir", "os.scandir", "fcntl.flock", "fcntl.lockf",
     "sqlite3.connect",
-)
+)  # fmt: skip
 """Of Python's audit: each is raised before a file is opened or changed."""
 
 CALLS = (
-    "write",
-    "writev",
-    "pwrite",
-    "pwritev",
-    "read",
-    "readinto",
-    "pread",
-    "preadv",
-    "fsync",
-    "flush",
+    "write", "writev", "pwrite", "pwritev", "read", "readinto", "pread", "preadv", "fsync", "flush",
     "stat",
-)
+)  # fmt: skip
 """Of what is open already, for which there is no audit."""
 
 WATCHED: dict[int, list[str]] = {}
@@ -195,12 +165,6 @@ def test_a_request_has_its_answer_and_the_numbers_behind_it(make_host, tmp_path)
     assert (gone.request, gone.hits, gone.misses) == ("gone", {}, {})
     assert all(line.keys == writer.keys for line in (hits, computes, gone))
     assert writer.time <= hits.time <= computes.time <= gone.time
-
-
-def test_without_the_option_nothing_is_recorded(make_host, tmp_path):
-    host = make_host()
-    host.run("first", PROMPT)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full device")
