@@ -104,6 +104,7 @@ class Events:
         self.requests: list[HostRequest] = []
         self.answers: dict[str, tuple[int, int]] = {}  # of waiting requests: local and promised
         self.locals: dict[str, int] = {}
+        self.admitted: set[str] = set()  # in this epoch
         self.last: dict[int, tuple[Search, Any, Awaiting | None]] = {}  # by search that asked again
         self.ends: deque[tuple[str, int]] = deque()  # of fetches and saves under way
 
@@ -196,6 +197,7 @@ class Events:
         if isinstance(state, Awaiting):
             source = request.handover.source
             assert source.waits
+            assert request.request_id not in self.admitted
             assert source.stamp is None or source.stamp.last_key != OTHER
             assert state.until <= plan.latest
             end = min(plan.num_chunks * CHUNK, len(request.all_token_ids) - 1)
@@ -306,6 +308,7 @@ class Events:
         request.block_ids = tuple([*blocks] for _ in range(self.num_tables))
         self.role.update_after_alloc(request, request.block_ids, used)
         request.num_computed_tokens = local + used
+        self.admitted.add(request.request_id)
 
     def step(self, which: int, how: int) -> None:
         """Compute all that runs, `how` tokens at a time, and take over what the plan begins."""
@@ -389,6 +392,7 @@ class Events:
     def reset(self, which: int, how: int) -> None:
         if how == 7:
             assert self.role.reset()
+            self.admitted.clear()
             self.answers.clear()
 
 

@@ -159,7 +159,8 @@ class Search:
       another engine was awaited move a deadline on, up to the latest time of the plan. If nothing
       happens, each state comes once, and `Asking` once more after a wait in vain.
     - It asks only a store that has not answered, awaits only what may still come and makes a hit
-      longer, and fetches only while a chunk comes or another request has slots to release.
+      longer, and fetches only while a chunk comes or another request has slots to release. A
+      request that was admitted awaits nothing more.
     """
 
     wanted: Wanted = NOTHING
