@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
-from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS
+from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, Awaiting
 from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
@@ -528,6 +528,29 @@ def test_what_is_there_at_the_first_look_is_no_wait(make_engine, server):
     apart.clock.advance(LIMIT + 1)
     apart.host.admit(request, num_local_tokens=40)
     assert apart.waits(2) == [LIMIT, LOOK]
+
+
+@pytest.mark.parametrize("num_local", [16, 40])
+def test_what_the_host_has_itself_by_now_did_not_come(apart, num_local):
+    """For example, because another request began as this one does. Neither does the wait get
+    longer, nor do later ones."""
+    assert apart.waits(2) == [LIMIT, LOOK]
+    request = apart.begin()
+
+    assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+    search = apart.host.scheduler.requests.by_id[request.request_id].search
+
+    def waits() -> bool:
+        apart.host.scheduler.lookup(request, 0)
+        return isinstance(search.state, Awaiting)
+
+    wait_until(waits, "the store has answered")
+    until = search.state.until
+    apart.host.scheduler.lookup(request, num_local)
+    assert search.wait().until == until
+    apart.clock.advance(LOOK + 0.1)
+    assert apart.host.admit(request, num_local_tokens=num_local) == 0
+    assert apart.waits(1) == [LOOK]
 
 
 def test_the_wait_for_a_slow_prefill_has_a_bound(make_engine, monkeypatch):

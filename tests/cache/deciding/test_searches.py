@@ -402,3 +402,20 @@ class Events:
 @given(events=EVENTS, seed=st.integers(0, 99))
 def test_searches_keep_their_promises_and_their_time(audit, window, events, seed):
     Events(window, audit, seed).run(events)
+
+
+@pytest.mark.parametrize("how", [6, 7])
+def test_a_chunk_that_is_missed_is_not_looked_up_in_each_search(monkeypatch, how):
+    """Reports of hundreds of chunks come at once, and hundreds of requests may wait."""
+    looks, awaits = [], Search.awaits
+    monkeypatch.setattr(Search, "awaits", lambda *args: looks.append(1) or awaits(*args))
+    events = Events(None, "off", 0)
+    for _ in range(9):
+        events.arrive(0, 3)
+    events.store_some(0, 4)
+    for which in range(9):
+        events.look_up(which, 0)
+    assert len(events.ends) == 4
+    while events.ends:
+        events.end_one(how)
+    assert 4 <= len(looks) < 9

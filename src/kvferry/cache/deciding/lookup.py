@@ -244,7 +244,7 @@ class Lookup:
         """Learn that a rank could not read a chunk. It is not offered for some time, unless a peer
         has it soon, or one of the searches waits for it and reads it again."""
         missed, now, miss = filled.missed or "", self._clock(), LookupMiss.UNREADABLE
-        waiting = [each for each in searches if each is not None and each.awaits(key, now)]
+        waiting = (each for each in searches if each is not None and each.awaits(key, now))
         if missed == MissReason.ABSENT:
             miss = LookupMiss.VANISHED
             if any(search.wanted.plan.is_held for search in waiting):
@@ -308,13 +308,15 @@ class Lookup:
         plan, now = search.wanted.plan, self._clock()
         state, wait = search.state, search.wait(known)
         was_waiting = isinstance(state, Awaiting)
+        if self.usable(plan.num_chunks, end) <= search.num_local:
+            return False
         if known >= min(plan.num_chunks, len(search.wanted.keys)):
             if was_waiting:
                 self._patience.came()
             return False
-        if self.usable(plan.num_chunks, end) <= search.num_local:
-            return False
-        if known > wait.num_known:  # the others have as much time again, until the latest time
+        # What the host has itself did not come. The others have as much time again, until the
+        # latest time.
+        if known > max(wait.num_known, search.num_local // self._chunk):
             self._patience.came()
             until = min(now + self._wait_seconds, plan.latest)
             wait = Awaiting(max(until, wait.until), known, has_come=True)
