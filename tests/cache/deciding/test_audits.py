@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from kvferry.blocks.audit import compare
 from kvferry.cache.messages import RankReport, SharedStorageMeta
+from kvferry.cache.moving.comparisons import Comparisons
 from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError
+from kvferry.store.recordio import seal_record
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ExtraKeys
 from tests.cache.hosts import make_groups
@@ -653,3 +656,30 @@ def test_a_comparison_does_not_wait_for_writes(make_host, directory):
     assert counts(host) == (1, 0, 0)
     assert host.pool.is_writing
     gate.release()
+
+
+def test_a_comparison_goes_before_what_waits_to_be_hashed(reader, monkeypatch):
+    """A step waits for it, and should not wait for all that earlier steps computed."""
+    moving, begun, order = "kvferry.cache.moving", threading.Event(), []
+
+    def seal(*args):
+        assert begun.wait(60)
+        order.append("hash")
+        return seal_record(*args)
+
+    def compare_noting(*args):
+        order.append("compare")
+        return compare(*args)
+
+    def begin(comparisons, *args, **options):
+        begin_right(comparisons, *args, **options)
+        begun.set()
+
+    begin_right = Comparisons.begin
+    monkeypatch.setattr(Comparisons, "begin", begin)
+    monkeypatch.setattr(f"{moving}.slot_io.seal_record", seal)
+    monkeypatch.setattr(f"{moving}.comparisons.compare", compare_noting)
+    host = reader(recomputes=True)
+    settled_run(host, "first", [*PROMPT, *range(500, 541)])
+    assert counts(host) == (1, 0, 0)
+    assert order == ["hash", "compare", *["hash"] * 4]

@@ -172,7 +172,10 @@ class SlotIO:
         schema = self._rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         save = self._saves[chunk.slot] = _Save(chunk, gathered)
-        save.hash = self.hash_pool.submit(lambda _job: self._seal(save, gathered, schema))
+        # A step may wait for a comparison, so that goes before the seals that wait.
+        save.hash = self.hash_pool.submit(
+            lambda _job: self._seal(save, gathered, schema), can_wait=True
+        )
 
     def _seal(self, save: _Save, gathered: Gathered, schema: RecordSchema) -> Sealed:
         """Hash a chunk, and queue the write of a record that is whole. Runs in: hash thread."""
