@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -34,9 +35,10 @@ from kvferry.testing.faults import (
 )
 from kvferry.testing.stores import read_value
 from kvferry.types import ExtraKeys
+from tests.cache.hosts import make_groups
 from tests.simulated_host import prefix_seeds
 
-from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
+from .keeping import NUM_CHUNKS, PROMPT, assert_settles, keys_of, lose_chunk, wait_for
 
 
 def store_prompt(make_host, prompt=PROMPT):
@@ -342,7 +344,10 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
     gate.release()
 
 
-@pytest.mark.parametrize("stage", ["filled", "sealed", "saved"])
+SAVE_STAGES = ("filled", "sealed", "saved")
+
+
+@pytest.mark.parametrize("stage", SAVE_STAGES)
 def test_each_stage_of_a_save_gives_an_idle_host_as_much_time_again(make_host, stage):
     clock = FakeClock()
     host = make_host(clock=clock)
@@ -358,6 +363,34 @@ def test_each_stage_of_a_save_gives_an_idle_host_as_much_time_again(make_host, s
     assert host.scheduler.has_pending_work()
     clock.advance(CacheBounds().saves_seconds)
     assert not host.scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_stage_of_a_save_is_told_once(make_host, monkeypatch, world_size):
+    gate, told = Gate(), Counter()
+    store = StallingStore(MemoryStore("x"), gate=gate, operations={"put"})
+    groups = make_groups(num_kv_heads=4)
+    host = make_host(
+        store=store, rank_stores=[store] * world_size, groups=groups, world_size=world_size
+    )
+    learn = host.scheduler.update_output
+
+    def noting(output):
+        for report in getattr(output.meta, "reports", ()):
+            told.update({stage: len(getattr(report, stage)) for stage in SAVE_STAGES})
+        learn(output)
+
+    monkeypatch.setattr(host.scheduler, "update_output", noting)
+    host.run("writer", PROMPT)
+    slots = [host.pool.find(key) for key in keys_of(host)]
+    wait_for(lambda: host.step([]) and not any(slot.num_sealing for slot in slots))
+    host.step([])
+    gate.release()
+    host.settle()
+    num_parts = NUM_CHUNKS * world_size
+    saved = NUM_CHUNKS if world_size == 1 else 0  # the scheduler role writes for several ranks
+    assert told == {"filled": num_parts, "sealed": num_parts, "saved": saved}
+    assert all(rank.worker.is_idle for rank in host.ranks)
 
 
 def store_prompts(make_host, number: int) -> tuple[MemoryStore, list[list[int]]]:
