@@ -155,6 +155,7 @@ class Stream:
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = stream
+        self._is_ended = False
         self._pid = os.getpid()
         # Bytes that were received and not read yet: [start, end) of the buffer.
         self._buffer = bytearray(BUFFER_BYTES)
@@ -171,6 +172,8 @@ class Stream:
             do_handshake_on_connect=False,
         )
         self._socket = secured  # first, so that `end` ends the handshake, too
+        if self._is_ended:  # meanwhile: that reached neither socket
+            raise ConnectionAbortedError(_CLOSED)
         secured.do_handshake()
 
     def write(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
@@ -219,6 +222,7 @@ class Stream:
     def end(self) -> None:
         """Make the thread that uses the connection fail and close it. Any thread may call this."""
         if self._pid == os.getpid():
+            self._is_ended = True
             with suppress(OSError):
                 # Not the method of SSLSocket, after which the other thread would go on in clear.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

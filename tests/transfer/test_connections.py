@@ -527,6 +527,25 @@ def test_a_close_ends_a_call_that_connects_again(serve, connect, monkeypatch):
         client.states_of([A], soon())
 
 
+def test_a_close_ends_a_connection_that_has_just_got_its_place(serve, monkeypatch):
+    server = serve(bounds=Bounds(handshake_seconds=600))
+    closing = threading.Thread(target=server.close)
+    has_place = server._has_place
+
+    def closes_then():
+        found = has_place()
+        closing.start()
+        wait_until(lambda: server._closed, "it closes")
+        return found
+
+    monkeypatch.setattr(server, "_has_place", closes_then)
+    with socket.create_connection(server.address, 30) as stream, suppress(ConnectionResetError):
+        while stream.recv(100):
+            pass
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_an_address_that_cannot_be_reached_is_one_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -7,10 +7,12 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
+from kvferry.network import Stream
 from kvferry.observe import Counters
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
@@ -192,6 +194,21 @@ def test_a_close_ends_calls_under_way(serve_tls, connect_tls, lender):
     assert not thread.is_alive()
     assert len(errors) == 1
     lender.gate.set()
+
+
+def test_an_end_while_tls_takes_over_the_socket_ends_the_handshake(files):
+    near, far = socket.socketpair()
+    stream = Stream(near)
+    real = PeerFiles(**files._asdict()).open_tls("client")
+
+    class Slow:
+        def wrap_socket(self, *args, **options):
+            secured = real.wrap_socket(*args, **options)
+            stream.end()
+            return secured
+
+    with far, closing(stream), pytest.raises(ConnectionAbortedError):
+        stream.secure(Slow(), soon(), "127.0.0.1")
 
 
 # -- options ------------------------------------------------------------------------------------

@@ -210,6 +210,8 @@ class PeerServer:
         )
         with self._lock:
             self._connections[client] = thread
+            if self._closed:  # meanwhile: `close` did not see this connection
+                client.end()
         try:
             thread.start()
         except RuntimeError:  # the process can start no more threads
