@@ -156,7 +156,7 @@ class PromptSearch:
         tiers: the stores by name, nearest first.
         extra: salt and LoRA adapter of the request.
         block_tokens: tokens of the engine's blocks; a hit is whole blocks.
-        away: tiers that could not be opened.
+        away: tiers that could not be opened; it gets those that do not answer, too.
 
     Attributes:
         token_ids: as given.
@@ -173,13 +173,13 @@ class PromptSearch:
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
-        away: Mapping[str, str] | None = None,
+        away: dict[str, str] | None = None,
     ) -> None:
         self._tiers = tiers
         self.token_ids = token_ids
         self._extra = extra
         self._block_tokens = block_tokens
-        self.away = dict(away or {})
+        self.away = {} if away is None else away
         self.where = ", ".join(store.url for store in tiers.values())
         self._removed = dict(answer for _, answer in self.ask(_removed))
 

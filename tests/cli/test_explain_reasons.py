@@ -773,6 +773,9 @@ def test_a_tier_that_is_away_is_named(run, url, kind, tmp_path):
             said = said.partition("namespace")[2]  # behind the first line; wrapped
             assert re.search(cause.replace(" ", ""), said)
             assert note.removesuffix("...") in said
+            ran = run("explain", *tiers, "--namespace", "0" * 12, *command[5:])
+            assert ran.code == 2
+            assert f"; see `kvferry ls`; tier {number}, {far.partition('?')[0]}: away: " in ran.err
         assert run("explain", far, far, *command[3:]).code == 2
 
 

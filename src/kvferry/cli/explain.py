@@ -96,7 +96,7 @@ def explain(
     identity = None if digits else model_identity(Path(str(model)))
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
-        def of_tiers(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
+        def of_tiers(tiers: Mapping[str, Catalogue], away: dict[str, str]) -> PromptAnswer:
             prompt = PromptSearch(tiers, token_ids, extra, block_size, away)
             return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
@@ -116,11 +116,11 @@ def explain(
 
 
 def _ask_tiers(
-    urls: list[str], question: Callable[[Mapping[str, Catalogue], Mapping[str, str]], PromptAnswer]
+    urls: list[str], question: Callable[[Mapping[str, Catalogue], dict[str, str]], PromptAnswer]
 ) -> PromptAnswer:
     """Ask one store, or several as tiers, by name. A tier that cannot be opened is away."""
 
-    def ask(tiers: Mapping[str, Catalogue], away: Mapping[str, str]) -> PromptAnswer:
+    def ask(tiers: Mapping[str, Catalogue], away: dict[str, str]) -> PromptAnswer:
         try:
             return question(tiers, away)
         except ConfigError as error:
