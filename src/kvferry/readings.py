@@ -112,13 +112,14 @@ def read_endpoint(url: str, timeout: float) -> Reading:
             sample._replace(name=sample.name.removeprefix("vllm:").removeprefix("kvferry_"))
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name.startswith(("kvferry_", "vllm:kvferry_"))
+            if sample.name.startswith(("kvferry_", "vllm:kvferry_")) and math.isfinite(sample.value)
         ]
+        reading = _read_samples(samples)
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"{url} does not answer with metrics: {error}") from error
     if not samples:
         raise ConfigError(f"{url} has no metrics of kvferry; is the connector configured?")
-    return _read_samples(samples)
+    return reading
 
 
 def _fetch(url: str, timeout: float) -> str:

@@ -117,6 +117,24 @@ def test_what_is_no_endpoint_is_one_line(capsys):
     assert len(errors.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ("x_seconds_bucket 1", "does not answer with metrics"),
+        ('x_seconds_bucket{le="long"} 1', "does not answer with metrics"),
+        ('store_used_bytes{tier="file"} +Inf', "has no metrics of kvferry"),
+        ('hit_tokens_total{tier="file"} NaN', "has no metrics of kvferry"),
+    ],
+)
+def test_metrics_that_make_no_sense_are_one_line(sample, said, capsys):
+    with served(says(f"kvferry_{sample}\n".encode())) as url:
+        assert main(["status", url]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert said in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
 def test_an_endpoint_that_hangs_or_never_ends_is_given_up():
     ends = threading.Event()
 
