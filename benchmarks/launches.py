@@ -102,9 +102,11 @@ def _verifying(
 ) -> Iterator[Sequence[int]]:
     """Repeat `verify` in workers; yield how often each has done so."""
     stopped, verified = SHARED.RawValue("b", 0), SHARED.RawArray("q", max(1, number))
+    started = os.getpid()
 
     def repeat(index: int) -> None:
-        while not stopped.value:
+        # A process that was forked ends with this one, also if that is killed.
+        while not stopped.value and started in (os.getpid(), os.getppid()):
             verify()
             verified[index] += 1
 

@@ -194,6 +194,11 @@ def test_interrupts_pass(hook, error):
         guard.lookup(request_of(9), 0) if hook == "lookup" else guard.reset()
 
 
+def test_an_end_of_a_request_may_be_a_plain_tuple():
+    guard, _ = guarded(request_finished=(True, {"a": 1}))
+    assert guard.request_finished(request_of(9), ([1],)).params == {"a": 1}
+
+
 @pytest.mark.parametrize("answer", [True, (False, "text"), (False, None, None)])
 def test_an_end_of_a_request_that_is_no_result_frees_the_blocks(answer):
     guard, observer = guarded(request_finished=answer)

@@ -169,6 +169,7 @@ def test_the_summary_takes_medians_and_the_worst():
         ({"token_ids": (5,)}, "an answer changed"),
         ({"logits": (1.0, 2.002)}, "logits differ"),
         ({"logits": (1.0, float("inf"))}, "logits differ"),
+        ({"logits": (1.0, float("nan"))}, "logits differ"),
         ({"quarantined": 0}, "0 records quarantined"),
         ({"quarantined": 2}, "2 records quarantined"),
     ],

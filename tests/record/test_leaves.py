@@ -10,6 +10,7 @@ import sys
 import pytest
 import xxhash
 
+from kvferry.record import schema
 from kvferry.record.leaves import native_leaves
 
 ENOUGH_SECONDS = 120
@@ -51,6 +52,18 @@ def test_digests_are_those_of_each_leaf_in_order(
     expected = in_python(memoryview(rows), row_bytes, leaf_bytes)
     assert digests(memoryview(rows), row_bytes, leaf_bytes) == expected
     assert digests(memoryview(bytearray(rows)), row_bytes, leaf_bytes) == expected
+
+
+@pytest.mark.parametrize("row_bytes", [1, 65_535, 65_536, 65_537, 150_001])
+def test_digests_are_the_same_where_nothing_was_compiled(
+    row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = schema.Component(name="kv.0", dtype="U8", shape=(3, 1, row_bytes, 1))
+    rows = memoryview(random.Random(row_bytes).randbytes(part.num_bytes))
+    for native in (native_leaves, lambda: None):
+        monkeypatch.setattr(schema, "native_leaves", native)
+        found = schema.leaf_digests(part, rows)
+        assert found == in_python(rows, row_bytes, schema.LEAF_BYTES)
 
 
 WAITS_IN_C = """

@@ -444,6 +444,13 @@ def test_the_parameters_of_a_request_are_read_once_and_left_alone():
     assert beside.view(host_request(kv_transfer_params=params)).handover is None
 
 
+def test_counters_add_up_and_survive_the_process_line():
+    stats = RolesAsV1.build_kv_connector_stats(CounterStats({"a": 1}).to_dict())
+    assert stats.aggregate(CounterStats({"a": 2, "b": 5})).reduce() == {"a": 3, "b": 5}
+    stats.reset()
+    assert stats.is_empty()
+
+
 # --- what hosts say ----------------------------------------------------------------------------
 
 
