@@ -404,18 +404,19 @@ def test_searches_keep_their_promises_and_their_time(audit, window, events, seed
     Events(window, audit, seed).run(events)
 
 
-@pytest.mark.parametrize("how", [6, 7])
-def test_a_chunk_that_is_missed_is_not_looked_up_in_each_search(monkeypatch, how):
-    """Reports of hundreds of chunks come at once, and hundreds of requests may wait."""
-    looks, awaits = [], Search.awaits
-    monkeypatch.setattr(Search, "awaits", lambda *args: looks.append(1) or awaits(*args))
+def test_what_a_peer_turns_out_to_lack_is_asked_for_once_in_the_order_of_the_prompt():
+    """A peer that started again lacks hundreds of chunks. A question for each would make as many
+    requests to a bucket beside it."""
     events = Events(None, "off", 0)
-    for _ in range(9):
-        events.arrive(0, 3)
+    events.arrive(0, 3)
     events.store_some(0, 4)
-    for which in range(9):
-        events.look_up(which, 0)
-    assert len(events.ends) == 4
-    while events.ends:
-        events.end_one(how)
-    assert 4 <= len(looks) < 9
+    events.look_up(0, 0)
+    slots = [slot for kind, slot in events.ends if kind == "fetch"]
+    assert len(slots) == 4
+    asked = []
+    events.store.probe = lambda keys, **how: asked.append((list(keys), how))
+    filled = tuple(Filled(slot, "absent") for slot in reversed(slots))
+    report = RankReport(rank=0, pool=events.role.pool.pool_id, filled=filled)
+    events.role.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+    search = events.role.requests.by_id["1"].search
+    assert asked == [(list(search.wanted.keys), {"again": True})]

@@ -28,7 +28,7 @@ that chunk must be held nevertheless.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -194,10 +194,6 @@ class Search:
         before = self.state.before if isinstance(self.state, Asking | Fetching) else None
         return before or Awaiting(self.wanted.plan.until, known)
 
-    def awaits(self, key: ChunkKey, now: float) -> bool:
-        """Whether it fetched a chunk of another engine, and waits for it still."""
-        return key in self.fetched and now < self.wait().until
-
     def reads_again(self) -> bool:
         """Whether a chunk that it awaits, whose read failed, is to be read again. This uses up one
         of the reads that it has for that."""
@@ -239,24 +235,32 @@ class Lookup:
         self._patience = patience
 
     def learn_missed(
-        self, key: ChunkKey, filled: Filled, searches: Iterable[Search | None]
+        self, missed: Mapping[ChunkKey, Filled], searches: Iterable[Search | None]
     ) -> None:
-        """Learn that a rank could not read a chunk. It is not offered for some time, unless a peer
-        has it soon, or one of the searches waits for it and reads it again."""
-        missed, now, miss = filled.missed or "", self._clock(), LookupMiss.UNREADABLE
-        waiting = (each for each in searches if each is not None and each.awaits(key, now))
-        if missed == MissReason.ABSENT:
-            miss = LookupMiss.VANISHED
-            if any(search.wanted.plan.is_held for search in waiting):
-                self._store.probe([key], again=True)  # the peer may be about to have it
-                return
-        elif missed == MissReason.IO_ERROR:
-            miss = LookupMiss.AWAY
-            if any(search.reads_again() for search in waiting):
-                return
-        is_sound = missed in SOUND
-        seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
-        self._unreadable.add((key,), seconds, miss, filled.detail if is_sound else missed)
+        """Learn that a rank could not read some chunks. They are not offered for some time, unless
+        one of the searches waits for them: chunks that a peer may have soon are asked for, and what
+        failed is read again."""
+        now = self._clock()
+        waiting = [each for each in searches if each is not None and now < each.wait().until]
+        held = [each for each in waiting if each.wanted.plan.is_held]
+        soon: set[ChunkKey] = set()
+        for key, filled in missed.items():
+            reason, miss = filled.missed or "", LookupMiss.UNREADABLE
+            if reason == MissReason.ABSENT:
+                miss = LookupMiss.VANISHED
+                if any(key in search.fetched for search in held):
+                    soon.add(key)
+                    continue
+            elif reason == MissReason.IO_ERROR:
+                miss = LookupMiss.AWAY
+                if any(key in search.fetched and search.reads_again() for search in waiting):
+                    continue
+            is_sound = reason in SOUND
+            seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
+            self._unreadable.add((key,), seconds, miss, filled.detail if is_sound else reason)
+        for search in held if soon else ():
+            # One question for all, as a store asks for the rest only if it has the first ones.
+            self._store.probe([key for key in search.wanted.keys if key in soon], again=True)
 
     # -- transitions ----------------------------------------------------------------------------
 

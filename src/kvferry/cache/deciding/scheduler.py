@@ -369,25 +369,32 @@ class SharedStorageScheduler(SchedulerRole):
             self._stop(why)
         if report.timed:
             self.policy.end_step(report.timed)
+        missed = {}
         for filled in report.filled:
-            self._learn_filled(filled)
+            slot = self._learn_filled(filled)
+            if slot is not None:
+                missed[slot.key] = filled
+        if missed:
+            searches = (state.search for state in self.requests.by_id.values())
+            self._lookup.learn_missed(missed, searches)
         self.saves.learn(report)
         if report.failed_keys:
             self.audits.forget_all()
 
-    def _learn_filled(self, filled: Filled) -> None:
+    def _learn_filled(self, filled: Filled) -> Slot | None:
+        """Learn that a rank ended a read or a copy. Return the slot of a chunk that it could not
+        read."""
         is_missed = filled.missed is not None
         slot = self.pool.report_filled(filled.slot, filled.seconds, missed=is_missed)
         if slot is None:
-            return
+            return None
         if slot.is_spare:
             self.audits.learn(slot, filled)
-        elif slot.is_save:
-            if is_missed:
-                self.saves.learn_missed(slot, filled)
-        elif is_missed and filled.missed != MissReason.CANCELLED:
-            searches = (state.search for state in self.requests.by_id.values())
-            self._lookup.learn_missed(slot.key, filled, searches)
+        elif not slot.is_save:
+            return slot if is_missed and filled.missed != MissReason.CANCELLED else None
+        elif is_missed:
+            self.saves.learn_missed(slot, filled)
+        return None
 
     # -- ends -----------------------------------------------------------------------------------
 
