@@ -3,11 +3,11 @@
 Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
-`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `probe`, `assume`, `awaits`,
-`note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may
-block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call with a
-deadline (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore
-it, and a mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
+`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
+`awaits`, `note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may block on it:
+while an engine serves, they run on I/O threads, never on a scheduler's. A call with a deadline
+(`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore it, and a
+mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ class Store(ABC):
     def on_result(  # noqa: B027  # asks nothing of its own accord
         self, heard: Callable[[StoreError | None], None]
     ) -> None:
-        """Call `heard` on an I/O thread after each question of a `probe`: with None if
-        the medium answered, else with the error."""
+        """Call `heard` on an I/O thread after each question of a `probe`: with None if the medium
+        answered, else with the error."""
 
     def tier_of(self, key: ChunkKey) -> str:
         """Name of the tier that `key` would be read from; the scheme of a single store. If the tier
@@ -294,7 +294,7 @@ class Store(ABC):
 
 
 class Catalogue(Store):
-    """A store that also says what is there, for commands, and pins for both. Calls may be slow."""
+    """A store that also says what is there, for commands, and that pins. Calls may be slow."""
 
     def of(self, namespace: bytes) -> Catalogue:
         """Return a store that reads and removes the values of a namespace. Where keys alone name

@@ -63,7 +63,7 @@ class IOPool:
 
     def submit(self, run: Callable[[Job[T]], T], *, can_wait: bool = False) -> Job[T]:
         """Queue `run(job)`. Never blocks. Half of the threads at most run jobs that can wait, so
-        that others find a free one.
+        that others find a free one. If there is only one thread, others go before those that wait.
 
         `run` is called even if the job was cancelled meanwhile, so that it can give back what it
         holds; it should look at `job.cancelled` first. After `close` it is not called: the returned
