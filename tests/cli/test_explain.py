@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvferry.contract.messages import LookupMiss
+from kvferry.errors import StoreError
 from kvferry.identity import adapter_digest
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
@@ -366,6 +367,24 @@ def test_records_whose_descriptions_are_lost_are_not_called_another_models(
     ran = run("explain", url, "--model", model, "--tokens", tokens_file)
     assert ran.code == 2
     assert "has 4 records of namespaces without a description" in ran.error_line
+
+
+def test_descriptions_that_cannot_be_listed_are_not_called_lost(
+    run, url, tokens_file, tmp_path, monkeypatch
+):
+    put_prompt(url)
+    for path in Path(url.removeprefix("file://"), "namespaces").iterdir():
+        path.unlink()
+
+    def refuse(_store):
+        raise StoreError("permission denied")
+
+    monkeypatch.setattr(FileStore, "described", refuse)
+    model = make_tiny_model(tmp_path / "model")
+    for whose in (["--namespace", SPACE.digest.hex()], ["--namespace", "0a"], ["--model", model]):
+        ran = run("explain", url, *whose, "--tokens", tokens_file)
+        assert ran.code == 2
+        assert ran.error_line == "error: file: away: permission denied"
 
 
 # -- opaque rows -----------------------------------------------------------------------------------

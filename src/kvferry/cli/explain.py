@@ -161,6 +161,7 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
 
 def _num_lost(store: Catalogue) -> int:
     """Count the records whose namespaces have no description."""
+    store.described()  # raises where the descriptions cannot be listed: they may be there
     counts = stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
     return sum(each.num_records for each in found if not each.is_described)
@@ -171,7 +172,7 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
     if len(found) > 1:
         raise ConfigError(f"{len(found)} namespaces start with {digits}; give more digits")
     if not found:
-        list(prompt.ask(stores.namespaces))  # raises where the prefix is wrong
+        list(prompt.ask(_num_lost))  # raises where it cannot be known
         raise ConfigError(f"no namespace in {prompt.where} starts with {digits}; see `kvferry ls`")
     (target,) = of_tokens(prompt.where, found)
 
