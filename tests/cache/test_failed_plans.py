@@ -12,7 +12,7 @@ import pytest
 from benchmarks.host import HostStep
 from kvferry.cache.deciding.lookup import Fetching
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
@@ -65,6 +65,16 @@ def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, mon
     check_pool(host.pool)
     assert host.pool.num_taken == 0
     assert not build_plan(host, request).plan.loads
+
+
+def test_a_request_of_which_the_host_takes_more_than_promised_is_a_failed_load(make_host, stored):
+    host = make_host(store=stored)
+    first = host.add("first", [*PROMPT, *range(50)])
+    host.admit(first)  # memory has its chunks now
+    request = host.add("reader", [*PROMPT, *range(50)])
+    hit = host.scheduler.lookup(request, 0).num_tokens
+    with pytest.raises(ContractError, match="never promised"):
+        host.scheduler.update_after_alloc(request, first.block_ids, hit + host.block_size)
 
 
 def test_nothing_is_saved_of_a_request_whose_load_was_not_planned(make_host):

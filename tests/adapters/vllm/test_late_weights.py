@@ -230,8 +230,9 @@ def watch_orders(host):
     return orders
 
 
-def test_ranks_that_find_other_weights_serve_nothing(late, tmp_path, caplog):
-    host = late(1, found=lambda: b"o" * 32)
+@pytest.mark.parametrize(("world", "rank"), [(1, 1), (2, 2)])
+def test_ranks_that_find_other_weights_serve_nothing(late, tmp_path, caplog, world, rank):
+    host = late(rank, world=world, found=lambda: b"o" * 32)
     become_known(host)
     assert [run(host, f"{n}", prompt()) for n in range(3)] == [0, 0, 0]
     assert "another namespace" in caplog.text

@@ -104,6 +104,15 @@ def test_what_cannot_pin_says_so(opened, tmp_path):
         store.pin(KEYS, 2e9)
 
 
+def test_an_eviction_passes_over_no_pinned_record(opened, clock):
+    """The index of the table finds what may go: a store with many pins is not searched."""
+    with opened() as store, store.index.database.transaction(writes=False) as db:
+        plan = db.execute(
+            "EXPLAIN QUERY PLAN SELECT key FROM records WHERE pinned_until = 0 ORDER BY last_used"
+        ).fetchall()
+        assert "USING INDEX records_by_use (pinned_until=?)" in plan[0][3]
+
+
 def pins(store) -> dict[int, float]:
     """By index of the key, seconds from the start of the clock."""
     return {
