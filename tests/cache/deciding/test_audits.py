@@ -679,6 +679,7 @@ def test_a_comparison_goes_before_what_waits_to_be_hashed(reader, monkeypatch):
     monkeypatch.setattr(Comparisons, "begin", begin)
     monkeypatch.setattr(f"{moving}.slot_io.seal_record", seal)
     monkeypatch.setattr(f"{moving}.comparisons.compare", compare_noting)
+    monkeypatch.setattr(f"{moving}.comparisons.AUDIT_SECONDS", 60.0)
     host = reader(recomputes=True)
     settled_run(host, "first", [*PROMPT, *range(500, 541)])
     assert counts(host) == (1, 0, 0)
