@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvferry.observe import Counters
+from kvferry.store.file.store import FileStore
 from tests.cache.hosts import make_groups, make_shared_storage_host
 from tests.simulated_host import SimulatedHost
+from tests.store.file.settings import PATIENT
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
 from .pools import held_keys
@@ -37,9 +39,11 @@ class Host(SimulatedHost):
 
 
 @pytest.fixture
-def make_host() -> Iterator[Any]:
+def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Factory of hosts, closed at the end; what a directory holds is known. Keywords are those of
     `make_shared_storage_host`; all others are options of the connector."""
+    # By default, a thread that waits 2 s for the index of a directory gives its chunk up.
+    monkeypatch.setitem(FileStore.__init__.__kwdefaults__, "settings", PATIENT)
     hosts: list[Any] = []
 
     def make(
