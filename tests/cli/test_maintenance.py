@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
+
+import pytest
 
 from tests.cli.conftest import CHUNK_TOKENS
 
@@ -49,6 +52,26 @@ def test_stat_counts_records_bytes_and_quarantine(make_store, run):
     assert found["index_complete"] is True
     assert (found["quarantined"], found["quarantined_bytes"]) == (1, made.schema.record_bytes)
     assert found["used_bytes"] >= 2 * made.schema.record_bytes
+
+
+@pytest.mark.parametrize(("options", "kept"), [("--older-than 90m", 2), ("--max-bytes", 3)])
+def test_a_dry_run_says_what_would_go(make_store, run, options, kept):
+    """Records that were last used now, one, two and three hours ago."""
+    made = make_store(num_records=4)
+    record_bytes, now = made.schema.record_bytes, time.time()
+    for index in range(4):
+        made.set_last_used(index, now - 3600.0 * index)
+    words = options.split()
+    if options == "--max-bytes":
+        words.append(f"{kept * record_bytes}B")
+    value = json.loads(run("rm", made.url, *words, "--dry-run", "--json", "-").out)
+    assert value == {
+        "dry_run": True,
+        "records": 4 - kept,
+        "num_bytes": (4 - kept) * record_bytes,
+        "used_bytes": kept * record_bytes,
+    }
+    assert all(made.path(index).exists() for index in range(4))
 
 
 def test_gc_goes_by_the_files_where_the_index_was_lost(make_store, run):
