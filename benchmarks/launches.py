@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import Options
 from benchmarks.report import Row
+from kvferry.processors import begin_io_thread
 from kvferry.record.schema import RecordSchema, default_chunk_tokens, leaf_digests
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import KVGroup
@@ -105,6 +106,8 @@ def _verifying(
     started = os.getpid()
 
     def repeat(index: int) -> None:
+        if workers is threading.Thread:
+            begin_io_thread()
         # A process that was forked ends with this one, also if that is killed.
         while not stopped.value and started in (os.getpid(), os.getppid()):
             verify()

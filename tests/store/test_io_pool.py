@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 
 import pytest
 
+from kvferry.processors import NICENESS
 from kvferry.store.io_pool import IOPool
-from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.stores.hooks import PATIENCE_SECONDS, wait_until
 from tests.servers.process import let_run
 
 
@@ -195,3 +197,22 @@ def test_jobs_that_wait_when_a_pool_is_closed_are_done():
     hanging.set()
     closing.join()
     assert sorted(done) == [0, 1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all threads of a process are as nice")
+def test_threads_run_after_those_of_the_engine_whoever_starts_them(pool):
+    def niceness(_job):
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    def started_by_a_thread_of_the_pool(_job):
+        inner = IOPool(1, "inner")
+        found = inner.submit(niceness)
+        assert found.wait(PATIENCE_SECONDS)
+        assert inner.close(PATIENCE_SECONDS)
+        return found.result
+
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    jobs = [pool.submit(niceness), pool.submit(started_by_a_thread_of_the_pool)]
+    assert all(job.wait(PATIENCE_SECONDS) for job in jobs)
+    assert [job.result for job in jobs] == [min(own + NICENESS, 19)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == own

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from kvferry.processors import leave_processor
+from kvferry.processors import begin_io_thread
 
 T = TypeVar("T")
 
@@ -180,7 +180,7 @@ class IOPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _loop(self) -> None:
-        leave_processor()
+        begin_io_thread()
         while (item := self._queue.get()) is not None:
             job, run = item
             try:

@@ -23,7 +23,7 @@ from kvferry.config import unknown
 from kvferry.errors import ConfigError
 from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
-from kvferry.processors import leave_processor
+from kvferry.processors import begin_io_thread
 from kvferry.transfer.auth import PeerFiles, SharedKey
 from kvferry.transfer.base import Bounds, KeyState, Lender, Loan
 from kvferry.transfer.messages import (
@@ -182,7 +182,7 @@ class PeerServer:
         return len(self._connections)
 
     def _accept(self) -> None:
-        leave_processor()
+        begin_io_thread()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake[1], selectors.EVENT_READ)
@@ -234,7 +234,7 @@ class PeerServer:
 
     def _serve(self, client: _Client) -> None:
         """Runs in: the thread of a connection."""
-        leave_processor()
+        begin_io_thread()
         try:
             deadline = time.monotonic() + self._desk.bounds.handshake_seconds
             if self._tls is not None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.processors import leave_processor
+from kvferry.processors import begin_io_thread
 from kvferry.store.base import PutResult, ValueCheck
 from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
@@ -90,7 +90,7 @@ class TierThread:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        leave_processor()
+        begin_io_thread()
         while True:
             is_last = self._closing.is_set()
             try:
