@@ -83,9 +83,9 @@ def _read(
     store: Store, schema: RecordSchema, read: RecordRead, deadline: float
 ) -> MissReason | None:
     head = read.head[: schema.head_bytes]
+    all_rows = [(buffer, schema.runs_of(rows)) for rows, buffer in read.rows]
     ranges = [(0, head)] if read.image is None else [(0, read.image)]
-    for rows, buffer in read.rows if read.image is None else ():
-        runs = schema.runs_of(rows)
+    for buffer, runs in all_rows if read.image is None else ():
         ranges += [(schema.offset_of(run), buffer[start:stop]) for run, start, stop in runs]
     size = store.read(read.key, ranges, deadline)
     if size is None:
@@ -94,11 +94,11 @@ def _read(
     if reason is not None:
         return reason
     table = head[schema.header_bytes + DIGEST_BYTES :]
-    for rows, buffer in read.rows:
+    for buffer, runs in all_rows:
         # One call hashes all runs: a call for each costs more than the hash of a short row.
-        runs = schema.runs_of(rows)
         leaves = b"".join([table[schema.leaf_slice(run)] for run, _, _ in runs])
-        if not check_rows(schema.components[rows.component], buffer, leaves):
+        component = schema.components[runs[0][0].component]
+        if not check_rows(component, buffer, leaves):
             return MissReason.BAD_LEAF
     return None
 

@@ -11,8 +11,8 @@ A host may crash, or hold blocks for ever, where a role breaks one of these rule
   `request_finished` must return `delay_free=False`.
 - A request that ended with `delay_free` must be in `finished_sending` exactly once, after its end.
 
-A report that never comes holds its blocks for ever: nobody else knows whether the role still writes
-to them or reads them. So a role needs deadlines of its own.
+A report that never comes holds its blocks for ever: only the role knows whether it still writes to
+them or reads them. So a role needs deadlines of its own.
 """
 
 from __future__ import annotations

@@ -197,8 +197,8 @@ class FerryConnector(OneRole):
         Raises:
             ConfigError: the workers disagree, or what they describe cannot be served.
         """
-        told = [each for each in metadata.values() if isinstance(each, EngineSpec)]
-        spec = spec_of_workers(self._cache.spec, told)
+        described = [each for each in metadata.values() if isinstance(each, EngineSpec)]
+        spec = spec_of_workers(self._cache.spec, described)
         if spec is not None:
             logger.info("kvferry: the scheduler of vLLM sees less of this model than its workers")
             self._scheduler.role.close()

@@ -105,13 +105,13 @@ def _order_in_blocks(
     return layout, whole, multiple
 
 
-def spec_of_workers(own: EngineSpec, told: Sequence[EngineSpec]) -> EngineSpec | None:
+def spec_of_workers(own: EngineSpec, described: Sequence[EngineSpec]) -> EngineSpec | None:
     """Return the spec that the scheduler's half must take from the workers; None if it has it.
 
     Raises:
         ConfigError: the workers disagree among themselves.
     """
-    specs = sorted(told, key=lambda spec: spec.shard.rank)
+    specs = sorted(described, key=lambda spec: spec.shard.rank)
     specs = [_hashed_as(spec, specs[0]) for spec in specs]
     for spec in specs[1:]:
         if spec.identity.weights != specs[0].identity.weights:

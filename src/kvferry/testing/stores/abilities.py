@@ -111,7 +111,7 @@ class ProbeTests(StoreHooks):
             keys = [make_key(number) for number in range(5)]
 
             def has_come(number: int) -> bool:
-                assert reader.probe(keys[number:], again=True), "somebody else may store them"
+                assert reader.probe(keys[number:], again=True), "another instance may store them"
                 return reader.contains(keys[number]) is True
 
             assert not any(has_come(number) for number in range(5))
