@@ -731,11 +731,12 @@ def test_what_the_target_has_is_not_read_again(make_tiers):
 
     class CountsReads(MemoryStore):
         num_reads = 0
-        hides = False
+        hidden_from = None  # a thread; the one that copies may look before `held` has returned
 
         def read(self, key, ranges, deadline=math.inf):
             self.num_reads += bool(ranges)
-            return None if self.hides else super().read(key, ranges, deadline)
+            is_hidden = self.hidden_from == threading.get_ident()
+            return None if is_hidden else super().read(key, ranges, deadline)
 
     near, far = CountsReads(), CountsReads()
     far.put(make_key(), [b"value"])
@@ -744,9 +745,8 @@ def test_what_the_target_has_is_not_read_again(make_tiers):
     settle(store)
     num_reads = far.num_reads
     other = make_tiers(near, far)  # of another rank, which has just read it from the far tier
-    near.hides = True
+    near.hidden_from = threading.get_ident()
     assert held(other)
-    near.hides = False
     settle(other)
     assert far.num_reads == num_reads + 1
 
