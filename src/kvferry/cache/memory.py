@@ -25,7 +25,7 @@ from kvferry.record.schema import ALIGN
 if sys.platform == "linux":
     from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 
-READY_BYTES = 64 << 20
+READY_BYTES = 256 << 20
 """How much of private memory is backed by pages when an engine starts."""
 
 NOT_SHARED = -1
