@@ -4,16 +4,26 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry import network
 from kvferry.store.kind import ServerBounds
-from kvferry.store.servers import mooncake, objects, valkey
+from kvferry.store.servers import mooncake, objects, peer, valkey
+from kvferry.transfer import client
 
-PATIENT = ServerBounds(quick_seconds=20.0)
+SECONDS = 20.0
+PATIENT = ServerBounds(probe_seconds=SECONDS, quick_seconds=SECONDS)
 """No call whose deadline the store sets fails because the machine is busy."""
+
+
+def make_connections_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every connection that is made, and its greeting, more time."""
+    for module in (client, network):
+        monkeypatch.setattr(module, "CONNECT_SECONDS", SECONDS)
 
 
 def make_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every store that is opened by a URL patient, whoever opens it."""
-    for module in (mooncake, objects, valkey):
+    make_connections_patient(monkeypatch)
+    for module in (mooncake, objects, peer, valkey):
 
         def opened(url, options, opening, kind=module.KIND):
             return kind.open(url, options, replace(opening, bounds=PATIENT))

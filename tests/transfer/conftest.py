@@ -8,9 +8,14 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.transfer.base import Bounds
 from kvferry.transfer.client import PeerClient
 from kvferry.transfer.server import Listen, PeerServer
-from tests.transfer.lending import KEY, SPACE, DictLender, Raw, Relay
+from tests.servers.patience import make_connections_patient
+from tests.transfer.lending import KEY, PATIENCE_SECONDS, SPACE, DictLender, Raw, Relay
+
+PATIENT = Bounds(handshake_seconds=PATIENCE_SECONDS)
+"""No greeting fails because the machine is busy."""
 
 
 @pytest.fixture
@@ -27,18 +32,20 @@ def lender():
 
 
 @pytest.fixture
-def serve(lender, key_file):
+def serve(lender, key_file, monkeypatch):
     """Factory of servers. At the end all loans must be back and all threads gone."""
+    make_connections_patient(monkeypatch)
     before = set(threading.enumerate())
     with ExitStack() as stack:
 
-        def make(port=0, **options):
+        def make(port=0, bounds=PATIENT, **options):
             listen = Listen(port=port, key_file=key_file)
-            return stack.enter_context(PeerServer(lender, lambda: SPACE, listen, **options))
+            server = PeerServer(lender, lambda: SPACE, listen, bounds=bounds, **options)
+            return stack.enter_context(server)
 
         yield make
-    assert lender.num_lent == 0
     wait_until(lambda: set(threading.enumerate()) <= before, "all threads end")
+    assert lender.num_lent == 0
 
 
 @pytest.fixture

@@ -246,8 +246,8 @@ class PeerServer:
                     self._observer.count("peer_served_records")
                     self._observer.count("peer_served_bytes", num_bytes)
         except PeerFault as error:
+            self._say(str(error))  # first, so that who sees the count finds the line
             self._observer.count("peer_refused")
-            self._say(str(error))
         except OSError as error:
             logger.debug("a connection of a peer ended: %s", error)
         except Exception:  # outermost loop of a thread: the others go on
@@ -257,8 +257,11 @@ class PeerServer:
 
     def _say(self, reason: str) -> None:
         """Log a refusal, once for each reason: anyone who reaches the port can cause many."""
-        if reason not in self._said and len(self._said) < _MAX_SAID:
-            self._said.add(reason)
+        with self._lock:
+            is_new = reason not in self._said and len(self._said) < _MAX_SAID
+            if is_new:
+                self._said.add(reason)
+        if is_new:
             logger.warning("a peer is refused: %s; this is logged once", reason)
 
     def _forget(self, client: _Client) -> None:

@@ -278,7 +278,7 @@ def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
             assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
             took.append(time.monotonic() - began)
         assert sorted(took)[-4] < 1  # the machine may stall now and then
-        assert max(took) < 5
+        assert max(took) < 30
         assert store.stat().used_bytes <= num_rows * 1000
 
 

@@ -31,6 +31,8 @@ from tests.servers.peer import running_peer
 from tests.servers.process import free_ports, let_run
 from tests.transfer.lending import DictLoan, Relay
 
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
 SPACE = bytes(32)
 
 
@@ -293,6 +295,7 @@ def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):
             return peer.contains(make_key()) is True
 
         wait_until(is_back, "it is used again")
+        wait_until(lambda: len(caplog.messages) == 2, "both are logged")
     left, used = caplog.messages
     assert "not used until it answers" in left
     assert "used again" in used
@@ -409,7 +412,8 @@ def test_a_slot_that_is_reused_in_mid_read_is_a_miss_and_no_blame(serving, relay
     read = RecordRead(key=make_key(), first_token=0, head=head, rows=[(rows, buffer)])
     with ThreadPoolExecutor(1) as pool:
         missed = pool.submit(read_record, peer, schema, read, counters, soon())
-        wait_until(lambda: between.reached, "a part of the record has come")
+        # On a machine that stalls, the loan may end before so much has come.
+        wait_until(lambda: between.reached or missed.done(), "a part of the record has come")
         if seconds < 1:
             wait_until(lambda: server.num_connections == 0, "the server has given it up")
         lender.is_here = False
@@ -442,7 +446,7 @@ def test_a_peer_that_is_stopped_ends_with_the_deadline_and_goes_on_later(other_p
             store.read(make_key(), (), started + 0.3)
         with pytest.raises(StoreError):  # a connection that no process greets
             store.read(make_key(), (), soon(0.3))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
         other_process.process.resume()
         assert read_value(store, make_key(1)) == make_value(4 << 20, 1)
 

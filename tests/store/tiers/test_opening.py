@@ -55,9 +55,10 @@ class Away:
         self.tries = []
 
     def __call__(self, may_create):
+        error = self.error  # of this try, whatever a test sets once it sees the try
         self.tries.append(may_create)
-        if self.error is not None:
-            raise self.error
+        if error is not None:
+            raise error
         return self.store
 
 
@@ -227,9 +228,9 @@ def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog)
 
 def test_a_close_ends_the_tries(opened):
     opening, clock = Away(), FakeClock()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     opened(opening, 60.0, clock=clock).close()
-    assert threading.active_count() == before
+    wait_until(lambda: set(threading.enumerate()) <= before, "its thread ends")
     clock.advance(100.0)
     assert len(opening.tries) == 1
 
@@ -246,7 +247,7 @@ def test_what_a_server_answers_counts(opened, is_late):
     opening.store = Server()
     if not is_late:
         opening.go.set()
-    store = opened(opening, 0.0 if is_late else 60.0)
+    store = opened(opening, 0.0 if is_late else 60.0, clock=FakeClock())
     opening.go.set()
     wait_until(lambda: is_open(store), "it is open")
     for _ in range(Patience().max_failures):

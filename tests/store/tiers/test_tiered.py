@@ -217,6 +217,7 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     client.down = True
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
+    rest(store)  # the last failure may be that of a copy, which logs it
     num_failed = counts["tier_reads/near/failed"]
     assert 1 <= num_failed <= MAX_FAILURES  # copies fail, too
     assert num_failed + counts["tier_reads/near/away"] == 10
@@ -260,8 +261,8 @@ def test_a_value_that_a_farther_tier_lost_is_written_there_again(make_tiers):
     near, far = MemoryStore(), MemoryStore()
     store = make_tiers(near, far)
     store.put(make_key(), [b"value"])
-    wait_until(lambda: held(far), "the farther tier has it")
-    far.delete(make_key())
+    settle(store)
+    assert far.delete(make_key())
     assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
     wait_until(lambda: held(far), "it has it again")
 
@@ -382,13 +383,14 @@ def test_what_a_tier_does_not_take_now_waits_for_it(make_tiers):
 
 def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
     far = FailingStore(MemoryStore(), operations={"put"})
-    store = TieredStore([MemoryStore(), far], clock=FakeClock(), patience=QUICK)
+    patience = Patience(look_seconds=0.01, close_seconds=300.0)
+    store = TieredStore([MemoryStore(), far], clock=FakeClock(), patience=patience)
     for number in range(100):
         store.put(make_key(number), [b"value"])
     wait_until(lambda: far.num_failed == 1, "one failed")
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 50.0
     assert far.num_failed == 1
 
 
@@ -409,18 +411,15 @@ def test_closing_does_not_wait_for_a_trial_that_hangs():
 
 
 class Deadlines(MemoryStore):
-    """Keeps how many seconds each write was given; takes nothing while `is_away`."""
+    """Keeps the deadline of each write; takes nothing while `is_away`."""
 
     def __init__(self):
         super().__init__()
-        self.seconds = []
+        self.deadlines = []
         self.is_away = False
 
-    def _given(self, deadline):
-        self.seconds.append(deadline - time.monotonic())
-
     def put(self, key, buffers, deadline=math.inf):
-        self._given(deadline)
+        self.deadlines.append(deadline)
         return PutResult.FAILED if self.is_away else super().put(key, buffers)
 
     def read(self, *args):
@@ -430,14 +429,12 @@ class Deadlines(MemoryStore):
 
 
 def test_a_write_holds_a_thread_for_seconds_only(make_tiers):
-    near, far = Deadlines(), Deadlines()
-    store = make_tiers(near, far)
-    store.put(make_key(0), [b"value"], time.monotonic() + 30)
+    near, far, clock = Deadlines(), Deadlines(), FakeClock()
+    store = make_tiers(near, far, clock=clock)
+    store.put(make_key(0), [b"value"], clock() + 30)
     store.put(make_key(1), [b"value"])
     settle(store)
-    assert len(near.seconds) == 2
-    assert len(far.seconds) == 2
-    assert all(1 < each <= QUICK.write_seconds for each in near.seconds + far.seconds)
+    assert near.deadlines == far.deadlines == [clock() + QUICK.write_seconds] * 2
 
 
 def test_a_store_that_is_back_is_written_at_once(make_tiers):

@@ -86,7 +86,7 @@ class ProbeTests(StoreHooks):
     def test_waiting_for_the_index_ends_in_time(self, store: Catalogue) -> None:
         started = time.monotonic()
         store.wait_indexed(0.0)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < self.patience_seconds
 
     def test_a_probe_finds_what_another_instance_stored(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
@@ -139,7 +139,7 @@ class ProbeTests(StoreHooks):
         started = time.monotonic()
         for number in range(500):
             store.probe([make_key(number), make_key(number + 1)])
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < self.patience_seconds
         store.put(make_key(0), [b"value"])
         assert store.contains(make_key(0))
 

@@ -327,12 +327,9 @@ class RaceTests(StoreHooks):
         seen: list[bytes] = []
 
         def read_until_there(store: Store, number: int) -> None:
-            found = None
-            for _ in range(100_000):
-                found = read_value(store, make_key(number))
-                if found is not None:
-                    break
-            assert found is not None, "the value never appeared"
+            deadline = time.monotonic() + self.patience_seconds
+            while (found := read_value(store, make_key(number))) is None:
+                assert time.monotonic() < deadline, "the value never appeared"
             seen.append(found)
 
         with self.make_store(tmp_path) as store:
