@@ -324,9 +324,9 @@ class PromptSearch:
         if isinstance(found, RecordInfo):
             if found.schema.namespace == namespace:
                 return run
-            found = MissReason.WRONG_NAMESPACE
+            found = MissReason.OTHER_RECORD
         if found is not MissReason.ABSENT:
-            return run._replace(why=LookupMiss.UNREADABLE, detail=found)
+            return run._replace(why=LookupMiss.DAMAGED, detail=found)
         if values.lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removed = self._removed[store]

@@ -131,10 +131,10 @@ def to_another(path: Path) -> None:
 
 
 DAMAGES = {
-    "flipped": (flip, "miss_bad_leaf"),
-    "truncated": (lambda path: os.truncate(path, 5000), "miss_truncated"),
-    "emptied": (lambda path: os.truncate(path, 0), "miss_truncated"),
+    "flipped": (flip, "miss_bad_checksum"),
+    "truncated": (lambda path: os.truncate(path, 5000), "miss_wrong_size"),
+    "emptied": (lambda path: os.truncate(path, 0), "miss_wrong_size"),
     "removed": (Path.unlink, "miss_absent"),
     "a directory": (to_directory, "miss_absent"),
-    "replaced": (to_another, "miss_bad_leaf"),
+    "replaced": (to_another, "miss_bad_checksum"),
 }

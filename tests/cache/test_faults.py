@@ -92,7 +92,7 @@ def test_records_under_each_others_names_are_misses(make_host):
         store.put(key, [content])
     host = make_host(store=store)
     host.run("reader", PROMPT)
-    assert host.observer["miss_wrong_key"] >= 1
+    assert host.observer["miss_other_record"] >= 1
     assert host.observer["records_corrupt"] >= 1
 
 

@@ -29,7 +29,7 @@ def test_a_report_is_the_same_on_the_other_side():
     report = RankReport(
         rank=1,
         pool=7,
-        filled=(Filled(3), Filled(4, "truncated")),
+        filled=(Filled(3), Filled(4, "wrong_size")),
         failed_requests=frozenset({"a"}),
         failed_keys=(b"k" * 32,),
     )

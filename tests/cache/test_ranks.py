@@ -10,7 +10,6 @@ from msgspec import structs
 from benchmarks.host import HostStep
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.messages import (
-    PUT_OFF,
     Filled,
     RankReport,
     Save,
@@ -19,6 +18,7 @@ from kvferry.cache.messages import (
 )
 from kvferry.contract.messages import WorkerOutput
 from kvferry.errors import ConfigError
+from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
@@ -77,7 +77,7 @@ def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tm
     record.write_bytes(content)
     hit = reader.run("reader", PROMPT).num_external_tokens
     assert hit in (0, 8, 16, 24, 32)
-    assert reader.observer["miss_bad_leaf"] == 1
+    assert reader.observer["miss_bad_checksum"] == 1
 
 
 def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, url: str):
@@ -133,7 +133,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     assert set(report.failed_keys) == set(keys_of(host))
     assert report.failed_requests == {"reader"}
     assert report.failures == 1
-    assert report.filled == (Filled(chunk.slot, PUT_OFF),)
+    assert report.filled == (Filled(chunk.slot, MissReason.CANCELLED),)
     assert not report.saved
     assert worker.planned_blocks(plan) == step.output.invalid_block_ids
 
@@ -194,7 +194,7 @@ def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
     for rank in order:
-        ended = Filled(slot, PUT_OFF if rank == putting_off else None)
+        ended = Filled(slot, MissReason.CANCELLED if rank == putting_off else None)
         report = RankReport(rank=rank, pool=host.pool.pool_id, filled=(ended,))
         host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
         check_pool(host.pool)

@@ -130,7 +130,7 @@ def test_a_wrong_record_is_left_out_and_named(copied, url, other):
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     value = copied(url, other, code=1)
-    assert value["bad"] == [{"key": keys[1].hex(), "reason": "bad_leaf"}]
+    assert value["bad"] == [{"key": keys[1].hex(), "reason": "bad_checksum"}]
     assert value["stored"] == 3
     assert values(other, keys)[1] is None
     assert path.exists()
@@ -141,7 +141,7 @@ def test_a_record_under_the_key_of_another_is_left_out(copied, url, other):
     root = url.removeprefix("file://")
     content = Path(record_path(root, keys[0])).read_bytes()
     Path(record_path(root, keys[1])).write_bytes(content)
-    assert copied(url, other, code=1)["bad"] == [{"key": keys[1].hex(), "reason": "wrong_key"}]
+    assert copied(url, other, code=1)["bad"] == [{"key": keys[1].hex(), "reason": "other_record"}]
 
 
 def test_a_description_that_is_not_of_its_namespace_is_not_copied(copied, url, other):

@@ -191,7 +191,7 @@ def change_records(root: Path, changed: Callable[[bytes], bytes | None]) -> None
 
 def quarantine_one(root: Path) -> None:
     with open_one(root.as_uri()) as store:
-        store.discard(next(store.scan()).key, "bad_leaf")
+        store.discard(next(store.scan()).key, "bad_checksum")
 
 
 def damage_description(root: Path) -> None:

@@ -355,7 +355,7 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
     absent: Decided({LookupMiss.ABSENT: 40, LookupMiss.PARTIAL: 1}),
     the_end: Decided({LookupMiss.PARTIAL: 1}),
     shorter_than_a_chunk: Decided({LookupMiss.PARTIAL: 3}),
-    damaged: Decided({LookupMiss.UNREADABLE: 24, LookupMiss.PARTIAL: 1}, "^bad_leaf$"),
+    damaged: Decided({LookupMiss.DAMAGED: 24, LookupMiss.PARTIAL: 1}, "^bad_checksum$"),
     removed_under_the_engine: Decided({LookupMiss.VANISHED: 24, LookupMiss.PARTIAL: 1}),
     away: Decided({LookupMiss.AWAY: 40, LookupMiss.PARTIAL: 1}, "valkey server|s3://records: "),
     away_at_start: Decided(
@@ -659,7 +659,7 @@ STATES: dict[Callable[[Prompt], dict[str, Any]], tuple[str, ...]] = {
     two_tokens: (LookupMiss.PARTIAL,),
     other_from_the_second_chunk_on: (HIT, LookupMiss.ABSENT, LookupMiss.PARTIAL),
     made_room: (LookupMiss.EVICTED, LookupMiss.PARTIAL),
-    verified: (HIT, LookupMiss.QUARANTINED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    verified: (HIT, LookupMiss.DAMAGED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     a_program_deleted: (HIT, LookupMiss.DELETED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     removed_from_outside: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     removed_by_hand: (HIT, LookupMiss.VANISHED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
@@ -670,14 +670,14 @@ STATES: dict[Callable[[Prompt], dict[str, Any]], tuple[str, ...]] = {
         LookupMiss.BEHIND,
         LookupMiss.PARTIAL,
     ),
-    overwritten: (HIT, LookupMiss.UNREADABLE, LookupMiss.BEHIND, LookupMiss.PARTIAL),
+    overwritten: (HIT, LookupMiss.DAMAGED, LookupMiss.BEHIND, LookupMiss.PARTIAL),
     of_a_tenant: (LookupMiss.OTHER_NAMESPACE,),
     with_a_salt: (LookupMiss.OTHER_KEYS,),
 }
 """What a directory says; where only one is given, it is the reason of the whole prompt."""
 
 UNKNOWN_TO_SERVERS = (
-    LookupMiss.EVICTED, LookupMiss.DELETED, LookupMiss.QUARANTINED, LookupMiss.VANISHED,
+    LookupMiss.EVICTED, LookupMiss.DELETED, LookupMiss.DAMAGED, LookupMiss.VANISHED,
 )  # fmt: skip
 """A server forgets without a note: of all these it says `absent`."""
 
@@ -706,8 +706,9 @@ def ask(run, tmp_path):
 def test_a_store_names_what_became_of_a_prompt(run, ask, url, kind, happens):
     prompt = Prompt(url, kind, run, put_prompt(url))
     value = ask(url, **happens(prompt))
+    is_forgotten = kind != "file" and happens is not overwritten  # which is still there
     said = [
-        LookupMiss.ABSENT if kind != "file" and why in UNKNOWN_TO_SERVERS else why
+        LookupMiss.ABSENT if is_forgotten and why in UNKNOWN_TO_SERVERS else why
         for why in STATES[happens]
     ]
     first = next((why for why in said if why not in (HIT, LookupMiss.PARTIAL)), said[-1])
@@ -722,7 +723,7 @@ def test_a_store_names_what_became_of_a_prompt(run, ask, url, kind, happens):
     chunks = value["namespaces"][0]["chunks"]
     assert [each["why"] for each in chunks] == said
     if happens is verified:
-        known = "bad_leaf" if kind == "file" else "was stored before: later chunks are there"
+        known = "bad_checksum" if kind == "file" else "was stored before: later chunks are there"
         assert chunks[1]["detail"] == known
     if happens in (removed_by_hand, evicted_stored_again_and_removed_by_hand) and kind == "file":
         assert "gone, though the index lists it" in value["summary"]

@@ -60,12 +60,12 @@ def test_what_went_is_listed_with_reason_and_process(make_store, run):
     made = make_store(num_records=5)
     with open_store(made.url) as store:
         store.delete(made.keys[0])
-        store.discard(made.keys[1], "bad_leaf")
+        store.discard(made.keys[1], "bad_checksum")
         store.gc(max_bytes=2 * made.schema.record_bytes)
     removed = asked(run, "ls", "--removed", made.url)
     assert [(row["reason"], row["detail"]) for row in removed] == [
         ("evicted", ""),
-        ("quarantined", "bad_leaf"),
+        ("damaged", "bad_checksum"),
         ("deleted", ""),
     ]
     assert removed[-1]["key"] == made.keys[0].hex()
@@ -73,7 +73,7 @@ def test_what_went_is_listed_with_reason_and_process(make_store, run):
     assert all(abs(row["at"] - time.time()) < 60 for row in removed)
     assert len(asked(run, "ls", "--removed", made.url, "--limit", 1)) == 1
     out = run("ls", "--removed", made.url).out
-    assert "quarantined: bad_leaf" in out
+    assert "damaged: bad_checksum" in out
     assert "3 records were removed last" in out
 
 
@@ -82,11 +82,11 @@ def test_stat_counts_what_went_by_reason(make_store, run):
     with open_store(made.url) as store:
         store.delete(made.keys[0])
         store.delete(made.keys[1])
-        store.discard(made.keys[2], "bad_leaf")
+        store.discard(made.keys[2], "bad_checksum")
     found = asked(run, "ls", made.url, "--by", "namespace")
     size = made.schema.record_bytes
     counted = {row["reason"]: (row["num_records"], row["num_bytes"]) for row in found["removed"]}
-    assert counted == {"quarantined": (1, size), "deleted": (2, 2 * size)}
+    assert counted == {"damaged": (1, size), "deleted": (2, 2 * size)}
     assert found["removed_since"] <= found["removed"][0]["last_at"]
     assert "removed in the last" in run("ls", made.url, "--by", "namespace").out
 

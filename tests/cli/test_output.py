@@ -73,7 +73,7 @@ def test_tables_in_a_pipe_fit_80_columns_and_cut_nothing(make_store, run, comman
     made = make_store(num_records=4, namespace=space.digest)
     with open_store(made.url) as store:
         store.describe(space.digest, space.as_text())
-        store.discard(made.keys[3], "trailing_bytes")
+        store.discard(made.keys[3], "wrong_size")
     made.path(1).write_bytes(b"\xff" * 100)
     made.flip(2, -1)
     name, *options = command.replace("KEY", made.keys[0].hex()).split()

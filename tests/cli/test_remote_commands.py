@@ -218,8 +218,8 @@ def test_the_least_recently_used_comes_last(fill, run, set_idle):
 def test_verify_takes_out_what_is_wrong(fill, run, kind):
     made = fill(kind)
     made.flip_last_bit(1)
-    bad = {"key": made.keys[1].hex(), "reason": "bad_leaf"}
-    assert asked(run, "ls", made.url, made.keys[1].hex(), code=1)["verdict"] == "bad_leaf"
+    bad = {"key": made.keys[1].hex(), "reason": "bad_checksum"}
+    assert asked(run, "ls", made.url, made.keys[1].hex(), code=1)["verdict"] == "bad_checksum"
     found = asked(run, "verify", made.url, "--dry-run", code=1)
     assert (found["records"], found["bad"]) == (3, [{**bad, "action": "left"}])
     assert made.kept() == [True, True, True]
@@ -357,6 +357,6 @@ def test_a_cluster(run, valkey_cluster, tmp_path):
     made.flip_last_bit(7)
     assert {row["key"] for row in asked(run, "ls", url)} == {key.hex() for key in made.keys}
     assert asked(run, "ls", url, "--by", "namespace")["num_records"] == 20
-    assert asked(run, "verify", url, code=1)["reasons"] == {"bad_leaf": 1}
+    assert asked(run, "verify", url, code=1)["reasons"] == {"bad_checksum": 1}
     assert asked(run, "rm", url, "--max-bytes", 0, "--yes")["records"] == 19
     assert made.kept() == [False] * 20

@@ -14,7 +14,7 @@ from tests.real_vllm.damage import DAMAGES, delete
 from tests.real_vllm.harness import assert_same, kvferry, memory_of, records
 
 FAULT_METRICS = (
-    "corrupt", "failed", "unreadable", "absent", "vanished", "away", "quarantined", "broken",
+    "corrupt", "failed", "damaged", "absent", "vanished", "away", "quarantined", "broken",
 )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_with_several_block_tables_damaged_records_are_misses_and_requests_go_on
         damaged = engine.generate(prompts[:-1], together=True)
         assert_same(own[:-1], damaged)
         assert damaged.external <= len(DAMAGES) * 64
-        assert damaged.counted("corrupt", "failed", "unreadable", "quarantined", "broken")
+        assert damaged.counted("corrupt", "failed", "damaged", "quarantined", "broken")
         again = engine.generate(prompts)
         assert_same(own, again)
         assert again.local == len(prompts) * 192

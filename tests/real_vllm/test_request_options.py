@@ -141,9 +141,9 @@ def test_the_most_common_reasons_are_named_and_requests_have_options_of_their_ow
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
-        assert explained(engine, damaged, store=False)["miss_reason"] == "unreadable"
+        assert explained(engine, damaged, store=False)["miss_reason"] == "damaged"
         said = explain([url], damaged, *mine)
-        assert said["reason"] == "quarantined"
+        assert said["reason"] == "damaged"
         # Evicted, but for what was pinned.
         for _ in range(60):  # two chunks each, unless the memory is busy
             if not any(path.exists() for path in files_evicted):
@@ -162,4 +162,4 @@ def test_the_most_common_reasons_are_named_and_requests_have_options_of_their_ow
         assert sum(entry.pinned_until > 0 for entry in opened.scan()) == 2
     requests = explain([], None, "--journal", str(journal), "-n", "100")["requests"]
     reasons = {reason for each in requests for reason in each["misses"]}
-    assert {"absent", "partial", "not_loading", "unreadable"} <= reasons
+    assert {"absent", "partial", "not_loading", "damaged"} <= reasons

@@ -80,7 +80,7 @@ def read(schema, data, *, key=KEY, first_token=0):
         start = schema.offset_of(rows)
         piece = view[start : start + schema.num_bytes_of(rows)]
         if not check_rows(schema.components[rows.component], piece, table[schema.leaf_slice(rows)]):
-            return MissReason.BAD_LEAF
+            return MissReason.BAD_CHECKSUM
     return None
 
 

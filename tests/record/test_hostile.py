@@ -71,8 +71,8 @@ def test_every_single_bit_flip_is_found_by_a_reader_that_knows_nothing():
 
 def test_every_truncation_is_found():
     for length in range(len(RECORD)):
-        assert read(SCHEMA, RECORD[:length]) is MissReason.TRUNCATED
-        assert read_unknown(RECORD[:length]) is MissReason.TRUNCATED
+        assert read(SCHEMA, RECORD[:length]) is MissReason.WRONG_SIZE
+        assert read_unknown(RECORD[:length]) is MissReason.WRONG_SIZE
 
 
 def test_a_head_that_ends_early_is_found_whatever_size_was_said():
@@ -80,13 +80,13 @@ def test_a_head_that_ends_early_is_found_whatever_size_was_said():
     for length in range(SCHEMA.head_bytes):
         head = memoryview(RECORD)[:length]
         reason = check_head(SCHEMA, KEY, 0, SCHEMA.record_bytes, head)
-        assert reason is MissReason.TRUNCATED
+        assert reason is MissReason.WRONG_SIZE
 
 
 @pytest.mark.parametrize("extra", [b"\0", b" " * 4096, RECORD])
 def test_trailing_bytes_are_found(extra):
-    assert read(SCHEMA, RECORD + extra) is MissReason.TRAILING_BYTES
-    assert read_unknown(RECORD + extra) is MissReason.TRAILING_BYTES
+    assert read(SCHEMA, RECORD + extra) is MissReason.WRONG_SIZE
+    assert read_unknown(RECORD + extra) is MissReason.WRONG_SIZE
 
 
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES + 1, 2**31, 2**32, 2**60, 2**63, 2**64 - 1])
@@ -110,13 +110,13 @@ def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tok
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (other(key=bytes(32)), MissReason.WRONG_KEY),
-        (other(namespace=bytes(32)), MissReason.WRONG_NAMESPACE),
-        (other(first_token=3), MissReason.WRONG_SHAPE),
-        (other(groups=[(1, 1, 3, "float32", None)]), MissReason.WRONG_SHAPE),
-        (other(groups=[(1, 1, 4, "float16", None)]), MissReason.WRONG_SHAPE),
-        (other(groups=[(1, 1, 1, "float32", None)] * 2), MissReason.WRONG_SHAPE),
-        (other(chunk_tokens=4), MissReason.WRONG_SHAPE),
+        (other(key=bytes(32)), MissReason.OTHER_RECORD),
+        (other(namespace=bytes(32)), MissReason.OTHER_RECORD),
+        (other(first_token=3), MissReason.OTHER_RECORD),
+        (other(groups=[(1, 1, 3, "float32", None)]), MissReason.OTHER_RECORD),
+        (other(groups=[(1, 1, 4, "float16", None)]), MissReason.OTHER_RECORD),
+        (other(groups=[(1, 1, 1, "float32", None)] * 2), MissReason.OTHER_RECORD),
+        (other(chunk_tokens=4), MissReason.OTHER_RECORD),
         (with_metadata(version="2"), MissReason.WRONG_VERSION),
         (with_metadata(version="2", anything="new"), MissReason.WRONG_VERSION),
         (with_metadata(version=1), MissReason.WRONG_VERSION),
@@ -205,8 +205,8 @@ def test_a_header_that_no_writer_makes_is_refused(text):
 
 def test_another_component_name_is_found():
     data = with_header(renamed('"kv.0"', '"kv.1"'))
-    assert read(SCHEMA, data) is MissReason.WRONG_SHAPE
-    assert read_unknown(data) is MissReason.BAD_ROOT
+    assert read(SCHEMA, data) is MissReason.OTHER_RECORD
+    assert read_unknown(data) is MissReason.BAD_CHECKSUM
 
 
 def test_swapped_rows_are_found():
@@ -216,7 +216,7 @@ def test_swapped_rows_are_found():
     at = schema.head_bytes
     swapped = data[:at] + data[at + row : at + 2 * row] + data[at : at + row] + data[at + 2 * row :]
     assert read(schema, data) is None
-    assert read(schema, swapped) is MissReason.BAD_LEAF
+    assert read(schema, swapped) is MissReason.BAD_CHECKSUM
 
 
 def test_a_leaf_table_with_its_own_payload_but_anothers_root_is_found():
@@ -225,7 +225,7 @@ def test_a_leaf_table_with_its_own_payload_but_anothers_root_is_found():
     b = encode(schema, payload_of(schema, seed=2))
     root = slice(schema.header_bytes, schema.header_bytes + 16)
     mixed = b[: root.start] + a[root] + b[root.stop :]
-    assert read(schema, mixed) is MissReason.BAD_ROOT
+    assert read(schema, mixed) is MissReason.BAD_CHECKSUM
 
 
 @given(data=st.binary(max_size=300))

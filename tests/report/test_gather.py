@@ -170,10 +170,10 @@ def test_removals_are_counted_by_reason_and_detail():
     removals = [
         Removal(key_of(n), 10, NOW - n, reason, detail, "1@host")
         for n, (reason, detail) in enumerate(
-            [("evicted", "quota"), ("quarantined", "bad_leaf"), ("evicted", "quota")]
+            [("evicted", "quota"), ("damaged", "bad_checksum"), ("evicted", "quota")]
         )
     ]
     assert causes(removals) == [
         ("evicted", "quota", 2, 20, NOW),
-        ("quarantined", "bad_leaf", 1, 10, NOW - 1),
+        ("damaged", "bad_checksum", 1, 10, NOW - 1),
     ]

@@ -104,7 +104,7 @@ def test_a_page_shows_prefixes_shares_and_removals_and_zooms_by_a_click(opened, 
     page = opened("org/model-7b")
     page.screenshot(path=tmp_path / "whole.png", full_page=True)
     shown = page.inner_text("body")
-    for text in ("org/model-7b", "quarantined", "deleted", "in quarantine"):
+    for text in ("org/model-7b", "damaged", "deleted", "in quarantine"):
         assert text in shown
     labels = page.locator("#tree .slicetext")
     assert {"tokens 0 to 28", "tokens 28 to 42"} <= set(labels.all_text_contents())

@@ -95,7 +95,7 @@ def test_only_what_is_there_and_right_lands(caller):
     one = caller(CorruptingStore(store, damage=flip_bit(-1), keys=KEYS[3:4]))
     batch = one.get()
     assert batch.wait(SECONDS)
-    assert batch.results == [None, MissReason.ABSENT, None, MissReason.BAD_LEAF, None]
+    assert batch.results == [None, MissReason.ABSENT, None, MissReason.BAD_CHECKSUM, None]
     assert one.filled() == [0, 2, 4]
     assert not any(one.rows[3])
 

@@ -74,7 +74,7 @@ def test_each_of_the_rows_in_runs_is_verified_and_none_between_them(damaged):
     head = memoryview(bytearray(SCHEMA.head_bytes))
     wanted = RecordRead(key=KEY, first_token=0, head=head, rows=[(rows, landed)])
     reason = read_record(store, SCHEMA, wanted, Counters())
-    assert reason == (MissReason.BAD_LEAF if damaged in held else None)
+    assert reason == (MissReason.BAD_CHECKSUM if damaged in held else None)
     if reason is None:
         assert landed == b"".join(payload[row << 16 : (row + 1) << 16] for row in held)
 
@@ -87,7 +87,7 @@ def test_a_wrong_leaf_at_the_end_is_a_miss_and_the_record_goes():
     store.delete(KEY)
     store.put(KEY, [image])
     assert read(store, RowRange(0, 0, 17))[0] is None
-    assert read(store, EVERY)[0] is MissReason.BAD_LEAF
+    assert read(store, EVERY)[0] is MissReason.BAD_CHECKSUM
     assert not store.contains(KEY)
 
 
@@ -96,7 +96,7 @@ def test_a_value_shorter_than_its_head_is_a_miss():
     stored(store)
     for size in (1, 100, SCHEMA.head_bytes - 1, SCHEMA.head_bytes, -1):
         assert read(CorruptingStore(store, damage=truncate(size)), EVERY)[0] in (
-            MissReason.TRUNCATED,
+            MissReason.WRONG_SIZE,
             MissReason.BAD_HEADER,
         )
         stored(store)

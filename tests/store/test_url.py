@@ -145,7 +145,7 @@ def test_two_paths_of_one_directory_do_no_harm(tmp_path):
         for number in range(5):
             assert store.put(make_key(number), [b"value"]) is PutResult.STORED
         assert all(read_value(store, make_key(number)) == b"value" for number in range(5))
-        store.discard(make_key(), "bad_leaf")
+        store.discard(make_key(), "bad_checksum")
         assert read_value(store, make_key()) is None
 
 

@@ -89,22 +89,14 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
 EMPTY_PLAN = SharedStoragePlan()
 
 
-PUT_OFF = "put_off"
-"""The chunk may be saved in a later step."""
-
-NOT_DONE = "not_done"
-"""A copy or a comparison failed, as of blocks that do not hold what the host reported: a later try
-would not help."""
-
-
 class Filled(msgspec.Struct, frozen=True, array_like=True):
     """A fetch, the copy of a save, or the comparison of an audit ended on one rank."""
 
     slot: int
     missed: str | None = None
-    """None: the slot holds what the plan said, verified. Else why it does not: for a fetch a
-    `kvferry.record.check.MissReason`, for a save or an audit `PUT_OFF` or
-    `NOT_DONE`."""
+    """None: the slot holds what the plan said, verified. Else why it does not, a
+    `kvferry.record.check.MissReason`. Of a save or an audit, `CANCELLED`: a later step may try
+    again; `IO_ERROR`: that would not help, as where blocks do not hold what the host reported."""
     seconds: float = 0.0
     """For a fetch: the time from the plan to the end of the read."""
     excess: float = 0.0

@@ -32,15 +32,12 @@ class MissReason(StrEnum):
     """Why stored bytes were not served."""
 
     ABSENT = "absent"
-    TRUNCATED = "truncated"
-    TRAILING_BYTES = "trailing_bytes"
+    WRONG_SIZE = "wrong_size"
     BAD_HEADER = "bad_header"
     WRONG_VERSION = "wrong_version"
-    WRONG_KEY = "wrong_key"
-    WRONG_NAMESPACE = "wrong_namespace"
-    WRONG_SHAPE = "wrong_shape"
-    BAD_ROOT = "bad_root"
-    BAD_LEAF = "bad_leaf"
+    OTHER_RECORD = "other_record"
+    """It is a record, but of another key, namespace, shape or position in a prompt."""
+    BAD_CHECKSUM = "bad_checksum"
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
@@ -94,14 +91,12 @@ def check_head(
     data = bytes(head[: schema.head_bytes])
     header = schema.encode_header(key, first_token)
     if not data.startswith(header):
-        return _why_header_differs(schema, key, size, data)
-    if len(data) < schema.head_bytes:
-        return MissReason.TRUNCATED
-    if size != schema.record_bytes:
-        return _why_size_differs(schema, size)
+        return _why_header_differs(schema, size, data)
+    if len(data) < schema.head_bytes or size != schema.record_bytes:
+        return MissReason.WRONG_SIZE
     leaf_table = data[header_bytes + DIGEST_BYTES :]
     if digest(header + leaf_table) != data[header_bytes : header_bytes + DIGEST_BYTES]:
-        return MissReason.BAD_ROOT
+        return MissReason.BAD_CHECKSUM
     return None
 
 
@@ -124,7 +119,7 @@ def check_record(
         return info
     found = info.schema
     if (found.chunk_tokens, found.components) != (schema.chunk_tokens, schema.components):
-        return MissReason.WRONG_SHAPE
+        return MissReason.OTHER_RECORD
     reason = check_head(found, key, info.first_token, size, value)
     if reason is not None:
         return reason
@@ -134,7 +129,7 @@ def check_record(
         start = found.offset_of(rows)
         payload = value[start : start + component.num_bytes]
         if not check_rows(component, payload, table[found.leaf_slice(rows)]):
-            return MissReason.BAD_LEAF
+            return MissReason.BAD_CHECKSUM
     return None
 
 
@@ -146,12 +141,12 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
     duplicate or missing fields, other orders, number formats and paddings are all refused.
     """
     if len(head) < 8:
-        return MissReason.TRUNCATED
+        return MissReason.WRONG_SIZE
     header_size = int.from_bytes(head[:8], "little")
     if header_size > MAX_HEADER_BYTES:
         return MissReason.BAD_HEADER
     if len(head) < 8 + header_size:
-        return MissReason.TRUNCATED
+        return MissReason.WRONG_SIZE
     data = bytes(head[: 8 + header_size])
     try:
         info = _info_from_json(json.loads(data[8:].decode("ascii")))
@@ -163,25 +158,16 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
     schema = info.schema
     if schema.encode_header(info.key, info.first_token) != data:
         return MissReason.BAD_HEADER
-    return info if size == schema.record_bytes else _why_size_differs(schema, size)
+    return info if size == schema.record_bytes else MissReason.WRONG_SIZE
 
 
-def _why_size_differs(schema: RecordSchema, size: int) -> MissReason:
-    short = size < schema.record_bytes
-    return MissReason.TRUNCATED if short else MissReason.TRAILING_BYTES
-
-
-def _why_header_differs(schema: RecordSchema, key: ChunkKey, size: int, data: bytes) -> MissReason:
+def _why_header_differs(schema: RecordSchema, size: int, data: bytes) -> MissReason:
     parsed = parse_head(memoryview(data), size)
-    if isinstance(parsed, MissReason):
-        # If the value goes on after a whole head, it is not cut: its header claims too much.
-        reaches_past = parsed is MissReason.TRUNCATED and size > len(data) >= schema.head_bytes
-        return MissReason.BAD_HEADER if reaches_past else parsed
-    if parsed.schema.namespace != schema.namespace:
-        return MissReason.WRONG_NAMESPACE
-    if parsed.key != key:
-        return MissReason.WRONG_KEY
-    return MissReason.WRONG_SHAPE
+    if not isinstance(parsed, MissReason):
+        return MissReason.OTHER_RECORD
+    # If the value goes on after a whole head, it is not cut: its header claims too much.
+    reaches_past = parsed is MissReason.WRONG_SIZE and size > len(data) >= schema.head_bytes
+    return MissReason.BAD_HEADER if reaches_past else parsed
 
 
 def _info_from_json(tensors: object) -> RecordInfo | MissReason:

@@ -104,7 +104,7 @@ class Removal(NamedTuple):
     at: float
     """Seconds since the epoch."""
     reason: str
-    """evicted, deleted, quarantined, or vanished: the file was removed from outside."""
+    """evicted, deleted, damaged, or vanished: the file was removed from outside."""
     detail: str
     by: str
     """The process that removed it, or found it gone."""

@@ -97,7 +97,7 @@ def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
     if size is None:
         return MissReason.ABSENT
     info = parse_head(head[:size], size)
-    return info if isinstance(info, MissReason) or info.key == key else MissReason.WRONG_KEY
+    return info if isinstance(info, MissReason) or info.key == key else MissReason.OTHER_RECORD
 
 
 def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
@@ -111,7 +111,7 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
         return MissReason.BAD_HEADER
     trusted = memoryview(bytearray(schema.head_bytes))
     if store.read(key, [(0, trusted)]) != size:
-        return MissReason.TRUNCATED
+        return MissReason.WRONG_SIZE
     reason = check_head(schema, key, info.first_token, size, trusted)
     if reason is not None:
         return reason
@@ -124,10 +124,10 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
                 end_of_window = min(start + window.nbytes, component.num_bytes)
                 wanted = window[: end_of_window - start]
                 if store.read(key, [(offset + start, wanted)]) != size:
-                    return MissReason.TRUNCATED
+                    return MissReason.WRONG_SIZE
             leaf = window[start - start_of_window : stop - start_of_window]
             if digest(leaf) != trusted[at : at + DIGEST_BYTES]:
-                return MissReason.BAD_LEAF
+                return MissReason.BAD_CHECKSUM
             at += DIGEST_BYTES
     return None
 

@@ -99,7 +99,7 @@ def _read(
         leaves = b"".join([table[schema.leaf_slice(run)] for run, _, _ in runs])
         component = schema.components[runs[0][0].component]
         if not check_rows(component, buffer, leaves):
-            return MissReason.BAD_LEAF
+            return MissReason.BAD_CHECKSUM
     return None
 
 

@@ -58,9 +58,9 @@ def _replace_by_directory(path: Path) -> None:
     ("damage", "counter"),
     [
         (_flip(40), "records_corrupt"),
-        (_flip(-1), "miss_bad_leaf"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "miss_truncated"),
-        (_swap, "miss_wrong_key"),
+        (_flip(-1), "miss_bad_checksum"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "miss_wrong_size"),
+        (_swap, "miss_other_record"),
         (lambda path: path.unlink(), "miss_absent"),
         (_replace_by_directory, "requests_missed"),
     ],

@@ -135,13 +135,13 @@ def value_in(registry, name, **labels):
 
 
 def test_counters_reach_prometheus_under_their_own_or_a_common_name(registry, prom):
-    prom.observe({"hit_tokens/file": 128, "miss_bad_leaf": 2}, 1)
+    prom.observe({"hit_tokens/file": 128, "miss_bad_checksum": 2}, 1)
     prom.observe({"hit_tokens/file": 2, "hits": 1, "store_corrected_bytes": -5}, 1)
     prom.observe({"tier_reads/s3/failed": 3, "miss_tokens": 4}, 1)
     assert value_in(registry, "hit_tokens_total", tier="file") == 130
     assert value_in(registry, "tier_reads_total", tier="s3", result="failed") == 3
     assert value_in(registry, "miss_tokens_total", reason="") == 4
-    assert value_in(registry, "events_total", event="miss_bad_leaf") == 2
+    assert value_in(registry, "events_total", event="miss_bad_checksum") == 2
     plain = {name for name, of in FAMILIES.items() if not of.labels}
     assert {name: value_in(registry, f"{name}_total") for name in plain} == {
         **dict.fromkeys(plain, 0),

@@ -354,9 +354,9 @@ class Events:
         if kind == "fetch":
             filled = Filled(slot, {6: "io_error", 7: "absent"}.get(how), 0.1 * how)
         elif kind == "audit":
-            filled = Filled(slot, {6: "not_done"}.get(how), excess=2.0 * (how == 7))
+            filled = Filled(slot, {6: "io_error"}.get(how), excess=2.0 * (how == 7))
         else:
-            filled = Filled(slot, {6: "put_off", 7: "not_done"}.get(how))
+            filled = Filled(slot, {6: "cancelled", 7: "io_error"}.get(how))
             if how < 6:
                 result = "failed" if how == 5 else "stored"
                 sealed, saved = (Sealed(slot),), (Saved(slot, result),)

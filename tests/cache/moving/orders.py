@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from kvferry.blocks.tables import BlockSlice
-from kvferry.cache.messages import PUT_OFF, Fetch, Load, Save, SlotChunk
+from kvferry.cache.messages import Fetch, Load, Save, SlotChunk
 from kvferry.layout.streams import REACHED
+from kvferry.record.check import MissReason
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.stores.hooks import wait_until
 from tests.cache.moving.device_host import BLOCK, CHUNK, DeviceHost
@@ -60,7 +61,7 @@ class Engine:
         num_missed, num_saved = len(self.host.missed), len(self.host.saved)
         self._step(saves=(Save(chunk(slot, number), slices(blocks)),))
         if self.host.missed[num_missed:]:
-            assert self.host.missed[num_missed].missed == PUT_OFF
+            assert self.host.missed[num_missed].missed == MissReason.CANCELLED
             return
         self.device.run_until(lambda: self.device.is_idle("hashing"))
         self._await(lambda: len(self.host.saved) > num_saved)

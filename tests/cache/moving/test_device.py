@@ -15,7 +15,7 @@ from kvferry.blocks import copies
 from kvferry.blocks.copies import DeviceSetup, staging_bytes
 from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
-from kvferry.cache.messages import NOT_DONE, PUT_OFF, Fetch, Filled, SlotChunk
+from kvferry.cache.messages import Fetch, Filled, SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.errors import TransferError
@@ -231,13 +231,13 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
     host.step(saves=(save,), loads=(host.load(tables), never_fetched))
     simulated.drain()
     # What a step computed on failed loads is not saved, whatever its blocks.
-    assert host.missed == [Filled(save.chunk.slot, PUT_OFF)]
+    assert host.missed == [Filled(save.chunk.slot, MissReason.CANCELLED)]
     assert bad in host.invalid
     # The last chunk of the first load, and all of the second, whose slots hold nothing.
     assert host.observer["load_failed_chunks"] == 4
     host.step(saves=(save,), failures_known=(1,))
     simulated.drain()
-    assert host.missed[1:] == [Filled(save.chunk.slot, NOT_DONE)]
+    assert host.missed[1:] == [Filled(save.chunk.slot, MissReason.IO_ERROR)]
     found = host.rows(LOADED)
     host.restore(before)
     for ours, old in zip(found, host.rows(LOADED), strict=True):
@@ -287,7 +287,9 @@ def test_saves_that_find_no_device_memory_free_are_offered_again(make):
             host.step(saves=left)
             assert run_all(device, "engine") == []
             left = left[1:] if _step == 0 else left
-        assert host.missed == [Filled(save.chunk.slot, PUT_OFF) for save in [*left, *left]]
+        assert host.missed == [
+            Filled(save.chunk.slot, MissReason.CANCELLED) for save in [*left, *left]
+        ]
         device.drain()
         host.settle(saved=3 - len(left))
     assert is_stored(host)
@@ -304,7 +306,7 @@ def test_saves_without_device_memory_are_put_off(make):
     device.compute(host.fill)
     device.memory_left = 3  # gather, copy and hash of one chunk
     host.end()
-    assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS[1:]]
+    assert host.missed == [Filled(slot, MissReason.CANCELLED) for slot in SAVE_SLOTS[1:]]
     assert host.observer["save_no_device_memory"] == 1
     device.drain()
     host.settle(saved=1)
@@ -321,7 +323,7 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     device.compute(host.fill)
     device.memory_left = 2  # gather and copy of one chunk, and not its hash
     host.end()
-    assert host.missed == [Filled(slot, PUT_OFF) for slot in SAVE_SLOTS]
+    assert host.missed == [Filled(slot, MissReason.CANCELLED) for slot in SAVE_SLOTS]
     device.memory_left = 10**9
     (chunk, *_others) = chunks(SAVE_SLOTS)
     host.step(fetches=(Fetch(chunk, (0, 1)),))
@@ -547,7 +549,7 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.step(saves=saves(slots=(6, 7, 0)), failures_known=(1,))
     device.drain()
     assert host.invalid == {block for table in LOADED for block in table}
-    assert host.missed == [Filled(slot, NOT_DONE) for slot in (6, 7, 0)]
+    assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in (6, 7, 0)]
     for cache, old in zip(host.caches, before, strict=True):
         assert torch.equal(cache.whole, old)
 
@@ -607,7 +609,7 @@ def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypa
     assert host.off
     assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in FETCH_SLOTS]
     host.step(pool=7, saves=saves())
-    assert host.missed[3:] == [Filled(slot, NOT_DONE) for slot in SAVE_SLOTS]
+    assert host.missed[3:] == [Filled(slot, MissReason.IO_ERROR) for slot in SAVE_SLOTS]
     assert host.worker.is_idle
     device.drain()
     host.worker.unregister_kv_caches()
@@ -766,7 +768,7 @@ def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch
     host.step(saves=saves(LOADED))
     device.drain()
     host.settle(saved=2)
-    assert host.missed == [Filled(SAVE_SLOTS[2], PUT_OFF)]
+    assert host.missed == [Filled(SAVE_SLOTS[2], MissReason.CANCELLED)]
     assert sum(taken) < 4096  # checksums
 
 

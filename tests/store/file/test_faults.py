@@ -142,7 +142,7 @@ def test_a_discard_that_fails_still_takes_the_record_out_of_the_index(bench):
     store = bench.open()
     store.put(make_key(), [b"rotten"])
     bench.io.fail["rename"] = errno.EROFS
-    store.discard(make_key(), "bad_leaf")
+    store.discard(make_key(), "bad_checksum")
     store.probe([make_key()])
     store.maintain()
     assert not store.contains(make_key())

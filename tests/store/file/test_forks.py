@@ -28,7 +28,7 @@ def use_as_child(store):
     assert not store.contains(make_key(10**6))
     assert store.put(make_key(10**6), [b"value"]) is PutResult.FAILED
     assert not store.delete(make_key(0))
-    store.discard(make_key(1), "bad_leaf")
+    store.discard(make_key(1), "bad_checksum")
     store.touch([make_key(0)])
     store.probe([make_key(10**6)])
     assert store.stat().num_records > 0

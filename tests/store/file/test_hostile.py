@@ -110,7 +110,7 @@ def outside(bench, tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / f"{make_key().hex()}.safetensors").write_bytes(b"mine")
         (folder / ("0" * 32)).write_bytes(b"mine")
-        (folder / f"{bytes(32).hex()}.bad_leaf.{'0' * 16}").write_bytes(b"mine")
+        (folder / f"{bytes(32).hex()}.bad_checksum.{'0' * 16}").write_bytes(b"mine")
     (root / "index.sqlite3").write_bytes(b"")
     before = snapshot(root)
     yield root
@@ -162,7 +162,7 @@ OWN_NAMES = [
     "index.sqlite3.broken",
     "kvferry.json",
     f"writing/{'0' * 32}",
-    f"quarantine/{bytes(32).hex()}.bad_leaf.{'0' * 16}",
+    f"quarantine/{bytes(32).hex()}.bad_checksum.{'0' * 16}",
 ]
 
 
@@ -254,7 +254,7 @@ NAMES = [
     b"\x1b[31m",
     "\u202e".encode(),
     b"0" * 31 + b"\n",
-    b"0" * 64 + b".bad_leaf." + b"0" * 15 + b"\n",
+    b"0" * 64 + b".bad_checksum." + b"0" * 15 + b"\n",
     b"0" * 64 + b".\xff." + b"0" * 16,
     b"0" * 64 + b".safetensors\n",
 ]

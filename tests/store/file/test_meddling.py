@@ -176,7 +176,7 @@ def test_a_full_disk_can_be_emptied(tmp_path, bench, what, quota, way):
         for number in range(num_stored, num_stored + 20):
             assert store.put(make_key(number), [value]) is PutResult.NO_SPACE
         store.touch([make_key(0)])
-        store.discard(make_key(1), "bad_leaf")
+        store.discard(make_key(1), "bad_checksum")
         store.maintain()
         if way == "delete":
             for number in range(num_stored):

@@ -160,7 +160,7 @@ def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way)
     if way == "deletes":
         assert other.delete(make_key())
     elif way == "discards":
-        other.discard(make_key(), "bad_leaf")
+        other.discard(make_key(), "bad_checksum")
     else:
         for number in range(1, 4):
             bench.wall.advance(10)

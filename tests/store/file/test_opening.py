@@ -124,7 +124,7 @@ def test_a_directory_that_cannot_be_written_is_opened_for_reading(bench, caplog,
     assert store.delete(make_key(0)) is False
     store.maintain()
     assert store.contains(make_key(0))
-    store.discard(make_key(0), "bad_leaf")
+    store.discard(make_key(0), "bad_checksum")
     store.maintain()
     assert not store.contains(make_key(0)), "the same broken hit is not offered twice"
     assert store.stat().used_bytes == 5

@@ -246,7 +246,7 @@ def test_a_put_without_room_keeps_what_its_eviction_did(bench):
     for number in range(5):
         store.put(make_key(number), [make_value(100)])
     store.pin([make_key(number) for number in range(4)], bench.wall() + 1000)
-    store.discard(make_key(4), "bad_leaf")
+    store.discard(make_key(4), "bad_checksum")
     assert store.put(make_key(9), [make_value(700)]) is PutResult.NO_SPACE
     assert bench.counters["store_put_no_space"] == 1
     assert_index_agrees(bench.root)

@@ -115,10 +115,10 @@ def test_quarantine_is_bounded_and_evicts_nothing(bench):
     store = bench.open()
     for number in range(70):
         store.put(make_key(number), [make_value(100)])
-        store.discard(make_key(number), "bad_leaf")
+        store.discard(make_key(number), "bad_checksum")
     kept = os.listdir(bench.root / "quarantine")
     assert len(kept) == 64
-    assert all(".bad_leaf." in name for name in kept)
+    assert all(".bad_checksum." in name for name in kept)
     assert store.stat().used_bytes == 0
     store.put(make_key(100), [make_value(4900)])
     small = bench.open(max_bytes=5000)
@@ -127,7 +127,7 @@ def test_quarantine_is_bounded_and_evicts_nothing(bench):
     small.maintain()
     assert len(os.listdir(bench.root / "quarantine")) == 2  # a twentieth of the quota
     small.put(make_key(102), [make_value(300)])
-    small.discard(make_key(102), "bad_leaf")
+    small.discard(make_key(102), "bad_checksum")
     assert len(os.listdir(bench.root / "quarantine")) == 1  # the newest, though it is larger
 
 

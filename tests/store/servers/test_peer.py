@@ -146,7 +146,7 @@ def test_a_peer_is_only_read(serving):
     assert not peer.takes_values
     assert peer.put(make_key(1), [b"other"]) is PutResult.FAILED
     assert not peer.delete(make_key())
-    peer.discard(make_key(), "bad_leaf")
+    peer.discard(make_key(), "bad_checksum")
     assert read_value(peer, make_key()) == b"value"
     with pytest.raises(StoreError, match="cannot list"):
         list(peer.scan())
@@ -360,7 +360,7 @@ def test_other_bytes_are_no_hit_and_remove_nothing_at_the_peer(serving, caplog):
     assert fetch(peer, first)[0] is None
     for number in range(MAX_WRONG):
         assert fetch(peer, last, MAX_WRONG)[0] is None
-        assert fetch(peer, last, number)[0] == "bad_leaf"
+        assert fetch(peer, last, number)[0] == "bad_checksum"
     assert counters["peer_wrong_records"] == MAX_WRONG
     assert memory.stat().num_records == MAX_WRONG + 1
     with pytest.raises(StoreError, match=f"sent {MAX_WRONG} wrong records"):

@@ -163,7 +163,7 @@ def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stor
     thread = threading.Thread(target=call)
     thread.start()
     assert client.answered.wait(60)
-    store.discard(key, "bad_leaf")
+    store.discard(key, "bad_checksum")
     if is_stored_again:
         assert store.put(key, [b"right"]) is PutResult.STORED
     client.gate.set()

@@ -273,7 +273,7 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
     store = make_tiers(near, far)
     assert store.read(make_key(), [(0, memoryview(bytearray(5)))]) == 5
     wait_until(lambda: held(near), "it is near")
-    store.discard(make_key(), "bad_leaf")
+    store.discard(make_key(), "bad_checksum")
     assert not held(near)
     assert not held(far)
 
@@ -676,7 +676,7 @@ def test_a_value_that_was_discarded_is_brought_nearer_again(make_tiers):
         each.put(make_key(), [b"value"])
     store = make_tiers(near, far)
     assert held(store)
-    store.discard(make_key(), "bad_leaf")
+    store.discard(make_key(), "bad_checksum")
     assert not held(near)
     assert held(store)
     settle(store)
@@ -707,7 +707,7 @@ def test_two_who_find_a_near_copy_wrong_leave_the_far_one(make_tiers):
     for _ in range(2):
         assert read_value(store, make_key()) == b"wrong"
     for _ in range(2):
-        store.discard(make_key(), "bad_leaf")
+        store.discard(make_key(), "bad_checksum")
     assert read_value(store, make_key()) == b"value"
 
 
@@ -717,7 +717,7 @@ def test_a_right_value_that_replaces_one_under_way_reaches_every_tier(make_tiers
     store = make_tiers(near, StallingStore(far, gate=gate, operations={"put"}))
     store.put(make_key(), [b"wrong"])
     assert gate.wait_for_arrival()
-    store.discard(make_key(), "bad_leaf")
+    store.discard(make_key(), "bad_checksum")
     assert store.put(make_key(), [b"right"]) is PutResult.STORED
     gate.release()
     wait_until(lambda: read_value(far, make_key()) == b"right", "the far one has it")

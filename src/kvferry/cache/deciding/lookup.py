@@ -245,7 +245,7 @@ class Lookup:
         held = [each for each in waiting if each.wanted.plan.is_held]
         soon: set[ChunkKey] = set()
         for key, filled in missed.items():
-            reason, miss = filled.missed or "", LookupMiss.UNREADABLE
+            reason, miss = filled.missed or "", LookupMiss.DAMAGED
             if reason == MissReason.ABSENT:
                 miss = LookupMiss.VANISHED
                 if any(key in search.fetched for search in held):

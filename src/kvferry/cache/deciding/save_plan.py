@@ -17,7 +17,6 @@ from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
-    PUT_OFF,
     Filled,
     RankReport,
     Save,
@@ -26,6 +25,7 @@ from kvferry.cache.messages import (
 )
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError
+from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView
 
@@ -236,7 +236,7 @@ class SavePlan:
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """Learn that a rank did not copy a chunk into its slot."""
         self.shared_writes.abort(slot)
-        if copied.missed == PUT_OFF:
+        if copied.missed == MissReason.CANCELLED:
             self._offer_again((slot.key,))
 
     def _learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
@@ -288,7 +288,7 @@ class SavePlan:
         self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
         if report.failed_keys:
             self._requests.unreadable.add(
-                report.failed_keys, UNREADABLE_SECONDS, LookupMiss.UNREADABLE, "a load failed"
+                report.failed_keys, UNREADABLE_SECONDS, LookupMiss.DAMAGED, "a load failed"
             )
             for key in report.failed_keys:
                 self._pool.drop(ChunkKey(key))

@@ -16,7 +16,8 @@ from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import tolerances_for
 from kvferry.cache.config import RoleContext
 from kvferry.cache.memory import SlotMemory
-from kvferry.cache.messages import NOT_DONE, Filled, Load, Save
+from kvferry.cache.messages import Filled, Load, Save
+from kvferry.record.check import MissReason
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Comparisons:
 
         def run(_job: Job[Filled]) -> Filled:
             if record is None or not is_held or not gathered.mark.wait(self._bounds.device_seconds):
-                return Filled(slot, NOT_DONE)
+                return Filled(slot, MissReason.IO_ERROR)
             computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
             found = compare(self._rows, computed, stored, self._tolerances)
             what = found.describe(self._rows)
@@ -83,7 +84,7 @@ class Comparisons:
             else:
                 if job.error is not None:
                     logger.error("a comparison with a record failed", exc_info=job.error)
-                result = job.result or Filled(slot, NOT_DONE)
+                result = job.result or Filled(slot, MissReason.IO_ERROR)
                 filled.append(result)
             if checks is not None and not (result and result.agrees):
                 yield checks

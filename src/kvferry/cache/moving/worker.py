@@ -23,8 +23,6 @@ from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import (
     EMPTY_PLAN,
-    NOT_DONE,
-    PUT_OFF,
     Fetch,
     Filled,
     Load,
@@ -235,7 +233,7 @@ class SharedStorageWorker(WorkerRole):
             return
         if self._is_off:
             for save in self._plan.saves:
-                self._end_early(save, NOT_DONE)
+                self._end_early(save, MissReason.IO_ERROR)
             return
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
@@ -388,7 +386,7 @@ class SharedStorageWorker(WorkerRole):
                 runs = self._copies.paged.chunk_runs(save.blocks, chunk.first_token)
             except LayoutError as error:
                 logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
-                self._end_early(save, NOT_DONE)
+                self._end_early(save, MissReason.IO_ERROR)
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
@@ -403,7 +401,7 @@ class SharedStorageWorker(WorkerRole):
 
     def _put_off(self, saves: Iterable[Save]) -> None:
         for save in saves:
-            self._end_early(save, PUT_OFF)
+            self._end_early(save, MissReason.CANCELLED)
 
     def _end_early(self, save: Save, why: str) -> None:
         """Report that a chunk was not copied into its slot; take back the load it was to check."""

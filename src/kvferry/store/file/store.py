@@ -240,7 +240,7 @@ class FileStore(Catalogue):
         self._faults.observer.count("store_quarantined")
         if moved:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
-        self._forget(key, "quarantined", reason)
+        self._forget(key, "damaged", reason)
         with suppress(OSError):  # the upkeep does it again
             self.directory.bound_quarantine(self._max_bytes)
 

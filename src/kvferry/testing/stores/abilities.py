@@ -64,7 +64,7 @@ class ScanTests(StoreHooks):
         for number in range(3):
             store.put(make_key(number), [b"value"])
         store.delete(make_key(0))
-        store.discard(make_key(1), "bad_leaf")
+        store.discard(make_key(1), "bad_checksum")
         assert set(_scan(store)) == {make_key(2)}
 
     def test_values_may_come_and_go_during_a_scan(self, store: Catalogue) -> None:
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=numbers)
     def discard(self, number: int) -> None:
         value = self.model.pop(make_key(number), None)
-        self.store.discard(make_key(number), "bad_leaf")
+        self.store.discard(make_key(number), "bad_checksum")
         if value is not None:
             self.vanished_bytes += self.hooks.charge(len(value))
 

@@ -135,8 +135,8 @@ class ValueTests(StoreHooks):
         counters = Counters()
         with self.make_store(tmp_path, observer=counters) as store:
             store.put(make_key(), [b"rotten"])
-            store.discard(make_key(), "bad_leaf")
-            store.discard(make_key(), "bad_leaf")
+            store.discard(make_key(), "bad_checksum")
+            store.discard(make_key(), "bad_checksum")
             assert not store.contains(make_key())
             assert store.read(make_key(), ()) is None
             assert counters["store_quarantined"] == 1
@@ -376,7 +376,7 @@ class RaceTests(StoreHooks):
         with self.make_store(tmp_path, observer=counters) as store:
             for number in range(ROUNDS):
                 store.put(make_key(number), [b"rotten"])
-                discard = functools.partial(store.discard, make_key(number), "bad_leaf")
+                discard = functools.partial(store.discard, make_key(number), "bad_checksum")
                 run_together(discard, discard, discard)
                 assert store.read(make_key(number), ()) is None
             assert counters["store_quarantined"] == ROUNDS
