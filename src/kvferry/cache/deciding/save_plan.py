@@ -13,8 +13,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
 from kvferry.cache.deciding.failed_keys import REFUSED_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.pins import RequestPins
-from kvferry.cache.deciding.requests import Requests, RequestState
+from kvferry.cache.deciding.requests import RequestPins, Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     Filled,
