@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
-from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, Awaiting
+from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, Awaiting, Search
 from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
@@ -88,10 +88,33 @@ def decode(host, params, prompt=PROMPT, name="decode", **how):
 
 
 def until_awaited(host, prompt, params):
-    """A request that waits for its producer."""
+    """A request that waits for its producer: the store has answered that something is missing."""
     request = host.add("waiting", prompt, handover=read_handover(params))
-    assert host.scheduler.lookup(request, 0).num_tokens is None
+    await_producer(host, request)
     return request
+
+
+def await_producer(host, request) -> Search:
+    """Look a request up until it waits for its producer. Return its search."""
+
+    def waits() -> bool:
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+        return isinstance(search_of(host, request).state, Awaiting)
+
+    wait_until(waits, "the store has answered")
+    return search_of(host, request)
+
+
+def search_of(host, request) -> Search:
+    return host.scheduler.requests.by_id[request.request_id].search
+
+
+def let_come(host, request, come) -> None:
+    """Let chunks come that a request awaits, and let the pause end after which the store is asked
+    for them. A question under way may have missed them, and would not be repeated."""
+    come()
+    wait_until(lambda: not host.parts[0].store._keys._asked, "the store has answered")
+    host.parts[0].context.clock.advance(search_of(host, request).looks.pause)
 
 
 # -- what the producer says -----------------------------------------------------------------------
@@ -190,7 +213,7 @@ def test_a_decode_waits_for_chunks_that_are_on_their_way(make_engine):
     for _ in range(20):
         host.step([])
         assert host.scheduler.lookup(request, 0).num_tokens is None
-    client.release()
+    let_come(host, request, client.release)
     assert host.admit(request) == 40
 
 
@@ -199,7 +222,7 @@ def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
     answer = prefill(make_engine(client))
     host = make_engine(client, FakeClock())
     request = until_awaited(host, PROMPT, answer)
-    client.release(3)
+    let_come(host, request, lambda: client.release(3))
 
     def steps_until(count: int):
         def is_so() -> bool:
@@ -210,7 +233,7 @@ def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
         return is_so
 
     wait_until(steps_until(3), "three chunks are fetched")
-    client.release()
+    let_come(host, request, client.release)
     assert host.admit(request) == 40
 
 
@@ -228,7 +251,7 @@ def test_what_comes_late_has_as_much_time_to_be_fetched(make_engine):
     host.step([])
     assert host.scheduler.lookup(request, 0).num_tokens is None
     clock.advance(2.0)
-    client.release()
+    let_come(host, request, client.release)
     assert host.admit(request) == 40
 
 
@@ -236,9 +259,8 @@ def test_what_came_while_the_host_did_not_look_is_found_after_the_deadline(make_
     """And the others have as much time again."""
     awaited = Awaited(make_engine)
     host, request = awaited.host, awaited.request
-    awaited.client.release(2)
+    awaited.come(2)
     awaited.clock.advance(LIMIT + 1)  # a step
-    host.scheduler.requests.by_id["waiting"].search.looks.succeeded()  # its pause is over, too
 
     def are_fetched() -> bool:
         assert host.scheduler.lookup(request, 0).num_tokens is None
@@ -247,7 +269,7 @@ def test_what_came_while_the_host_did_not_look_is_found_after_the_deadline(make_
 
     wait_until(are_fetched, "what came is fetched")
     awaited.clock.advance(LIMIT - 1)
-    awaited.client.release()
+    awaited.come()
     assert host.admit(request) == 40
 
 
@@ -256,7 +278,7 @@ def test_a_decode_that_comes_before_its_prefill_waits_for_it(make_engine, server
     host = make_engine(server, FakeClock())
     params = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 7777}
     request = until_awaited(host, PROMPT, params)
-    prefill(make_engine(server))
+    let_come(host, request, lambda: prefill(make_engine(server)))
     assert host.admit(request) == 40
 
 
@@ -295,9 +317,12 @@ class Awaited:
         self.host = make_engine(self.client, self.clock, **options)
         self.request = until_awaited(self.host, PROMPT, answer)
 
+    def come(self, count: int = 1000) -> None:
+        let_come(self.host, self.request, lambda: self.client.release(count))
+
     def one_comes(self) -> None:
         before = fetches(self.host)
-        self.client.release(1)
+        self.come(1)
 
         def is_fetched() -> bool:
             answer = self.host.scheduler.lookup(self.request, self.num_local_tokens)
@@ -319,25 +344,35 @@ def test_each_chunk_that_comes_gives_the_others_as_much_time_again(make_engine):
     awaited = Awaited(make_engine)
     awaited.come_late(4)
     awaited.clock.advance(LIMIT - 0.5)
-    awaited.client.release()
+    awaited.come()
     assert awaited.host.admit(awaited.request) == 40
     assert awaited.host.observer["remote_prefills_computed"] == 0
 
 
 def test_the_store_is_asked_again_after_longer_and_longer_pauses_until_a_chunk_comes(make_engine):
     awaited = Awaited(make_engine)
-    looks = awaited.host.scheduler.requests.by_id["waiting"].search.looks
+    looks = search_of(awaited.host, awaited.request).looks
 
-    def pauses(seconds: float):
+    def has_asked(seconds: float):
+        """It waits now for so long, until it asks again."""
+
         def is_so() -> bool:
             assert awaited.host.scheduler.lookup(awaited.request, 0).num_tokens is None
             return looks.pause == seconds
 
         return is_so
 
-    wait_until(pauses(LAST_PAUSE_SECONDS), "nothing comes")
-    awaited.client.release(1)
-    wait_until(pauses(FIRST_PAUSE_SECONDS), "a chunk came")
+    pause = FIRST_PAUSE_SECONDS
+    while pause < LAST_PAUSE_SECONDS:
+        wait_until(has_asked(pause), "the store is asked, and nothing has come")
+        assert looks.until == awaited.clock() + pause
+        awaited.clock.advance(0.9 * pause)
+        assert has_asked(pause)(), "before the pause is over"
+        awaited.clock.advance(0.1 * pause + 0.001)
+        pause = min(2 * pause, LAST_PAUSE_SECONDS)
+    wait_until(has_asked(LAST_PAUSE_SECONDS), "the pause does not get longer")
+    awaited.come(1)
+    wait_until(has_asked(FIRST_PAUSE_SECONDS), "a chunk came")
 
 
 def test_a_prefill_that_stops_in_the_middle_is_waited_for_once_more(make_engine):
@@ -367,16 +402,16 @@ def test_progress_counts_behind_what_only_this_engine_has(make_engine):
     awaited = Awaited(make_engine, num_local_tokens=CHUNK)
     awaited.client.held_back.pop(next(iter(awaited.client.held_back)))
     awaited.come_late(3)
-    awaited.client.release()
+    awaited.come()
     assert awaited.host.admit(awaited.request, num_local_tokens=CHUNK) == 32
 
 
 def test_requests_that_wait_leave_half_of_the_slots(make_engine):
     awaited = Awaited(make_engine, num_slots=6)
-    client, host = awaited.client, awaited.host
+    host = awaited.host
     for _ in range(3):
         awaited.one_comes()
-    client.release(1)
+    awaited.come(1)
     store, keys = host.parts[0].store, host.scheduler.requests.by_id["waiting"].keys.keys
 
     def is_found() -> bool:
@@ -388,7 +423,7 @@ def test_requests_that_wait_leave_half_of_the_slots(make_engine):
         assert host.scheduler.lookup(awaited.request, 0).num_tokens is None
         host.step([])
     assert (fetches(host), host.pool.num_taken) == (3, 3)
-    client.release()
+    awaited.come()
     assert host.admit(awaited.request) == 40
 
 
@@ -483,9 +518,9 @@ def test_a_chunk_that_comes_ends_the_doubt(make_engine, comes):
     if comes == "at a try":
         apart.clock.advance(2 * LIMIT)
     request = apart.begin()
-    assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+    await_producer(apart.host, request)
     prefill(make_engine(client), request.all_token_ids)
-    client.release()
+    let_come(apart.host, request, client.release)
     assert apart.host.admit(request) == 40
     apart.host.prefill(request)
     apart.host.finish(request)
@@ -536,15 +571,7 @@ def test_what_the_host_has_itself_by_now_did_not_come(apart, num_local):
     longer, nor do later ones."""
     assert apart.waits(2) == [LIMIT, LOOK]
     request = apart.begin()
-
-    assert apart.host.scheduler.lookup(request, 0).num_tokens is None
-    search = apart.host.scheduler.requests.by_id[request.request_id].search
-
-    def waits() -> bool:
-        apart.host.scheduler.lookup(request, 0)
-        return isinstance(search.state, Awaiting)
-
-    wait_until(waits, "the store has answered")
+    search = await_producer(apart.host, request)
     until = search.state.until
     apart.host.scheduler.lookup(request, num_local)
     assert search.wait().until == until
@@ -597,6 +624,7 @@ def test_chunks_are_waited_for_while_there_is_a_store_in_which_they_may_appear(m
     host = make_host(store=store, clock=FakeClock())
     request = until_awaited(host, PROMPT, AT_ONCE)
     store.is_up = False
+    host.parts[0].context.clock.advance(LAST_PAUSE_SECONDS)
     wait_until(lambda: host.scheduler.lookup(request, 0).num_tokens == 0, "it waits no more")
 
 
@@ -742,7 +770,7 @@ def test_a_client_that_goes_leaves_nothing_behind(make_engine, phase):
     if phase != "queued":
         assert host.scheduler.lookup(request, 0).num_tokens is None
     if phase in ("fetched", "admitted"):
-        client.release()
+        let_come(host, request, client.release)
     if phase == "fetched":
         while host.scheduler.lookup(request, 0).num_tokens is None:
             host.step([])
@@ -892,6 +920,7 @@ def test_a_directory_waits_for_another_process(make_host, tmp_path):
     reader = make_host(store=open_store(tmp_path / "store"), clock=clock)
     request = until_awaited(reader, PROMPT, {"do_remote_prefill": True})
     prefill(make_host(store=open_store(tmp_path / "store")))
+    clock.advance(LAST_PAUSE_SECONDS)
     assert reader.admit(request) == 40
 
 

@@ -27,7 +27,6 @@ that chunk must be held nevertheless.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -139,11 +138,7 @@ class Settled(NamedTuple):
     before: Asking | Awaiting | Fetching
 
 
-NOTHING, NEVER = Wanted(), Asking(0.0)
-
-
-def _looks() -> Backoff:
-    return Backoff(time.monotonic, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+NOTHING, NEVER, NO_LOOKS = Wanted(), Asking(0.0), Backoff(float, 0.0)
 
 
 @dataclass(slots=True)
@@ -174,7 +169,7 @@ class Search:
     loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     num_reads_left: int = 3  # failed reads of its chunks that are tried again
     short: Short = NOT_LOADING  # why the last answer was not longer
-    looks: Backoff = field(default_factory=_looks)  # when awaited chunks are asked for again
+    looks: Backoff = NO_LOOKS  # when awaited chunks are asked for again
 
     @property
     def hit(self) -> Hit | None:
@@ -274,7 +269,8 @@ class Lookup:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
         `most` tokens are loaded at most."""
         wanted = Wanted(keys, plan, most, self._audits.draw(), self._clock())
-        return Search(wanted, Asking(asked_at + ASK_SECONDS))
+        looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+        return Search(wanted, Asking(asked_at + ASK_SECONDS), looks=looks)
 
     def answer(self, search: Search, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
