@@ -64,7 +64,7 @@ _LOCKED_BYTES = 64 << 20
 """Smaller files are hashed faster than processes agree on who hashes them."""
 
 _LOCK_SECONDS = 10.0
-_LOCK_POLL_SECONDS = 0.05
+_LOCK_POLL_SECONDS = 0.02
 _SLOW_BYTES_PER_SECOND = 50e6
 
 
