@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.deciding.lookup import Asking, Awaiting, Fetching, Search
+from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, Asking, Awaiting, Fetching, Search
 from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec
@@ -42,6 +42,8 @@ LONGEST = max(ASK_SECONDS, PATIENCE)
 PEER: Address = ("10.0.0.1", 7100)
 PROMPTS = [[*range(33)], [*range(16), *range(50, 69)], [*range(80, 104)]]
 """The first two share two chunks. The last one ends with a chunk."""
+
+ALL = frozenset([0])
 
 OTHER = ChunkKey(bytes(32))
 """Of a producer that computed other tokens."""
@@ -420,3 +422,45 @@ def test_what_a_peer_turns_out_to_lack_is_asked_for_once_in_the_order_of_the_pro
     events.role.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
     search = events.role.requests.by_id["1"].search
     assert asked == [(list(search.wanted.keys), {"again": True})]
+
+
+def to_be_asked_late(events: Events) -> None:
+    events.role.requests.by_id["1"].search.looks.until = events.clock() + 1000.0
+
+
+LOOKED = {
+    "nothing": (lambda events, key: None, 0, 1),
+    "a pause not over": (
+        lambda events, key: events.clock.advance(FIRST_PAUSE_SECONDS - 0.001),
+        0,
+        1,
+    ),
+    "a question under way": (lambda events, key: events.store.says.update({key: None}), 0, 1),
+    "a pause": (lambda events, key: events.clock.advance(FIRST_PAUSE_SECONDS), 0, 4),
+    "a chunk in the store": (lambda events, key: events.store.says.update({key: True}), 0, 4),
+    "a chunk in memory": (lambda events, key: events.role.pool.fetch(key, 24, ALL), 0, 4),
+    "tokens of the host": (lambda events, key: None, 4, 4),
+    "the deadline": (
+        lambda events, key: (to_be_asked_late(events), events.clock.advance(PATIENCE)),
+        0,
+        4,
+    ),
+}
+"""What happens between two look-ups of a search that awaits its fourth chunk; the tokens that the
+host has itself at the second, and how many chunks this goes through."""
+
+
+@pytest.mark.parametrize("what", LOOKED)
+def test_a_search_that_awaits_goes_through_all_chunks_only_if_something_has_changed(what):
+    events = Events(None, "off", 0)
+    events.arrive(0, 1)
+    events.store_some(0, 3)
+    events.look_up(0, 0)
+    search = events.role.requests.by_id["1"].search
+    assert isinstance(search.state, Awaiting)
+    happens, num_local, count = LOOKED[what]
+    happens(events, search.wanted.keys[3])
+    looked, find = set(), events.role.pool.find
+    events.role.pool.find = lambda key: looked.add(key) or find(key)
+    events.role.lookup(events.requests[0], num_local)
+    assert len(looked) == count

@@ -277,14 +277,24 @@ class Lookup:
         hit = search.hit
         if hit is None or hit.start != num_local:
             self._withdraw(search)
-            search.num_local = num_local
-            if self._goes_on(search, num_tokens):
+            is_same, search.num_local = search.num_local == num_local, num_local
+            if (is_same and self._nothing_came(search)) or self._goes_on(search, num_tokens):
                 return ASK_AGAIN
             hit = search.hit
         if hit is None:
             return LookupResult(0, False, search.short.miss)
         reason = search.short.miss if hit.audit is None else LookupMiss.AUDIT
         return LookupResult(hit.stop - hit.start, False, reason)
+
+    def _nothing_came(self, search: Search) -> bool:
+        """Whether a search awaits the same chunk as before, and the store is not asked again yet.
+        Nothing else matters till then: it may know thousands of chunks, and each step looks."""
+        state = search.state
+        if not isinstance(state, Awaiting) or search.wanted.plan.is_held or search.looks.is_over:
+            return False
+        key = search.wanted.keys[state.num_known]
+        has_come = self._pool.find(key) is not None or self._store.contains(key)
+        return not has_come and self._clock() < state.until
 
     def _goes_on(self, search: Search, num_tokens: int) -> bool:
         """Make the next transition. Whether the host must ask again."""
@@ -305,39 +315,46 @@ class Lookup:
     def _awaits(self, search: Search, known: int, end: int) -> bool:
         """Enter `Awaiting`, or stay there, while another engine brings the first chunk not known
         yet. Fetch those that came."""
-        plan, now = search.wanted.plan, self._clock()
-        state, wait = search.state, search.wait(known)
-        was_waiting = isinstance(state, Awaiting)
+        plan = search.wanted.plan
         if self.usable(plan.num_chunks, end) <= search.num_local:
             return False
         if known >= min(plan.num_chunks, len(search.wanted.keys)):
-            if was_waiting:
+            if isinstance(search.state, Awaiting):
                 self._patience.came()
             return False
-        # What the host has itself did not come. The others have as much time again, until the
-        # latest time.
-        if known > max(wait.num_known, search.num_local // self._chunk):
-            self._patience.came()
-            until = min(now + self._wait_seconds, plan.latest)
-            wait = Awaiting(max(until, wait.until), known, has_come=True)
-            search.looks.succeeded()
-        waits = (
-            now < wait.until
-            and self._may_come(search, known)
-            and self._choose(search, known) == known
-        )
-        if waits:
-            search.state = wait
-            self._fetch_known(search, known, end)
-            return True
+        wait, now = self._moved_on(search, known), self._clock()
+        if now >= wait.until:
+            return self._asks_once_more(search, wait, known)
+        if not self._may_come(search, known) or self._choose(search, known) < known:
+            return False
+        search.state = wait
+        self._fetch_known(search, known, end)
+        return True
+
+    def _moved_on(self, search: Search, known: int) -> Awaiting:
+        """The wait. If more chunks have come, the others have as much time again, until the latest
+        time. What the host has itself did not come."""
+        wait = search.wait(known)
+        if known <= max(wait.num_known, search.num_local // self._chunk):
+            return wait
+        self._patience.came()
+        search.looks.succeeded()
+        until = min(self._clock() + self._wait_seconds, search.wanted.plan.latest)
+        return Awaiting(max(until, wait.until), known, has_come=True)
+
+    def _asks_once_more(self, search: Search, wait: Awaiting, known: int) -> bool:
+        """Ask the store once more when a wait has ended: a host that computes for long looks up
+        late. Whether it is asked."""
+        state, now = search.state, self._clock()
+        was_waiting = isinstance(state, Awaiting)
         is_new = was_waiting or (isinstance(state, Asking) and state.before is None)
-        if is_new and search.wanted.began_at < wait.until <= now:
-            if was_waiting and not (wait.has_come or plan.is_held):
-                self._patience.in_vain(now)
-            # A host that computes for long looks up late.
-            waits = search.looks.is_over and self._ask_again(search, known)
-            search.state = Asking(now + ASK_SECONDS if waits else now, wait)
-        return waits
+        if not is_new or wait.until <= search.wanted.began_at:
+            return False
+        if was_waiting and not (wait.has_come or search.wanted.plan.is_held):
+            self._patience.in_vain(now)
+        is_asked = search.looks.is_over and self._ask_again(search, known)
+        search.state = Asking(now + ASK_SECONDS if is_asked else now, wait)
+        return is_asked
 
     def _may_come(self, search: Search, known: int) -> bool:
         """Whether another engine may still bring the first chunk not known yet. Ask the store again
