@@ -85,8 +85,6 @@ def test_a_store_of_a_newer_format(make_store, run, command):
         (["generate", "/nowhere/at/all", "Hello"], "/nowhere/at/all"),
         (["generate", "/etc", "Hello"], "/etc"),
         (["generate", "/etc", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["demo", "--prompts", "0"], "--prompts"),
-        (["demo", "--prompts", "99", "--model-dir", "/etc"], "--question"),
         (["demo", "--model-dir", "/etc"], "/etc"),
         (["demo", "--model-dir", "/etc", "--document", "/nowhere/at/all"], "/nowhere/at/all"),
     ],

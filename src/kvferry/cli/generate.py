@@ -33,12 +33,7 @@ def generate(
         str | None, typer.Option(metavar="URL", help="Keep and reuse KV in this store.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens with this total probability.")
-    ] = 1.0,
     raw: RawOption = False,
-    seed: Annotated[int | None, typer.Option(help="Makes samples repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto (the model's).")] = "auto",
     chunk_tokens: ChunkTokensOption = None,
     record: Annotated[
@@ -48,8 +43,8 @@ def generate(
 ) -> None:
     """Generate text; KV of the prompt that the store holds is read instead of computed.
 
-    A model with a chat template gets the prompt as a message of the user. The text goes to stdout,
-    hit tokens and time to first token to stderr.
+    Each token is the likeliest. A model with a chat template gets the prompt as a message of the
+    user. The text goes to stdout, hit tokens and time to first token to stderr.
 
     Example: kvferry generate path/to/model "Hello" --store file:///tmp/kv
     """
@@ -72,10 +67,8 @@ def generate(
         prompt_token_ids = llm.encode(text)  # raises without a tokenizer
         if not raw:
             prompt_token_ids = encode_message(llm.tokenizer, text)
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
-        answer = _stream(llm.stream(prompt_token_ids, params), echo=json != "-")
+        events = llm.stream(prompt_token_ids, SamplingParams(max_tokens=max_tokens))
+        answer = _stream(events, echo=json != "-")
     _show(answer, len(prompt_token_ids), counters, json)
 
 

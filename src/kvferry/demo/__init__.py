@@ -1,1 +1,1 @@
-"""The demonstrations that `kvferry demo` and `kvferry demo-disaggregated` run."""
+"""What `kvferry demo` runs."""
