@@ -219,12 +219,14 @@ class SimulatedHost:
         self.release(request)
         return result.params
 
-    def settle(self, timeout: float = 10.0) -> None:
-        """Step without tokens until saves have ended and nothing new is reported for a while."""
+    def settle(self, timeout: float = 60.0) -> None:
+        """Step without tokens until fetches and saves have ended and nothing new is reported for a
+        while."""
         deadline = time.monotonic() + timeout
         quiet = 0
         while quiet < 4 and time.monotonic() < deadline:
-            quiet = quiet + 1 if self.step([]) and not self.scheduler.has_pending_work() else 0
+            is_quiet = self.step([]) and all(rank.worker.is_idle for rank in self.ranks)
+            quiet = quiet + 1 if is_quiet and not self.scheduler.has_pending_work() else 0
             time.sleep(0.002)
 
     def close(self) -> None:

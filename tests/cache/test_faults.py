@@ -290,7 +290,7 @@ def test_time_spent_in_the_engine_is_not_held_against_the_store(make_host):
     request = host.add("reader", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens is None
     host.step([])
-    host.ranks[0].worker.wait(10)
+    host.ranks[0].worker.wait(60)
     clock.advance(100.0)
     host.step([])
     assert host.scheduler.lookup(request, 0).num_tokens == 40

@@ -74,7 +74,7 @@ class Stalled:
         for _ in range(NUM_CHUNKS):
             assert self.gate.wait_for_arrival()
         for rank in self.host.ranks[:-1]:
-            rank.worker.wait(10)
+            rank.worker.wait(60)
         self.host.step([])
         assert self.host.scheduler.lookup(request, 0).num_tokens is None
         self.clock.advance(5.0)
@@ -471,7 +471,7 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     assert slot.index == index
     host.pool.pin(slot)
     host.step([])
-    host.ranks[0].worker.wait(10)
+    host.ranks[0].worker.wait(60)
     host.step([])
     assert host.pool.find(key) is None
     assert not io.groups_held(chunk)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from msgspec import structs
 
@@ -25,7 +23,7 @@ from kvferry.store.wrappers import WrapperStore
 from tests.cache.hosts import make_groups
 from tests.cache.pools import check_pool
 
-from .keeping import PROMPT, assert_settles, keys_of, lose_chunk
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk, wait_for
 
 
 def groups(num_kv_heads: int = 4):
@@ -82,18 +80,16 @@ def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tm
 
 def test_ranks_that_race_with_other_writers_leave_one_whole_record(make_host, url: str):
     hosts = [make_host(store=url, groups=groups(), world_size=world_size) for world_size in (1, 2)]
-    requests = []
-    for host in hosts:
-        request = host.admitted("w", PROMPT)
-        requests.append(request)
-    for _ in range(30):
+    requests = [host.admitted("w", PROMPT) for host in hosts]
+
+    def is_stored() -> bool:
         for host, request in zip(hosts, requests, strict=True):
-            request.all_token_ids.append(3)
+            request.all_token_ids.append(3)  # what was put off is saved with the next tokens
             host.prefill(request, budget=16)
-            host.settle(timeout=0.3)
-        if sum(host.observer["put_stored"] for host in hosts) == 5:
-            break
-    assert sum(host.observer["put_stored"] for host in hosts) == 5
+            host.settle()
+        return sum(host.observer["put_stored"] for host in hosts) == 5
+
+    wait_for(is_stored)
     reader = make_host(store=url, groups=groups(), world_size=4)
     assert reader.run("reader", PROMPT).num_external_tokens == 40
     assert reader.observer["records_corrupt"] == 0
@@ -165,11 +161,8 @@ def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
     stores = (Refusing(FileStore(tmp_path / "store")), FileStore(tmp_path / "store"))
     host = make_host(store=url, groups=groups(), world_size=2, rank_stores=stores)
     host.run("writer", PROMPT)
-    deadline = time.monotonic() + 10
-    while host.observer["put_no_space"] < 5 and time.monotonic() < deadline:
-        host.settle()
+    wait_for(lambda: (host.settle(), host.observer["put_no_space"] == 5)[1])
     assert_settles(host)
-    assert host.observer["put_no_space"] == 5
     assert host.observer["save_failed"] == 5
     assert host.observer["saved_bytes"] == 0
     assert host.run("again", PROMPT).num_external_tokens == 40

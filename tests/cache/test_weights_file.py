@@ -24,7 +24,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def host(make_host, file):
-    host = make_host(weights_version_file=str(file))
+    host = make_host(weights_version_file=str(file), clock=FakeClock())
     fill(host)
     return host
 

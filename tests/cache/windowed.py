@@ -37,7 +37,8 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
     stores = () if isinstance(store, str) else (store,)
     url = store if isinstance(store, str) else store.url
     host, parts = make_shared_storage_host(
-        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8} | options,
+        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "load_timeout_seconds": 60.0}
+        | options,
         groups=tuple(groups),
         num_blocks=1500,
         stores=stores,

@@ -61,12 +61,12 @@ def server():
 
 @pytest.fixture
 def make_engine(make_host):
-    """A host with a client of its own of one server; of a consumer, the clock is the test's."""
+    """A host with a client of its own of one server. Only the test moves its clock."""
 
     def make(client, clock=None, **options):
-        clocks = {} if clock is None else {"clock": clock}
-        store = RemoteStore("memory://server", client, **clocks)
-        return make_host(store=store, **clocks, **options)
+        clock = clock or FakeClock()
+        store = RemoteStore("memory://server", client, clock=clock)
+        return make_host(store=store, clock=clock, **options)
 
     return make
 
@@ -208,7 +208,7 @@ def test_a_chunk_that_found_no_slot_is_not_promised(make_engine, server):
 def test_a_decode_waits_for_chunks_that_are_on_their_way(make_engine):
     client = SlowClient()
     answer = prefill(make_engine(client))
-    host = make_engine(client, FakeClock())
+    host = make_engine(client)
     request = until_awaited(host, PROMPT, answer)
     for _ in range(20):
         host.step([])
@@ -220,7 +220,7 @@ def test_a_decode_waits_for_chunks_that_are_on_their_way(make_engine):
 def test_what_has_come_is_fetched_while_the_rest_is_computed(make_engine):
     client = SlowClient()
     answer = prefill(make_engine(client))
-    host = make_engine(client, FakeClock())
+    host = make_engine(client)
     request = until_awaited(host, PROMPT, answer)
     let_come(host, request, lambda: client.release(3))
 
@@ -275,7 +275,7 @@ def test_what_came_while_the_host_did_not_look_is_found_after_the_deadline(make_
 
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(make_engine, server):
     """With a proxy that sends both at once, nothing tells what the producer will store."""
-    host = make_engine(server, FakeClock())
+    host = make_engine(server)
     params = {"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 7777}
     request = until_awaited(host, PROMPT, params)
     let_come(host, request, lambda: prefill(make_engine(server)))
@@ -630,7 +630,7 @@ def test_chunks_are_waited_for_while_there_is_a_store_in_which_they_may_appear(m
 
 def test_who_only_takes_what_is_there_does_not_wait(make_engine, server):
     params = {"remote_kv_source": {"remote_host": "10.1.2.3", "remote_port": 7777}}
-    host = make_engine(server, FakeClock())
+    host = make_engine(server)
     assert decode(host, params) == 0
     assert host.observer["miss_tokens/absent"] == 40
     prefill(make_engine(server))
@@ -683,7 +683,7 @@ def test_after_a_reset_a_prefill_hands_over_if_its_weights_are_the_same(
         file.write_bytes(names[1])
     assert prefiller.scheduler.reset()
     answer = prefill(prefiller, name="after the reset")
-    host = make_engine(server, FakeClock())  # in whose time nothing can be waited for
+    host = make_engine(server)  # in whose time nothing can be waited for
     assert decode(host, answer) == expected
     assert host.observer["miss_tokens/other_producer"] == 40 - expected
 
@@ -765,7 +765,7 @@ def test_a_refused_request_starts_nothing(make_engine, server):
 def test_a_client_that_goes_leaves_nothing_behind(make_engine, phase):
     client = SlowClient()
     answer = prefill(make_engine(client))
-    host = make_engine(client, FakeClock())
+    host = make_engine(client)
     request = host.add("r", PROMPT, handover=read_handover(answer))
     if phase != "queued":
         assert host.scheduler.lookup(request, 0).num_tokens is None
