@@ -207,7 +207,6 @@ def test_a_large_store(tmp_path, arguments):
         if command == "pin":  # it refuses a store without a quota
             given[given.index(root.as_uri())] += "?max_bytes=1TiB"
         jobs.append([*given, *(["--dry-run"] if command in dry else [])])
-    jobs.append(["ls", root.as_uri(), "--sort", "size"])
     shows_all = ["ls", root.as_uri(), "--limit", "0"]
     jobs += [shows_all, [*shows_all, "--json", "-"]]
     codes: dict[str, int] = {}

@@ -201,8 +201,8 @@ def test_lists_are_sorted_and_end_at_the_limit(fill, run, kind):
     assert [row["first_token"] for row in first] == [0, CHUNK_TOKENS]
     with made.opened() as store:
         store.put(ChunkKey(b"k" * 32), [bytes(2 * made.schema.record_bytes)])
-    (largest,) = asked(run, "ls", made.url, "--sort", "size", "--limit", 1)
-    assert (largest["key"], largest["error"]) == ((b"k" * 32).hex(), "bad_header")
+    (damaged,) = asked(run, "ls", made.url, "--sort", "token", "--limit", 1)
+    assert (damaged["key"], damaged["error"]) == ((b"k" * 32).hex(), "bad_header")
     assert "unreadable: bad_header" in run("ls", made.url).out
 
 

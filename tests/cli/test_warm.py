@@ -39,8 +39,6 @@ def count(url: str) -> int:
 
 def test_what_is_stored_is_skipped_the_next_time(run, model_dir, url, prompts, tmp_path):
     command = ["warm", model_dir, "--prompts", prompts, "--chunk-tokens", 16, "--json", "-"]
-    assert json.loads(run(*command, "--store", url, "--dry-run").out)["prompts"] == 3
-    assert not (tmp_path / "store").exists()
     first = json.loads(run(*command, "--store", url).out)
     assert (first["prompts"], first["failed"], first["stored_before"]) == (3, [], 0)
     num_records = count(url)
@@ -142,6 +140,8 @@ def serving(status: int = 200, hangs: threading.Event | None = None) -> Iterator
             self.answer(status, {"usage": usage})
 
     with ThreadingHTTPServer((LOCALHOST, 0), Handler) as server:
+        # Its end waits for all answers: a fault of one is not to be printed into the next test.
+        server.daemon_threads = False
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

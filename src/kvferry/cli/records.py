@@ -49,8 +49,6 @@ class Order(StrEnum):
 
     AGE = "age"
     """Most recently used first."""
-    SIZE = "size"
-    """Largest first."""
     TOKEN = "token"
     """By namespace, then by position in the prompt. Reads the header of every record."""
 
@@ -139,13 +137,10 @@ def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[JsonRow], Jso
         heads = (_Listed.of(store, entry) for entry in every())
         listed = heapq.nsmallest(limit, heads, key=lambda each: each.place)
     else:
-        if sort is Order.SIZE:
-            chosen = heapq.nlargest(limit, every(), lambda each: each.num_bytes)
-        else:
-            try:
-                chosen, num_records = list(store.recent(limit)), store.stat().num_records
-            except StoreError:  # the store does not know which were used last
-                chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
+        try:
+            chosen, num_records = list(store.recent(limit)), store.stat().num_records
+        except StoreError:  # the store does not know which were used last
+            chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
         listed = [_Listed.of(store, entry) for entry in chosen]
     found = survey(store, (each.namespace for each in listed))
     models: JsonRow = {each.digest.hex(): each.title for each in found if each.title}

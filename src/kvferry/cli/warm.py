@@ -67,9 +67,6 @@ def warm(
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="Limit for an answer of a server.")
     ] = 600.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only read the prompts, and count them.")
-    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compute prompts once, by the embedded engine or a server, so that their KV is stored.
@@ -82,9 +79,6 @@ def warm(
     if (store is None) == (openai is None):
         raise ConfigError("give --store URL for the embedded engine, or --openai URL for a server")
     wanted = _read_prompts(prompts)
-    if dry_run:
-        emit({"dry_run": True, "prompts": len(wanted)}, json, f"{len(wanted)} prompts")
-        return
     serving: contextlib.AbstractContextManager[Serve]
     if openai is not None:
         serving = contextlib.nullcontext(_server(openai, model, timeout, raw=raw))
@@ -102,7 +96,7 @@ def warm(
             before += warmed.stored_before
     num_done = len(wanted) - len(failed)
     summary = f"{num_done} prompts, {total:,} tokens, {before:,} of them stored before"
-    value: JsonRow = {"dry_run": False, "prompts": num_done, "failed": list(failed)}
+    value: JsonRow = {"prompts": num_done, "failed": list(failed)}
     value |= {"num_tokens": total, "stored_before": before}
     table = make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])
     emit(value, json, summary, *([table] if failed else []))
