@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import threading
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import run_together, wait_until
+from kvferry.transfer import server as server_module
 from kvferry.transfer.auth import SharedKey, user_key
 from kvferry.transfer.base import Bounds, KeyState
 from kvferry.transfer.client import PeerClient
@@ -40,7 +42,7 @@ from kvferry.transfer.messages import (
     encode,
 )
 from kvferry.transfer.server import Listen, PeerServer
-from tests.transfer.lending import KEY, SPACE, DictLender, Raw, soon
+from tests.transfer.lending import KEY, PATIENCE_SECONDS, SPACE, DictLender, Raw, soon
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 LATE = "no answer in time"
@@ -312,6 +314,49 @@ def test_one_connection_too_many_is_closed(serve, connect, lender):
         read(connect(server))
     wait_until(lambda: counters["peer_refused"] == 1, "it is counted")
     assert read(first)[2] == RECORD
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        OSError(errno.EMFILE, "Too many open files"),
+        ConnectionAbortedError("the client has gone"),
+        ValueError("a fault of ours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        (socket.socket, "accept"),
+        (server_module, "_Client"),
+        (PeerServer, "_has_place"),
+        (threading.Thread, "start"),
+    ],
+    ids=lambda place: place[1],
+)
+def test_whatever_befalls_one_connection_others_are_heard(
+    serve, connect, lender, monkeypatch, caplog, place, error
+):
+    lender.records[A] = RECORD
+    server, work, befallen = serve(), getattr(*place), []
+
+    def fail_once(*args, **options):
+        if threading.current_thread() is not server._thread or befallen:
+            return work(*args, **options)
+        befallen.append(error)
+        raise error
+
+    monkeypatch.setattr(*place, fail_once)
+    with socket.create_connection(server.address, PATIENCE_SECONDS) as stream:
+        with suppress(ConnectionResetError):
+            stream.recv(1)  # is heard or closed; one that is not accepted is heard next
+        assert befallen == [error]
+        assert read(connect(server))[2] == RECORD
+    wait_until(lambda: server.num_connections == 1, "those that have gone hold no place")
+    assert "a peer is refused" in caplog.text
 
 
 # -- readers that are slow, or go ---------------------------------------------------------------

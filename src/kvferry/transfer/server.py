@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -187,35 +187,32 @@ class PeerServer:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake[1], selectors.EVENT_READ)
             while not self._closed:
-                if any(key.fileobj is self._listener for key, _ in selector.select()):
-                    self._accept_one()
+                try:
+                    if any(key.fileobj is self._listener for key, _ in selector.select()):
+                        self._accept_one()
+                except Exception as error:  # outermost loop of a thread: it hears the next one
+                    # Such as no memory, thread or file for one more; or the client has gone.
+                    self._say(str(error) or type(error).__name__)
+                    time.sleep(0.01)
 
     def _accept_one(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:  # the client has gone, or the process has no free file descriptor
-            time.sleep(0.01)
-            return
-        try:
+        accepted, _ = self._listener.accept()
+        with ExitStack() as undo:
+            undo.callback(accepted.close)
             client = _Client(accepted)
-        except OSError:  # the client has gone
-            accepted.close()
-            return
-        if not self._has_place():
-            self._observer.count("peer_refused")
-            client.close()
-            return
-        thread = threading.Thread(
-            target=self._serve, args=(client,), name="kvferry-serve", daemon=True
-        )
-        with self._lock:
-            self._connections[client] = thread
-            if self._closed:  # meanwhile: `close` did not see this connection
-                client.end()
-        try:
+            if not self._has_place():
+                self._observer.count("peer_refused")
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(client,), name="kvferry-serve", daemon=True
+            )
+            undo.callback(self._forget, client)
+            with self._lock:
+                self._connections[client] = thread
+                if self._closed:  # meanwhile: `close` did not see this connection
+                    client.end()
             thread.start()
-        except RuntimeError:  # the process can start no more threads
-            self._forget(client)
+            undo.pop_all()
 
     def _has_place(self) -> bool:
         """Whether one more connection has a place. If all are taken, the oldest connection that has
