@@ -261,17 +261,23 @@ def test_a_server_that_does_not_answer_once_is_asked_again(make_store, client):
     wait_until(lambda: store.contains(make_key()) is True, "it has come")
 
 
-def test_a_probe_for_which_there_is_no_thread_is_made_with_the_next_one(
+def test_probes_for_which_there_is_no_thread_take_no_place_from_later_ones(
     make_store, client, monkeypatch
 ):
-    store = make_store(clock=FakeClock())
+    counts = Counters()
+    store = make_store(observer=counts, clock=FakeClock())
+    keys = [make_key(number) for number in range(MAX_PROBES + 1)]
+    for key in keys:
+        client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", lambda _thread: raises(RuntimeError))
-        store.probe([make_key()])
-        assert store.contains(make_key()) is False
-    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
-    store.probe([make_key(1)])
-    wait_until(lambda: store.contains(make_key()) is True, "both are asked for")
+        for key in keys:
+            store.probe([key])
+            assert store.contains(key) is False
+    assert counts["store_probe_dropped"] == 0
+    for key in (keys[0], keys[-1]):
+        store.probe([key])
+        wait_until(lambda key=key: store.contains(key) is True, "it is asked for")
 
 
 def raises(error):

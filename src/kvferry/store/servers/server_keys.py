@@ -177,10 +177,14 @@ class ServerKeys:
         if len(self._waiting) >= MAX_PROBES:
             self._observer.count("store_probe_dropped")
             return
+        question = _Question(unknown, FIRST_AGAIN if again else FIRST_BATCH)
         self._asked.update(unknown)
-        self._waiting.append(_Question(unknown, FIRST_AGAIN if again else FIRST_BATCH))
+        self._waiting.append(question)
         if self._threads.submit(lambda _job: self._answer()).error is not None:
-            self._asked.difference_update(unknown)  # a later probe has a thread for them
+            # There is no thread for it: it must not keep the place of one that finds a thread.
+            with suppress(ValueError, IndexError):  # another probe's thread has taken it
+                self._waiting.remove(question)
+            self._asked.difference_update(unknown)
 
     def _answer(self) -> None:
         """Ask for the keys of all queued prompts, with one question per range of chunks.
