@@ -61,6 +61,39 @@ def test_integrity_is_checked():
         check_pool(pool)
 
 
+BEGUN = {
+    "a fetch of the other groups": lambda pool: (
+        hold(pool, A, frozenset([0])),
+        pool.fetch(A, 0, GROUPS),
+    ),
+    "a fetch for peers": lambda pool: pool.fetch_whole(A, 0),
+    "a save": lambda pool: pool.save(A, 0),
+}
+
+
+@pytest.mark.parametrize("is_carried", [False, True], ids=["to be ordered", "under way"])
+@pytest.mark.parametrize("begun", BEGUN)
+def test_a_reset_takes_back_an_order_and_lets_what_is_under_way_end_for_nobody(begun, is_carried):
+    """The read or copy under way keeps its slot: it is not cancelled, and nothing finds or lends
+    what it brings."""
+    pool = make_pool(num_slots=1)
+    BEGUN[begun](pool)
+    slot = pool.find(A)
+    if is_carried:
+        pool.pop_orders()
+    pool.clear()
+    assert pool.pop_orders() == ((), ())
+    if is_carried or slot.is_save:
+        assert pool.fetch(B, 0, GROUPS) is None
+        pool.report_filled(slot.index)
+        pool.report_sealed(slot.index)
+        pool.report_written(slot.index)
+    assert pool.find(A) is None
+    assert not pool.loans.knows(A)
+    assert pool.fetch(B, 0, GROUPS) is not None
+    check_pool(pool)
+
+
 # -- random use, beside a simple model ----------------------------------------------------------
 
 

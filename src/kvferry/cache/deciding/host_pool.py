@@ -382,7 +382,7 @@ class HostPool:
 
     def _give_up(self, slot: Slot) -> None:
         self._forget(slot)
-        if slot.filling and slot.index in self._fetches:
+        if slot.index in self._fetches:  # one that a plan has carried ends for nobody
             self._cancel(slot)
         self._settle(slot)
 
