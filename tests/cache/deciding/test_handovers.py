@@ -273,6 +273,21 @@ def test_what_came_while_the_host_did_not_look_is_found_after_the_deadline(make_
     assert host.admit(request) == 40
 
 
+def test_a_host_that_looks_twice_only_finds_at_the_second_look_what_came_between(make_engine):
+    """The store had not answered at the first, and the time to wait is over at the second."""
+    client, clock = SlowClient(), FakeClock()
+    answer = prefill(make_engine(client))
+    host = make_engine(client, clock)
+    client.gate.clear()
+    request = host.add("r", PROMPT, handover=read_handover(answer))
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    client.gate.set()
+    let_come(host, request, lambda: None)
+    client.release()
+    clock.advance(LIMIT + 1)
+    assert host.admit(request) == 40
+
+
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(make_engine, server):
     """With a proxy that sends both at once, nothing tells what the producer will store."""
     host = make_engine(server)
@@ -563,6 +578,8 @@ def test_what_is_there_at_the_first_look_is_no_wait(make_engine, server):
     apart.clock.advance(LIMIT + 1)
     apart.host.admit(request, num_local_tokens=40)
     assert apart.waits(2) == [LIMIT, LOOK]
+    assert decode(apart.host, answer, name="in doubt") == 40
+    assert apart.waits(1) == [LOOK], "what was there says nothing of what may come"
 
 
 @pytest.mark.parametrize("num_local", [16, 40])

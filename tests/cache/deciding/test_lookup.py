@@ -6,6 +6,7 @@ from typing import Any
 
 from kvferry.cache.deciding.lookup import Asking, Fetching, Settled
 from kvferry.contract.messages import LookupMiss
+from kvferry.store.base import ASK_SECONDS
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.types import ChunkKey
@@ -47,6 +48,18 @@ def test_a_search_asks_then_fetches_then_settles_and_ends_when_its_request_is_ad
     assert state.search is None
     host.prefill(request)
     assert not host.invalid_block_ids
+
+
+def test_a_store_has_its_time_to_answer_from_the_arrival_of_a_request_on(make_host, tmp_path):
+    """A request that waited for a place to run does not wait for the store as long again."""
+    store, clock = AsksLong(open_store(tmp_path)), FakeClock()
+    host = make_host(store=store, clock=clock)
+    request, _state = waiting(host)
+    store.asks = True
+    clock.advance(0.9 * ASK_SECONDS)
+    assert host.scheduler.lookup(request, 0).num_tokens is None
+    clock.advance(0.2 * ASK_SECONDS)
+    assert host.scheduler.lookup(request, 0) == (0, False, LookupMiss.AWAY)
 
 
 def test_a_search_that_gave_up_fetches_no_more_and_the_next_one_does(make_host):

@@ -176,16 +176,17 @@ class Events:
             assert needed <= self.role.pool.find(key).held
 
     def check_time(self, search: Search) -> None:
-        """Fetches keep their deadline, also if a promise came between; no wait gets shorter."""
+        """Fetches keep their deadline, also if a promise came between. No wait gets shorter, unless
+        what had come is lost while it is fetched."""
         state = search.state
-        wait = state if isinstance(state, Awaiting) else state.before
+        wait = state if isinstance(state, Awaiting) else getattr(state, "before", None)
         seen, last, last_wait = self.last.get(id(search), (None, None, None))
         if seen is search:
             if isinstance(state, Fetching) and isinstance(last, Fetching):
                 assert state.until == last.until
             if wait is not None and last_wait is not None:
                 assert wait.until >= last_wait.until
-            wait = wait or last_wait
+            wait = None if isinstance(state, Fetching) else wait or last_wait
         self.last[id(search)] = search, state, wait
 
     def check_wait(self, request: HostRequest, search: Search) -> None:
@@ -464,3 +465,47 @@ def test_a_search_that_awaits_goes_through_all_chunks_only_if_something_has_chan
     events.role.pool.find = lambda key: looked.add(key) or find(key)
     events.role.lookup(events.requests[0], num_local)
     assert len(looked) == count
+
+
+def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
+    events = Events(None, "off", 0)
+    events.store.awaits = lambda key: False
+    events.arrive(0, 3)
+    (request,) = events.requests
+    assert events.role.lookup(request, 0).num_tokens is None
+    events.clock.advance(0.9 * ASK_SECONDS)
+    assert events.role.lookup(request, 0).num_tokens is None
+    events.clock.advance(0.1 * ASK_SECONDS)
+    assert events.role.lookup(request, 0) == (0, False, "not_produced")
+
+
+@pytest.mark.parametrize("num_known", [0, 1])
+def test_a_search_that_waits_asks_again_for_the_next_chunks_only(num_known, monkeypatch):
+    """The scheduler's thread goes through what it asks for."""
+    monkeypatch.setattr("kvferry.cache.deciding.lookup.MAX_ASKED", 2)
+    events, asked = Events(None, "off", 0), []
+    events.arrive(0, 1)
+    events.store_some(0, num_known)
+    events.store.probe = lambda keys, **how: asked.append((list(keys), how)) or True
+    events.look_up(0, 0)
+    keys = events.role.requests.by_id["1"].search.wanted.keys
+    assert asked == [(list(keys[num_known : num_known + 2]), {"again": True})]
+
+
+@pytest.mark.parametrize("are_released", [False, True])
+def test_a_hit_waits_for_slots_that_others_have_until_its_deadline(are_released):
+    events = Events(None, "off", 0)
+    pool = events.role.pool
+    others = [pool.spare(0) for _ in range(SLOTS)]
+    events.arrive(0, 0)
+    events.store_some(0, 4)
+    (request,) = events.requests
+    assert events.role.lookup(request, 0).num_tokens is None
+    assert not pool.has_orders
+    if are_released:
+        pool.unpin_all(others)
+    else:
+        events.clock.advance(PATIENCE)
+    expected = (None, False, None) if are_released else (0, False, "no_memory")
+    assert events.role.lookup(request, 0) == expected
+    assert pool.has_orders == are_released

@@ -123,12 +123,11 @@ class Asking(NamedTuple):
 
 
 class Fetching(NamedTuple):
-    """The missing chunks of a hit are fetched. If a peer turns out not to have one yet, the wait
-    `before` goes on."""
+    """The missing chunks of a hit are fetched. If a peer turns out not to have one yet, it is
+    awaited as if from the start."""
 
     until: float
     since: float
-    before: Awaiting | None = None
 
 
 class Settled(NamedTuple):
@@ -186,7 +185,7 @@ class Search:
         """The wait for another engine: as it is, was or begins."""
         if isinstance(self.state, Awaiting):
             return self.state
-        before = self.state.before if isinstance(self.state, Asking | Fetching) else None
+        before = self.state.before if isinstance(self.state, Asking) else None
         return before or Awaiting(self.wanted.plan.until, known)
 
     def reads_again(self) -> bool:
@@ -340,7 +339,7 @@ class Lookup:
         self._patience.came()
         search.looks.succeeded()
         until = min(self._clock() + self._wait_seconds, search.wanted.plan.latest)
-        return Awaiting(max(until, wait.until), known, has_come=True)
+        return Awaiting(until, known, has_come=True)
 
     def _asks_once_more(self, search: Search, wait: Awaiting, known: int) -> bool:
         """Ask the store once more when a wait has ended: a host that computes for long looks up
@@ -352,7 +351,7 @@ class Lookup:
             return False
         if was_waiting and not (wait.has_come or search.wanted.plan.is_held):
             self._patience.in_vain(now)
-        is_asked = search.looks.is_over and self._ask_again(search, known)
+        is_asked = self._ask_again(search, known)
         search.state = Asking(now + ASK_SECONDS if is_asked else now, wait)
         return is_asked
 
@@ -375,14 +374,12 @@ class Lookup:
     def _fetch(self, search: Search, hit: Hit) -> bool:
         """Enter `Fetching`, or stay there: fetch the chunks of a hit that are not held. Whether a
         fetch will end, or another request will release its slots."""
-        state = search.state
-        if not isinstance(state, Fetching):
+        if not isinstance(search.state, Fetching):
             # Count the audited chunk, too.
             is_audited = hit.audited is not None
             num_tokens = len(hit.numbers) * self._chunk if is_audited else hit.stop - hit.start
-            now, before = self._clock(), state if isinstance(state, Awaiting) else None
-            until = now + self._policy.wait_seconds(num_tokens)
-            search.state = Fetching(until, now, before)
+            now = self._clock()
+            search.state = Fetching(now + self._policy.wait_seconds(num_tokens), now)
         self._bring(search, hit, hit.numbers)
         return search.is_filling or self._pool.num_taken > len(search.pinned)
 
@@ -480,28 +477,26 @@ class Lookup:
         """Return the index of the first known chunk that is computed sooner than loaded; `known` if
         there is none. Decided before the first fetch and kept."""
         holds, everything, keys = self._pool.holds, self._tables.all_groups, search.wanted.keys
-        if search.worth is not None:
-            until = min(known, search.worth[0])
-            while until < known and holds(keys[until], everything):
-                until += 1  # in memory by now
-            if until < known:
-                search.short = Short(LookupMiss.SLOWER, search.worth[1])
-            return until
-        is_begun = isinstance(search.state, Fetching) or search.fetched
-        if is_begun or not self._policy.is_any_slow:
+        is_begun = isinstance(search.state, Fetching) or search.fetched or search.worth
+        if not is_begun and self._policy.is_any_slow:
+            first = search.num_local // self._chunk
+            tiers = [
+                None if holds(key, everything) else self._store.tier_of(key)
+                for key in keys[first:known]
+            ]
+            worth = self._policy.worth_loading(tiers, self._chunk)
+            if worth.num_chunks < len(tiers):
+                load, compute = worth.load_seconds, worth.compute_seconds
+                why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
+                search.worth = first + worth.num_chunks, why
+        if search.worth is None:
             return known
-        first = search.num_local // self._chunk
-        tiers = [
-            None if holds(key, everything) else self._store.tier_of(key)
-            for key in keys[first:known]
-        ]
-        worth = self._policy.worth_loading(tiers, self._chunk)
-        if worth.num_chunks < len(tiers):
-            load, compute = worth.load_seconds, worth.compute_seconds
-            why = f"expected {load:.3f} s to load, {compute:.3f} s to compute"
-            search.short = Short(LookupMiss.SLOWER, why)
-            search.worth = first + worth.num_chunks, why
-        return first + worth.num_chunks
+        chosen = min(known, search.worth[0])
+        while chosen < known and holds(keys[chosen], everything):
+            chosen += 1  # in memory by now
+        if chosen < known:
+            search.short = Short(LookupMiss.SLOWER, search.worth[1])
+        return chosen
 
     # -- hits -----------------------------------------------------------------------------------
 
