@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvferry.errors import (
     ConfigError,
     ContractError,
-    KeyMismatchError,
     KVError,
     LayoutError,
     RankError,
@@ -35,7 +34,6 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "KVError",
-    "KeyMismatchError",
     "LayoutError",
     "RankError",
     "SamplingParams",

@@ -33,10 +33,6 @@ class TopologyError(KVError):
     """Ranks, heads or sizes that cannot be mapped onto each other."""
 
 
-class KeyMismatchError(KVError):
-    """Bytes that belong to another key, namespace or schema than the one asked for."""
-
-
 class StoreError(KVError):
     """A store could not do what was asked. An absent key is no error."""
 

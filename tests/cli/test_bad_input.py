@@ -86,7 +86,6 @@ def test_a_store_of_a_newer_format(make_store, run, command):
         (["generate", "/etc", "Hello"], "/etc"),
         (["generate", "/etc", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
         (["demo", "--model-dir", "/etc"], "/etc"),
-        (["demo", "--model-dir", "/etc", "--document", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
 def test_a_command_that_cannot_be_meant(run, arguments, says):

