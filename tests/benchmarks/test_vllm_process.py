@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.vllm import ChildFailedError, last_error, run_child
+from kvferry.testing.stores.hooks import wait_until
 
 WORKS = """
 import json, os, signal, subprocess, sys
@@ -37,20 +37,12 @@ match (work := json.load(sys.stdin))["do"]:
 def run(tmp_path):
     """The result of a process that is given its work, and may take so long."""
 
-    def run(do: str, seconds: float = 30.0, **more):
+    def run(do: str, seconds: float = 120.0, **more):
         return run_child(
             tmp_path / "log", {"do": do, **more}, (sys.executable, "-c", WORKS), seconds
         )
 
     return run
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    until = time.monotonic() + 10
-    while (state := state_of(pid)) != "Z" and time.monotonic() < until:
-        pass
-    return state == "Z"
 
 
 def state_of(pid: int) -> str:
@@ -59,6 +51,10 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "Z"
+
+
+def wait_gone(pid: int) -> None:
+    wait_until(lambda: state_of(pid) == "Z", f"the end of {pid}", 60.0)
 
 
 def test_work_goes_in_and_the_result_alone_comes_out(run, tmp_path):
@@ -78,14 +74,17 @@ def test_work_goes_in_and_the_result_alone_comes_out(run, tmp_path):
 )
 def test_a_process_that_dies_or_hangs_fails_with_its_reason(run, do, reason):
     with pytest.raises(ChildFailedError, match=reason):
-        run(do, seconds=1.0 if do == "hang" else 30.0)
+        run(do, seconds=1.0 if do == "hang" else 120.0)
 
 
 def test_what_a_process_started_ends_with_it(run, tmp_path):
-    assert is_gone(run("fork"))
-    with pytest.raises(ChildFailedError, match="no answer"):
-        run("fork and hang", seconds=3.0)
-    assert is_gone(int((tmp_path / "log").read_text().split()[-1]))
+    wait_gone(run("fork"))
+    for seconds in (3.0, 60.0):  # a machine that stalls may not come to the fork at first
+        with pytest.raises(ChildFailedError, match="no answer"):
+            run("fork and hang", seconds)
+        if (last := (tmp_path / "log").read_text().split()[-1]).isdigit():
+            break
+    wait_gone(int(last))
 
 
 def test_the_reason_of_a_failure_is_the_last_error_of_the_log(tmp_path):

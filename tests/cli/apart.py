@@ -1,9 +1,9 @@
 """Runs commands of kvferry in processes of their own, which start fast because this one forks them:
-`python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one] [impatient]`.
+`python apart.py DIRECTORY JOBS [file|closed|tty] [one-by-one] [impatient|patient]`.
 
 Prints a line with their process ids, then a line that says how they ended. Their input is empty.
-Their output goes to a file, to a pipe without a reader, or to a terminal of 60 columns. With
-`impatient`, a command waits one second for the first answer of a server.
+Their output goes to a file, to a pipe without a reader, or to a terminal of 60 columns. A
+command waits for the first answer of a server: one second if `impatient`, minutes if `patient`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def run(directory: Path, jobs: list[list[str]], stdout: str, *, one_by_one: bool
 if __name__ == "__main__":
     given, jobs, *options = sys.argv[1:]
     stdout = options[0] if options else "file"
-    if "impatient" in options:
-        stores.FIRST_ANSWER_SECONDS = 1.0
+    for name, seconds in (("impatient", 1.0), ("patient", 600.0)):
+        if name in options:
+            stores.FIRST_ANSWER_SECONDS = seconds
     run(Path(given), json.loads(jobs), stdout, one_by_one="one-by-one" in options)

@@ -21,6 +21,7 @@ from kvferry.store.recordio import put_record
 from kvferry.store.url import open_one
 from kvferry.testing.models import make_tiny_model
 from kvferry.types import ChunkKey, KVGroup
+from tests.servers.patience import make_engines_patient
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET
 from tests.tokenizers import save_tiny_tokenizer
@@ -92,6 +93,11 @@ def put_records(
             stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
             assert stored is PutResult.STORED
     return schema, list(keys)
+
+
+@pytest.fixture(autouse=True)
+def _patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_engines_patient(monkeypatch)
 
 
 @pytest.fixture

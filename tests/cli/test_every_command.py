@@ -300,7 +300,7 @@ def test_ctrl_c_while_a_server_is_awaited_is_one_line(tmp_path, arguments):
             arguments(command, url_of("valkey", server))
             for command, server in zip(OF_STORES, held, strict=True)
         ]
-        with apart(tmp_path, jobs) as process:
+        with apart(tmp_path, jobs, "file", "patient") as process:
             pids = json.loads(process.stdout.readline())
             for pid, server in zip(pids, held, strict=True):
                 server.settimeout(60)

@@ -6,6 +6,7 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +17,7 @@ from kvferry.exporters import KVFerryCollector
 from kvferry.journal import JournalLine
 from kvferry.observe import Counters
 from kvferry.readings import quantile, read_endpoint
+from kvferry.testing.clock import FakeClock
 
 HOSTILE = "[red]\x1b[31m" + "x" * 1000
 
@@ -135,25 +137,31 @@ def test_metrics_that_make_no_sense_are_one_line(sample, said, capsys):
     assert len(shown.err.splitlines()) == 1
 
 
-def test_an_endpoint_that_hangs_or_never_ends_is_given_up():
-    ends = threading.Event()
+def test_an_endpoint_that_hangs_or_never_ends_is_given_up(monkeypatch):
+    ends, clock = threading.Event(), FakeClock()
 
     def hangs(_handler):
-        ends.wait(60)
+        ends.wait()
 
     def never_ends(handler):
         says(b"x")(handler)
+        clock.advance(60.1)
         try:
             while not ends.wait(0.01):
                 handler.wfile.write(b"x" * 100)
         except OSError:
             return
 
-    for answer, said in ((hangs, "did not answer within"), (never_ends, "does not end")):
+    monkeypatch.setattr("kvferry.readings.time", SimpleNamespace(monotonic=clock))
+    for answer, seconds, said in (
+        (hangs, 0.2, "did not answer within"), (never_ends, 60, "does not end"),
+    ):  # fmt: skip
         with served(answer) as url:
-            with pytest.raises(ConfigError, match=said):
-                read_endpoint(url, 0.2)
-            ends.set()
+            try:
+                with pytest.raises(ConfigError, match=said):
+                    read_endpoint(url, seconds)
+            finally:
+                ends.set()
         ends.clear()
 
 

@@ -7,6 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.models import make_tiny_model
+from tests.servers.patience import make_engines_patient
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_engines_patient(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from kvferry.cache.memory import SlotMemory
 from kvferry.contract.rules import Reports
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import llm as llm_module
+from kvferry.engine.llm import READY_SECONDS
 from kvferry.engine.model import PagedModel
 from kvferry.engine.request import FinishReason
 from kvferry.errors import ConfigError, ContractError
@@ -374,7 +375,7 @@ def test_a_forward_that_raises_aborts_its_requests_and_leaves_the_engine_usable(
 
 
 def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
-    threads, roles = threading.active_count(), dict_roles()
+    threads, roles = set(threading.enumerate()), dict_roles()
     llm = LLM(model_dir(), roles=roles)
     stream = llm.stream(prompt(20), SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -382,7 +383,7 @@ def test_close_is_idempotent_leaves_no_thread_and_ends_streams(model_dir):
     llm.close()
     assert roles.scheduler.closed == ["worker", "scheduler"]
     assert list(stream) == []
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     with pytest.raises(ContractError, match="closed"):
         llm.generate([prompt(3)])
 
@@ -505,7 +506,10 @@ def test_drain_waits_until_what_was_saved_is_visible(model_dir, tmp_path):
         assert len(list(tmp_path.rglob("*.safetensors"))) == 25
 
 
-def test_the_engine_opens_when_a_small_store_is_known_and_waits_little_for_a_large_one(model_dir):
+def test_the_engine_opens_when_a_small_store_is_known_and_waits_little_for_a_large_one(
+    model_dir, monkeypatch
+):
+    monkeypatch.setattr(llm_module, "READY_SECONDS", READY_SECONDS)  # as it is outside of tests
     waits: list[float] = []
     roles = dict_roles()
     with LLM(model_dir(), roles=replace(roles, wait_ready=lambda t: bool(waits.append(t)))) as llm:

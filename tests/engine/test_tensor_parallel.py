@@ -131,7 +131,7 @@ def test_a_rank_whose_peer_never_comes_gives_up(tmp_path, monkeypatch):
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2 cannot reach the others"):
         RankGroup(0, 2, tmp_path / "meet", torch.device("cpu"))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 # ---- engines in processes
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(model_dir, when):
     with pytest.raises(RankError, match="open a new one"):
         llm.generate([prompt(20)], GREEDY)
     llm.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert children() == before
 
 
@@ -246,6 +246,6 @@ def test_ranks_end_when_the_first_process_is_killed(model_dir):
     with first:
         rank = os.pidfd_open(int(first.stdout.readline()))
         first.kill()
-    ended, _, _ = select.select([rank], [], [], 20)
+    ended, _, _ = select.select([rank], [], [], 60)
     os.close(rank)
     assert ended, "the rank outlived its engine"

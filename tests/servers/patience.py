@@ -1,4 +1,4 @@
-"""Makes stores wait longer for servers that a busy machine makes slow."""
+"""Makes stores and engines wait longer for what a busy machine makes slow."""
 
 from dataclasses import replace
 
@@ -29,3 +29,11 @@ def make_patient(monkeypatch: pytest.MonkeyPatch) -> None:
             return kind.open(url, options, replace(opening, bounds=PATIENT))
 
         monkeypatch.setattr(module, "KIND", replace(module.KIND, open=opened))
+
+
+def make_engines_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let embedded engines of this process find what their stores hold, and load it, although the
+    machine stalls."""
+    monkeypatch.setattr("kvferry.engine.llm.READY_SECONDS", 60.0)
+    for name in ("MIN_WAIT_SECONDS", "SLACK_SECONDS"):
+        monkeypatch.setattr(f"kvferry.cache.deciding.policy.{name}", 60.0)

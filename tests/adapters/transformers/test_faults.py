@@ -134,11 +134,11 @@ def test_a_load_ends_with_its_deadline_and_uses_what_came_before(load_model, sto
     counts = Counters()
     # The first chunk takes one look and two reads.
     store = _StallsLater(open_store(store_url), gate=gate, num_free=2)
-    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 4.0, "io_threads": 1}
+    options = {"chunk_tokens": CHUNK, "load_timeout_seconds": 10.0, "io_threads": 1}
     with StoredKV(model, store, observer=counts, **options) as kv:
         started = time.monotonic()
         sequences, logits = generate(kv, prompt(65))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert kv.num_loaded == 2 * CHUNK
         assert counts["miss_deadline"] == 1
         gate.release()

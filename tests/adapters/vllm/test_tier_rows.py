@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,12 +172,15 @@ def test_a_failed_load_is_not_promoted_again_though_the_store_seems_to_have_it(h
     assert one.tier.lookup(key(1), "another") is True
 
 
-def test_a_hung_load_fails_in_time_and_its_rows_are_left_alone(host, filled):
-    gate = Gate()
-    one = host(StallingStore(filled, gate=gate, operations=["read"]), load_seconds=0.05)
+def test_a_hung_load_fails_in_time_and_its_rows_are_left_alone(host, filled, monkeypatch):
+    gate, late = Gate(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(late))
+    monkeypatch.setattr(tier_rows, "time", clock)
+    one = host(StallingStore(filled, gate=gate, operations=["read"]), load_seconds=SECONDS)
     assert one.tier.lookup(key(1), "r")
     one.load([1, 2])
     assert gate.wait_for_arrival()
+    late.append(SECONDS)
     (done,) = one.ended()
     assert (done.success, done.moved) == (False, [])
     # The store is not asked again for a while.
