@@ -28,6 +28,7 @@ _AHEAD_BYTES = 1 << 12
 _EXACT_SECONDS = 0.02
 """How far off a timeout may be: for less, it is not set again, which takes a system call."""
 _CLOSED = "it is closed"
+_NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV  # shows the scope of an address, too
 _MAX_BUFFERS = 512
 """Buffers in one system call. Every system takes at least 1024."""
 
@@ -72,7 +73,7 @@ def addresses_of(host: str, seconds: float) -> list[str]:
     def look_up() -> None:
         try:
             answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found.put([str(place[0]) for *_, place in answers])
+            found.put([socket.getnameinfo(place, _NUMERIC)[0] for *_, place in answers])
         except (OSError, ValueError) as error:
             found.put(error)
 

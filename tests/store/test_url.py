@@ -185,6 +185,7 @@ def test_what_is_no_url_and_no_list_is_refused(urls, says):
         "s3://b/kv?endpoint=minio:9000",
         "s3://b/kv?endpoint=http://[::1",
         "s3://b/kv?endpoint=http://[1::2::3]:9000",
+        "s3://b/kv?endpoint=http://[fe80::1%251]:9000",
         "s3://b/kv?endpoint=http://a%20b:9000",
         "s3://b/kv?endpoint=http://256.1.1.1:9000",
         "s3://b/kv?endpoint=http://minio:99999",

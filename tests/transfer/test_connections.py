@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, StoreError
+from kvferry.network import addresses_of
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import run_together, wait_until
 from kvferry.transfer import server as server_module
@@ -646,11 +648,24 @@ def test_a_port_in_use_is_refused(serve, key_file):
         {"advertise": "host:0"},
         {"advertise": "host:99999"},
         {"advertise": "a b"},
+        {"advertise": "fe80::1%1"},
+        {"advertise": "[fe80::1%1]:7100"},
     ],
 )
 def test_an_address_that_is_none_of_this_machine_is_refused(key_file, place):
     with pytest.raises(ConfigError):
         PeerServer(DictLender(), lambda: SPACE, Listen(**place, key_file=key_file))
+
+
+@pytest.mark.parametrize("scope", ["", *map("%{}".format, socket.if_nameindex()[0])])
+def test_the_address_of_a_host_keeps_the_scope_that_it_has_on_this_machine(monkeypatch, scope):
+    """A file of hosts may hold one, and a resolver of the link."""
+    look_up = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
+    (expected,) = look_up(f"fe80::1{scope}", None)
+    with monkeypatch.context() as named:
+        named.setattr(socket, "getaddrinfo", lambda *_, **_options: [expected])
+        (found,) = addresses_of("node-b.local", PATIENCE_SECONDS)
+    assert look_up(found, None) == [expected]
 
 
 @given(

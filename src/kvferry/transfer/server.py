@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _RESOLVE_SECONDS = 10.0
 _HOST_AND_PORT = re.compile(
-    r"(?:(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?|([0-9A-Fa-f:.%]+))", re.ASCII
+    r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?|([0-9A-Fa-f:.]+))", re.ASCII
 )
 _MAX_SAID = 16
 """How many different reasons of refusals are logged."""

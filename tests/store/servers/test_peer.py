@@ -494,6 +494,8 @@ def test_a_peer_that_is_killed_in_mid_read_is_one_error_until_it_is_back(other_p
         ("peer://127.0.0.1:7000?max_bytes=1GiB", "unknown"),
         ("peer://:7000", "names no peer"),
         ("peer:///path", "names no peer"),
+        ("peer://[fe80::1%1]:7000", "names no peer"),
+        ("peer://[fe80::1%eth0]:7000", "names no peer"),
     ],
 )
 def test_a_url_that_is_no_peer_is_refused(url, part, tmp_path, monkeypatch):
