@@ -129,6 +129,10 @@ def test_quarantine_is_bounded_and_evicts_nothing(bench):
     small.put(make_key(102), [make_value(300)])
     small.discard(make_key(102), "bad_checksum")
     assert len(os.listdir(bench.root / "quarantine")) == 1  # the newest, though it is larger
+    small.gc(max_bytes=300)
+    assert len(os.listdir(bench.root / "quarantine")) == 1
+    small.gc(max_bytes=0)
+    assert os.listdir(bench.root / "quarantine") == []
 
 
 def test_counts_are_corrected_when_files_were_taken_from_outside(bench):

@@ -254,13 +254,14 @@ class Directory:
     def bound_quarantine(self, max_bytes: int, kept_since: float = 0.0) -> None:
         """Remove the files in quarantine from before `kept_since` (seconds since the epoch). Of the
         others, remove the oldest while they are more than 64 files or a twentieth of the quota
-        `max_bytes`, but keep the newest."""
+        `max_bytes`, but keep the newest, unless it alone has more than `max_bytes`."""
         total = 0
         files = self.list_files("quarantine").items()
         for newer, (file, found) in enumerate(sorted(files, key=lambda f: -f[1].modified)):
             total += found.num_bytes
             is_too_much = total > max_bytes // 20 or newer >= _MAX_QUARANTINE_FILES
-            if found.modified < kept_since or (is_too_much and newer > 0):
+            is_kept = newer == 0 and found.num_bytes <= max_bytes
+            if found.modified < kept_since or (is_too_much and not is_kept):
                 self.drop("quarantine", file)
 
     def keep_text(self, name: str, text: str, *within: str, is_there: bool = False) -> None:
