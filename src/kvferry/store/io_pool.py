@@ -62,8 +62,8 @@ class IOPool:
         self._lock = threading.Lock()  # for the threads and the end
 
     def submit(self, run: Callable[[Job[T]], T], *, can_wait: bool = False) -> Job[T]:
-        """Queue `run(job)`. Never blocks. Half of the threads at most run jobs that can wait, so
-        that others find a free one. If there is only one thread, others go before those that wait.
+        """Queue `run(job)`. Never blocks. Jobs that can wait get half of the threads at a time, but
+        one at least: other jobs find a free thread, or wait for one such job at most.
 
         `run` is called even if the job was cancelled meanwhile, so that it can give back what it
         holds; it should look at `job.cancelled` first. After `close` it is not called: the returned

@@ -39,7 +39,8 @@ WRITE_BYTES = 16 << 20
 """Most bytes of several records in one write. A single record may be larger."""
 
 STALLED_SECONDS = 30.0
-"""How long the store is not read after a read brought nothing by its deadline."""
+"""How long the store is not read after a read brought nothing by its deadline. A tier's circuit
+breaker finds a read that hangs later, and ignores a short one that was late."""
 
 Land = Callable[[int, memoryview], bool]
 """Called on an I/O thread with the place of a record in its batch and its verified image. Returns
