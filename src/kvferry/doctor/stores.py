@@ -110,26 +110,18 @@ class StoreReport:
         self.add(next(known, otherwise), said=said)
 
 
-def check(
-    url: str,
-    opened: Opener,
-    model: Model | None,
-    report: StoreReport,
-    *,
-    wall: Callable[[], float] = time.time,
-) -> None:
+def check(url: str, opened: Opener, model: Model | None, report: StoreReport) -> None:
     """Check one store and measure it. A fault of the store becomes a finding, not an error.
 
     Args:
         opened: opens an existing store, writable unless its URL says otherwise.
         model: the model whose KV is to be stored; None: leave out the checks that need one.
-        wall: seconds since the epoch, to compare the store's clock with.
     """
     try:
         parsed = parse_store_url(url)
         read_options(parsed)
         with opened(parsed) as store:
-            _check_open(store, parsed, model, report, wall)
+            _check_open(store, parsed, model, report)
     except ConfigError as error:
         report.add_said(str(error), Fault.UNUSABLE)
     except StoreError as error:
@@ -139,11 +131,7 @@ def check(
 
 
 def _check_open(
-    store: Catalogue,
-    parsed: StoreUrl,
-    model: Model | None,
-    report: StoreReport,
-    wall: Callable[[], float],
+    store: Catalogue, parsed: StoreUrl, model: Model | None, report: StoreReport
 ) -> None:
     report.step = "the first answer"
     started = time.perf_counter()
@@ -159,7 +147,7 @@ def _check_open(
     if parsed.scheme == "file":
         room = _check_directory(store, parsed, report)
     report.step = "writing a record"
-    _try_record(store, parsed, report, wall, room)
+    _try_record(store, parsed, report, room)
     if "put_gb_per_second" in report.facts:
         report.step = "asking for its limits"
         _check_eviction(store.facts(), report)
@@ -250,9 +238,7 @@ def _own_place(store: Catalogue, parsed: StoreUrl) -> Iterator[Catalogue]:
         yield own
 
 
-def _try_record(
-    store: Catalogue, parsed: StoreUrl, report: StoreReport, wall: Callable[[], float], room: float
-) -> None:
+def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: float) -> None:
     """Write a record, read it and remove it, unless it would evict others."""
     schema = RecordSchema.for_groups(namespace=os.urandom(32), chunk_tokens=128, groups=(_GROUP,))
     if room < 2 * schema.record_bytes or report.is_over.is_set():
@@ -262,7 +248,7 @@ def _try_record(
         values = own.of(schema.namespace)
         try:
             _time(values, schema, key, report)
-            _check_clock(own, parsed, key, report, wall)
+            _check_clock(own, parsed, key, report)
         finally:
             try:
                 delete_or_fail(own, Entry(key, 0, 0.0, schema.namespace), 0)
@@ -292,9 +278,7 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
         report.facts[f"{name}_gb_per_second"] = float(f"{len(image) / seconds / 1e9:.3g}")
 
 
-def _check_clock(
-    own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport, wall: Callable[[], float]
-) -> None:
+def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport) -> None:
     """Compare clocks, if the store says when a record was written."""
     written = 0.0
     if parsed.scheme != "file":
@@ -304,7 +288,7 @@ def _check_clock(
             written = os.stat(record_path(parsed.path, key)).st_mtime
     if not written:
         return
-    skew = written - wall()
+    skew = written - time.time()
     report.facts["clock_skew_seconds"] = round(skew, 1)
     if abs(skew) > SKEW_SECONDS:
         report.add(Fault.CLOCK, skew=round(abs(skew)))
