@@ -867,6 +867,24 @@ def test_a_store_that_fails_as_soon_as_it_is_open_stays_open():
     assert tier.put_all([(make_key(), [b"value"])], math.inf) == [PutResult.STORED]
 
 
+def test_a_store_that_may_not_be_asked_yet_accepts_no_writes():
+    """Another thread looks between the event that takes it back and the moment that it is used."""
+    clock, during = FakeClock(), []
+    tier = Tier(MemoryStore(), "memory", 0, Observer(), clock, QUICK)
+    for _ in range(MAX_FAILURES):
+        tier._event(lambda health: health.failed("down"))
+    clock.advance(QUICK.longest_pause_seconds)
+
+    def taken_back(health):
+        line = health.trial_answered()
+        during.append(tier.accepts_writes)
+        return line
+
+    tier._event(taken_back)
+    assert during == [False]
+    assert tier.accepts_writes
+
+
 def test_a_tier_that_got_no_thread_when_its_store_failed_gets_one_later(make_tiers, monkeypatch):
     clock, inner = FakeClock(), Unsteady()
 

@@ -101,8 +101,8 @@ class Tier:
     @property
     def accepts_writes(self) -> bool:
         """See `Health.accepts_writes`, and `Store.takes_values`. Memory only."""
-        store = self.up
-        return self._health.accepts_writes and (store is None or store.takes_values)
+        store = self.up  # first: None also while a store is about to be used again
+        return store is not None and self._health.accepts_writes and store.takes_values
 
     @property
     def next_try(self) -> float:
