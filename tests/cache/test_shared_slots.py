@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -135,6 +137,31 @@ def test_what_a_killed_engine_left_behind_is_not_shared(tmp_path):
     assert not Replicas(spec_of(1), 4, 4096, seconds=0.0).loads_only
     first = Replicas(spec_of(0), 4, 4096)
     assert Replicas(spec_of(1), 4, 4096, seconds=0.0).memory.name == first.memory.name
+
+
+def test_a_rank_that_looks_as_the_first_one_replaces_the_file_of_a_killed_engine_meets_it(
+    tmp_path, monkeypatch
+):
+    """Else it would say where no other rank looks how far it has come."""
+    killed = Replicas(spec_of(0), 4, 4096)
+    (place,) = tmp_path.glob("kvferry-slots-*/*")
+    place.write_bytes(place.read_bytes().replace(b"kvferry-", b"elsewhere"))
+    first = []
+
+    def map_file(*args):
+        found = mmap.mmap(*args)
+        if not first:
+            first.append(None)  # its own call does not come here again
+            first[0] = Replicas(spec_of(0), 4, 4096)
+        return found
+
+    monkeypatch.setattr(replicas, "mmap", SimpleNamespace(mmap=map_file))
+    other = Replicas(spec_of(1), 4, 4096)
+    assert other.memory.name == first[0].memory.name
+    assert not first[0].are_past(1)
+    other.move_past(1)
+    assert first[0].are_past(1)
+    assert killed.memory.name != other.memory.name
 
 
 def test_a_directory_of_others_is_not_used(tmp_path):

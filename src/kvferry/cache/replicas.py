@@ -113,7 +113,7 @@ def _tell(place: Path, memory: SlotMemory) -> memoryview:
     new = place.with_suffix(f".{memory.process}")
     try:
         new.write_bytes(head.ljust(_FILE_BYTES, b"\0"))
-        words = _words_in(new)
+        words = _words(_mapped(new))
         os.replace(new, place)
     except OSError as error:
         logger.warning("ranks with the same kv heads have memory of their own: %s", error)
@@ -129,15 +129,19 @@ def _find(
     An engine that was killed may have left a file behind: its memory cannot be opened."""
     while True:
         try:
-            words = _words_in(place)
-            name, process, fd = json.loads(place.read_bytes()[:_WORDS_AT].rstrip(b"\0"))
-            return SlotMemory.of(name, process, fd, num_slots, slot_bytes), words
+            file = _mapped(place)  # opened once: the first rank may be about to replace it
+            name, process, fd = json.loads(bytes(file[:_WORDS_AT]).rstrip(b"\0"))
+            return SlotMemory.of(name, process, fd, num_slots, slot_bytes), _words(file)
         except (OSError, ValueError, TypeError, TransferError):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_SECONDS)
 
 
-def _words_in(place: Path) -> memoryview:
+def _mapped(place: Path) -> memoryview:
     with place.open("r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), _FILE_BYTES))[_WORDS_AT:].cast("Q")
+        return memoryview(mmap.mmap(file.fileno(), _FILE_BYTES))
+
+
+def _words(file: memoryview) -> memoryview:
+    return file[_WORDS_AT:].cast("Q")
