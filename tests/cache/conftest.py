@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
+from kvferry.testing.clock import FakeClock
 from tests.cache.hosts import make_groups, make_shared_storage_host
 from tests.simulated_host import SimulatedHost
 from tests.store.file.settings import PATIENT
@@ -41,7 +42,8 @@ class Host(SimulatedHost):
 @pytest.fixture
 def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Factory of hosts, closed at the end; what a directory holds is known. Keywords are those of
-    `make_shared_storage_host`; all others are options of the connector."""
+    `make_shared_storage_host`; all others are options of the connector. Without a clock or a load
+    timeout, no time passes for a host."""
     # By default, a thread that waits 2 s for the index of a directory gives its chunk up.
     monkeypatch.setitem(FileStore.__init__.__kwdefaults__, "settings", PATIENT)
     hosts: list[Any] = []
@@ -57,8 +59,9 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         groups = of_host["groups"] = of_host.get("groups") or make_groups()
         observer = of_host["observer"] = of_host.get("observer") or Counters()
         options = {"chunk_tokens": 8, **given}
-        if "clock" not in of_host:  # a machine that stalls costs no hit
-            options.setdefault("load_timeout_seconds", 60.0)
+        if "clock" not in of_host and "load_timeout_seconds" not in given:
+            # A machine that stalls costs no hit.
+            of_host["clock"], options["load_timeout_seconds"] = FakeClock(), 60.0
         options.setdefault(
             "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
         )

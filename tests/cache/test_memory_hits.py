@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.store.memory import MemoryStore
+from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate
 
 from .keeping import (
@@ -209,11 +210,18 @@ def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host
 
 def test_what_requests_count_on_is_not_evicted(make_host):
     store, prompts = prompts_in_a_store(make_host, 2)
-    host = make_host(store=store, num_slots=NUM_CHUNKS + 2, load_timeout_seconds=1.0)
+    clock = FakeClock()
+    host = make_host(store=store, num_slots=NUM_CHUNKS + 2, clock=clock)
     holder = host.add("holder", prompts[0])
     while host.scheduler.lookup(holder, 0).num_tokens is None:
         host.step([])
-    assert host.run("needs five", prompts[1], budget=8).num_external_tokens in (0, 16)
+    other = host.add("needs five", prompts[1])
+    assert host.scheduler.lookup(other, 0).num_tokens is None
+    host.settle()
+    clock.advance(5.0)
+    assert host.admit(other) == 16
+    host.prefill(other, budget=8)
+    host.finish(other)
     host.settle()
     assert host.scheduler.lookup(holder, 0).num_tokens == 40
     assert host.admit(holder) == 40

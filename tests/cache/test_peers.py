@@ -43,6 +43,7 @@ def peers(make_host, tmp_path):
     made = []
 
     def make(port=0, reads=(), tiers=False, tls="", at=LOCALHOST, **options):
+        options.setdefault("load_timeout_seconds", 30.0)
         if port is not None:
             options["serve"] = f"{LOCALHOST}:{port}?key_file={key_file}{tls}"
         if reads:
@@ -98,7 +99,7 @@ def test_what_a_peer_stamped_is_fetched_with_the_first_step(peers):
     """A question before the fetch would cost a loaded engine a step."""
     prefiller = peers()
     answer = prefill(prefiller)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    decoder = peers(None, [answer["remote_port"]])
     request = decoder.add("decode", PROMPT, handover=read_handover(answer))
     assert decoder.scheduler.lookup(request, 0).num_tokens is None
     assert decoder.pool.num_taken == NUM_CHUNKS
@@ -108,7 +109,7 @@ def test_what_a_peer_stamped_is_fetched_with_the_first_step(peers):
 def test_what_a_peer_stamped_and_does_not_have_yet_is_waited_for(peers):
     prefiller = peers()
     answer = start_prefill(prefiller)  # its last step has not ended
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    decoder = peers(None, [answer["remote_port"]])
     decoder.scheduler.policy.saw_compute(10**6, 1.0)  # a fetch may take no longer than computing
     request = decoder.add("decode", PROMPT, handover=read_handover(answer))
 
@@ -136,7 +137,7 @@ def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answe
     loads = warm == "loaded"
     answer = prefill(prefiller, num_local_tokens=local, options=RequestOptions(load=loads))
     assert answer["kvferry"]["chunks"] == NUM_CHUNKS
-    reader = peers(None, [answer["remote_port"]], groups=groups, load_timeout_seconds=30.0)
+    reader = peers(None, [answer["remote_port"]], groups=groups)
     assert decode(reader, answer) == HIT
     assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
 
@@ -154,7 +155,7 @@ def fail(peers, tmp_path):
             url = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
             inner = open_one(url, Opening(namespace=prefiller.scheduler.requests.namespace))
         store = FailingStore(inner, operations={"read"}, num_failures=num_failures)
-        return peers(None, store=store, load_timeout_seconds=30.0), answer, store
+        return peers(None, store=store), answer, store
 
     return make
 
@@ -185,7 +186,7 @@ def test_a_failed_read_of_another_request_is_not_tried_again(fail):
 def test_a_wrong_record_is_not_read_again(peers, tmp_path):
     answer = prefill(peers(store=open_directory(tmp_path / "store")))
     store = CorruptingStore(open_directory(tmp_path / "store"), damage=flip_bit(9000))
-    decoder = peers(None, store=store, load_timeout_seconds=1e6)
+    decoder = peers(None, store=store)
     assert decode(decoder, answer) == 0
     assert decoder.observer["records_corrupt"] <= NUM_CHUNKS
 
@@ -221,7 +222,7 @@ def looked_up(monkeypatch):
 def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, listed, stamped):
     answer = prefill(peers()) | {"remote_host": stamped}
     reads = [answer["remote_port"]]
-    decoder = peers(None, reads, at=listed, tiers=True, load_timeout_seconds=30.0)
+    decoder = peers(None, reads, at=listed, tiers=True)
     decoder.run("before", [*range(900, 909)])
     wait_until(lambda: looked_up, "it connects, and so knows the addresses of the listed name")
     assert decoder.parts[0].store.assume([], (stamped, answer["remote_port"]))
@@ -232,8 +233,7 @@ def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, liste
 @pytest.mark.parametrize("stamped", ["prefill-0.svc", "169.254.169.254", "10.0.0.1"])
 def test_a_peer_that_is_not_listed_is_never_looked_up(peers, looked_up, stamped):
     answer = prefill(peers()) | {"remote_host": stamped}
-    options = {"tiers": True, "load_timeout_seconds": 30.0}
-    assert decode(peers(None, [answer["remote_port"]], **options), answer) == HIT
+    assert decode(peers(None, [answer["remote_port"]], tiers=True), answer) == HIT
     assert set(looked_up) == {LOCALHOST}
 
 
@@ -243,7 +243,7 @@ LONGER = [*PROMPT, *range(500, 506)]
 
 def test_an_audit_compares_whole_chunks(peers):
     answer = prefill(peers(), LONGER)
-    decoder = peers(None, [answer["remote_port"]], audit=1.0, load_timeout_seconds=30.0)
+    decoder = peers(None, [answer["remote_port"]], audit=1.0)
     assert decode(decoder, answer, LONGER) == 32
     assert_settles(decoder)
     assert decoder.observer["audits"] == 1
@@ -251,7 +251,7 @@ def test_an_audit_compares_whole_chunks(peers):
 
 def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
     answer = prefill(peers(), LONGER)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=30.0)
+    decoder = peers(None, [answer["remote_port"]])
     request = decoder.add("decode", LONGER, handover=read_handover(answer))
     while decoder.scheduler.lookup(request, 0).num_tokens is None:
         decoder.step([])
@@ -263,7 +263,7 @@ def test_a_promise_lasts_when_the_prompt_grows_before_it_is_admitted(peers):
 def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers, block_size, hit):
     """Also where its first chunk alone is no block."""
     prefiller, groups = peers(), make_groups(block_size=block_size)
-    decoder = peers(None, [prefiller.server.address[1]], groups=groups, load_timeout_seconds=30.0)
+    decoder = peers(None, [prefiller.server.address[1]], groups=groups)
     request = decoder.add("decode", PROMPT, handover=read_handover({"do_remote_prefill": True}))
 
     def is_asked() -> bool:
@@ -277,9 +277,9 @@ def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers, block_size, 
 
 def test_a_producer_takes_the_next_turn_from_the_consumer(peers):
     """By their roles, the one would load nothing and the other save nothing."""
-    ports, options = free_ports(2), {"tiers": True, "load_timeout_seconds": 30.0}
-    prefiller = peers(ports[0], ports[1:], loads=False, **options)
-    decoder = peers(ports[1], ports[:1], saves=False, save_generated=True, **options)
+    ports = free_ports(2)
+    prefiller = peers(ports[0], ports[1:], loads=False, tiers=True)
+    decoder = peers(ports[1], ports[:1], saves=False, save_generated=True, tiers=True)
     request = decoder.add("decode", PROMPT, handover=read_handover(prefill(prefiller)))
     assert decoder.admit(request) == HIT
     decoder.prefill(request)
@@ -309,7 +309,7 @@ def test_a_window_of_which_a_part_is_held_is_brought_whole(peers, tmp_path):
 def test_what_another_request_fetches_and_leaves_is_brought_for_peers(peers, tmp_path, first):
     """The answer names what is on its way, so a client that goes must not end that."""
     store = HangsLater(open_directory(tmp_path / "store"), ("read",))
-    prefiller = peers(store=store, load_timeout_seconds=30.0)
+    prefiller = peers(store=store)
     prefill(prefiller)
     prefiller.forget_memory()
     store.gate = Gate()
@@ -349,7 +349,7 @@ def test_a_connection_that_fails_after_any_byte_costs_hits_only(peers, kind):
         between.fault = None
         assert decode(peers(None, [between.port]), answer) == HIT
     wait_until(lambda: prefiller.server.num_connections == 0, "its connections end")
-    assert prefiller.pool.loans.num_lent == 0
+    wait_until(lambda: prefiller.pool.loans.num_lent == 0, "the loans are back")
 
 
 def test_a_prefiller_that_comes_back_at_its_port_is_read_again(peers):
@@ -411,7 +411,7 @@ def test_what_a_prefiller_said_that_it_holds_and_has_not_is_not_waited_for(peers
     peer = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
     urls = [(tmp_path / "own").as_uri(), peer]
     with open_store(urls, namespace=prefiller.scheduler.requests.namespace) as store:
-        decoder = peers(None, store=store, load_timeout_seconds=1e6)
+        decoder = peers(None, store=store)
         assert decode(decoder, answer) == 0
         assert_settles(decoder)
 
@@ -464,7 +464,7 @@ def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):
     assert decode(circle[2], waiting) == HIT
     for host in circle:
         assert_settles(host)
-        assert host.pool.loans.num_lent == 0
+        wait_until(lambda lent=host.pool.loans: lent.num_lent == 0, "the loans are back")
 
 
 @pytest.mark.parametrize("other", [{"tenant": "another"}, {"weights": b"x" * 32}])
@@ -483,7 +483,7 @@ def test_a_peer_of_another_tenant_or_model_gets_nothing_and_is_logged_once(peers
             assert decode(reader, answer, name=f"decode {number}") == 0
             assert_settles(reader)
             reader.forget_memory()
-    assert prefiller.observer["peer_refused"] > 0
+    wait_until(lambda: prefiller.observer["peer_refused"] > 0, "it is counted")
     assert prefiller.observer["peer_served_bytes"] == 0
     refused = [line for line in caplog.messages if "a peer is refused" in line]
     assert len(refused) == 1
@@ -504,18 +504,20 @@ def test_inside_tls_only_a_reader_with_a_certificate_gets_anything(
     theirs = files_of("theirs") if num_refused else ""
     prefiller = peers(tls=ours)
     port = prefill(prefiller)["remote_port"]
-    waiting, options = {"do_remote_prefill": True}, {"tiers": True, "load_timeout_seconds": 30.0}
-    assert decode(peers(None, [port], tls=ours, **options), waiting) == HIT
-    num_served = prefiller.observer["peer_served_records"]
-    assert num_served > 0
+    waiting = {"do_remote_prefill": True}
+    assert decode(peers(None, [port], tls=ours, tiers=True), waiting) == HIT
+    served = "peer_served_records"
+    wait_until(lambda: prefiller.observer[served] == NUM_CHUNKS, "all are counted")
     caplog.clear()
-    stranger = peers(None, [port], tls=theirs, **options)
+    stranger = peers(None, [port], tls=theirs, tiers=True)
     for number in range(4):
         assert decode(stranger, waiting, name=f"decode {number}") == 0
         assert_settles(stranger)
         stranger.forget_memory()
-    assert prefiller.observer["peer_served_records"] == num_served
-    assert (prefiller.observer["peer_refused"] > 0) is (num_refused > 0)
+    refused = "peer_refused"
+    wait_until(lambda: prefiller.observer[refused] >= num_refused, "it is counted")
+    assert prefiller.observer[served] == NUM_CHUNKS
+    assert (prefiller.observer[refused] > 0) is (num_refused > 0)
     said = num_said(caplog.messages, "not used until", "a peer is refused")
     assert said == [1, num_refused]
 
@@ -525,7 +527,7 @@ def test_a_peer_whose_address_does_not_resolve_costs_its_own_hits_only(peers, ca
     answer = prefill(prefiller)
     nowhere, here = "no.such.host.invalid:7100", f"{LOCALHOST}:{answer['remote_port']}"
     key_file = prefiller.parts[0].config.serve.partition("?")[2]
-    reader = peers(None, store=f"peer://{nowhere}?{key_file}", load_timeout_seconds=30.0)
+    reader = peers(None, store=f"peer://{nowhere}?{key_file}")
     caplog.clear()
     for number in range(4):
         assert decode(reader, {"do_remote_prefill": True}, name=f"decode {number}") == 0
@@ -534,7 +536,7 @@ def test_a_peer_whose_address_does_not_resolve_costs_its_own_hits_only(peers, ca
     (line,) = caplog.messages
     assert nowhere in line
     assert reader.observer["store_probe_failed"] > 0
-    reader = peers(None, store=f"peer://{nowhere},{here}?{key_file}", load_timeout_seconds=30.0)
+    reader = peers(None, store=f"peer://{nowhere},{here}?{key_file}")
     assert decode(reader, answer) == HIT
     assert_settles(reader)
 
@@ -554,7 +556,8 @@ def test_engines_of_one_configuration_serve_at_its_port_and_their_index(peers):
     reader = peers(None, ports)
     for answer, prompt in zip(answers, prompts, strict=True):
         assert decode(reader, answer, prompt, f"of port {answer['remote_port']}") == HIT
-    assert all(engine.observer["peer_served_bytes"] > 0 for engine in engines)
+    for engine in engines:
+        wait_until(lambda seen=engine.observer: seen["peer_served_bytes"] > 0, "it is counted")
 
 
 def test_strangers_keep_no_peer_out(peers):
@@ -562,7 +565,7 @@ def test_strangers_keep_no_peer_out(peers):
     prefiller = peers()
     answer = prefill(prefiller)
     strangers = [Raw(prefiller.server) for _ in range(64)]
-    assert prefiller.server.num_connections == 64
+    wait_until(lambda: prefiller.server.num_connections == 64, "all places are taken")
     assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
     for each in strangers:
         each.close()

@@ -13,12 +13,13 @@ from kvferry.cache.deciding.lookup import Hit, Settled
 from kvferry.errors import ContractError
 from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore
+from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import CorruptingStore, Gate, flip_bit
 from kvferry.types import KVGroup
 from tests.cache.conftest import record_bytes
 from tests.cache.hosts import make_groups
-from tests.cache.keeping import StallsFor
-from tests.cache.windowed import MIXED, Vanishing, group, opened, stored
+from tests.cache.keeping import StallsFor, wait_for
+from tests.cache.windowed import LIMIT, MIXED, Vanishing, group, opened, stored
 from tests.host_tables import HostTable
 from tests.simulated_host import SimulatedHost
 
@@ -72,12 +73,20 @@ def test_a_deadline_within_windows_is_a_miss():
     """What came in time is not what a shorter hit needs, and there is no time to ask again."""
     prompt = list(range(81))
     store, keys = stored(MIXED, prompt)
-    gate = Gate()
-    with opened(
-        MIXED, StallsFor(store, gate, {keys[9]}), load_timeout_seconds=0.3, io_threads=2
-    ) as host:
-        assert host.run("reader", prompt).num_external_tokens in (0, 72)
-        assert host.observer["miss_tokens/deadline"] in (8, 80)
+    gate, clock = Gate(), FakeClock()
+    with opened(MIXED, StallsFor(store, gate, {keys[9]}), clock=clock, io_threads=2) as host:
+        request = host.add("reader", prompt)
+
+        def has_rest() -> bool:
+            assert host.scheduler.lookup(request, 0).num_tokens is None
+            host.step([])
+            return host.observer.snapshot().get("fetch_count", 0) == 9
+
+        wait_for(has_rest)
+        clock.advance(LIMIT)
+        assert host.admit(request) == 0
+        host.complete(request)
+        assert host.observer["miss_tokens/deadline"] == 80
         gate.release()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.clock import FakeClock
 from kvferry.types import KVGroup
 from tests.cache.hosts import make_shared_storage_host
+from tests.cache.keeping import wait_for
 from tests.host_tables import HostTable
 from tests.simulated_host import SimulatedHost
 
@@ -26,18 +27,25 @@ def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_
     )
 
 
+LIMIT = 60.0
+"""Load timeout. A machine that stalls costs no hit."""
+
 MIXED = (group(2, None), group(3, 12))
 """Full attention, and a window whose start lies inside a chunk and inside a block."""
 
 
 @contextlib.contextmanager
 def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[SimulatedHost]:
-    """Open a host over a store, given as a URL or an object. A store object stays open."""
-    shape = {name: options.pop(name) for name in ("tables", "world_size") if name in options}
+    """Open a host over a store, given as a URL or an object. A store object stays open. Only a test
+    moves its clock."""
+    shape: dict[str, Any] = {"clock": FakeClock()}
+    shape |= {
+        name: options.pop(name) for name in ("tables", "world_size", "clock") if name in options
+    }
     stores = () if isinstance(store, str) else (store,)
     url = store if isinstance(store, str) else store.url
     host, parts = make_shared_storage_host(
-        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "load_timeout_seconds": 60.0}
+        {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "load_timeout_seconds": LIMIT}
         | options,
         groups=tuple(groups),
         num_blocks=1500,
@@ -99,7 +107,4 @@ class Vanishing(WrapperStore):
 
 def wait_stored(host: SimulatedHost, num_records: int) -> None:
     """Step until the ranks have stored `num_records` records."""
-    deadline = time.monotonic() + 20
-    while host.observer["put_stored"] < num_records and time.monotonic() < deadline:
-        host.settle()
-    assert host.observer["put_stored"] == num_records
+    wait_for(lambda: (host.settle(), host.observer["put_stored"] == num_records)[1])

@@ -40,6 +40,7 @@ class TransferConfig(SimpleNamespace):
 def make_config(model_dir, **extra: Any) -> Any:
     extra.setdefault("chunk_tokens", 8)
     extra.setdefault("audit", "off")
+    extra.setdefault("load_timeout_seconds", 60.0)
     extra.setdefault("memory_bytes", 1 << 22)
     return SimpleNamespace(
         kv_transfer_config=TransferConfig(

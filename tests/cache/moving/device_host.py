@@ -94,6 +94,7 @@ class DeviceHost:
         self.observer = Counters()
         memory_bytes = 8 * record_bytes(groups, CHUNK)
         options = {"store": store.url, "chunk_tokens": CHUNK, "memory_bytes": memory_bytes}
+        options["load_timeout_seconds"] = 60.0  # a machine that stalls costs no read
         self.cache = PrefixCache(spec, options, self.observer, store=store)
         self.cache.context = replace(self.cache.context, bounds=bounds)
         self.worker = self.cache.worker(setup)
