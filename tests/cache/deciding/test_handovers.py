@@ -111,9 +111,9 @@ def search_of(host, request) -> Search:
 
 def let_come(host, request, come) -> None:
     """Let chunks come that a request awaits, and let the pause end after which the store is asked
-    for them. A question under way may have missed them, and would not be repeated."""
-    come()
+    for them. No question under way may see them, or miss some of them."""
     wait_until(lambda: not host.parts[0].store._keys._asked, "the store has answered")
+    come()
     host.parts[0].context.clock.advance(search_of(host, request).looks.pause)
 
 
@@ -282,8 +282,7 @@ def test_a_host_that_looks_twice_only_finds_at_the_second_look_what_came_between
     request = host.add("r", PROMPT, handover=read_handover(answer))
     assert host.scheduler.lookup(request, 0).num_tokens is None
     client.gate.set()
-    let_come(host, request, lambda: None)
-    client.release()
+    let_come(host, request, client.release)
     clock.advance(LIMIT + 1)
     assert host.admit(request) == 40
 

@@ -291,7 +291,7 @@ class Lookup:
         state = search.state
         if not isinstance(state, Awaiting) or search.wanted.plan.is_held or search.looks.is_over:
             return False
-        key = search.wanted.keys[state.num_known]
+        key = search.wanted.keys[max(state.num_known, search.num_local // self._chunk)]
         has_come = self._pool.find(key) is not None or self._store.contains(key)
         return not has_come and self._clock() < state.until
 
