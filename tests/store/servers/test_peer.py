@@ -201,7 +201,7 @@ def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(servi
         assert all(map(tiers.contains, keys))
         assert tiers.read(keys[0], ()) is None
         assert tiers.probe(keys[1:2], again=True)
-        wait_until(lambda: not tiers.contains(keys[1]), "the peer says what it lacks")
+        wait_until(lambda: tiers.contains(keys[1]) is False, "the peer says what it lacks")
         assert list(map(tiers.contains, keys)) == [False, False, True]
 
 
