@@ -178,7 +178,10 @@ def removed_under_the_engine(engines):
 
 def away_at_start(engines):
     """The far one of two tiers."""
-    engines.fill()
+    filled = engines.fill()
+    filled.close()
+    for part in filled.parts:  # one that is open makes its directory anew
+        part.store.close()
     near = (engines.journal.parent / "near").as_uri()
     with going_away(engines.url) as (url, go_away):
         go_away()

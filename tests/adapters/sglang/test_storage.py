@@ -22,6 +22,12 @@ KEYS = chain(3)
 PAGES = [4, 0, 2]
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that a machine which stalls makes late is waited for."""
+    monkeypatch.setattr("kvferry.adapters.sglang.pages.ASK_SECONDS", SECONDS)
+
+
 def fill(controller: host.Controller, keys: list[str] = KEYS) -> list[torch.Tensor]:
     """Pages in the host pool and behind it."""
     written = [controller.pool.fill(page, seed) for seed, page in enumerate(PAGES)]
