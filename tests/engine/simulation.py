@@ -6,7 +6,7 @@ pretend model generates, and is seen after the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,6 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.request import Request
 from tests.contract.tiny_host import NUM_LAYERS, ModelHost, true_kv, true_output
 from tests.engine.integrity import check_scheduler
-
-
-def digests(tokens: Sequence[int]) -> list[int]:
-    """Return what stands for the content of the tokens up to each of them."""
-    return true_kv(tokens, NUM_LAYERS - 1)
 
 
 def reference(prompt: Sequence[int], count: int) -> list[int]:
@@ -80,10 +75,6 @@ class Choices:
     def sent_now(self, request_id: str) -> bool:
         return True
 
-    def rotten(self, block_ids: list[int]) -> list[int]:
-        """Return which of these blocks, already in use, turn out to have been loaded wrongly."""
-        return []
-
     def strangers(self) -> frozenset[str]:
         """Return ids to report although no request waits for them."""
         return frozenset()
@@ -92,10 +83,9 @@ class Choices:
 class PretendRole(SchedulerRole):
     """A scheduler role that keeps to the contract and records the calls to it."""
 
-    def __init__(self, choices: Choices, block_size: int, is_stored: Callable[[int], bool]) -> None:
+    def __init__(self, choices: Choices, block_size: int) -> None:
         self.choices = choices
         self.block_size = block_size
-        self.is_stored = is_stored
         self.promised: dict[str, LookupResult] = {}
         self.new_loads: list[Load] = []
         self.started_async: set[str] = set()
@@ -111,12 +101,8 @@ class PretendRole(SchedulerRole):
         size = self.block_size
         assert num_local_tokens % size == 0
         assert num_local_tokens < len(request.all_token_ids), "the last token is always computed"
-        content = digests(request.all_token_ids)
-        limit = 0
-        while (end := num_local_tokens + (limit + 1) * size) <= len(content):
-            if not self.is_stored(content[end - 1]):
-                break
-            limit += 1
+        num_tokens = len(request.all_token_ids)
+        limit = (num_tokens - num_local_tokens) // size  # everything is stored
         result = self.choices.lookup(request, num_local_tokens, limit)
         # A look-up after a load means that the load failed from its first block on. The scheduler
         # then makes no second call of `update_after_alloc` for it.
@@ -125,7 +111,7 @@ class PretendRole(SchedulerRole):
         if result.num_tokens is not None:
             self.promised[request.request_id] = result
             total = num_local_tokens + result.num_tokens
-            assert total < len(content) or (result.is_async and total <= len(content))
+            assert total < num_tokens or (result.is_async and total <= num_tokens)
         self.calls.append(("lookup", request.request_id, num_local_tokens, result.num_tokens))
         return result
 
@@ -197,14 +183,10 @@ class Simulation(ModelHost):
         *,
         num_blocks: int = 40,
         block_size: int = 4,
-        everything_stored: bool = True,
         **config: Any,
     ) -> None:
         self.choices = choices or Choices()
-        self.stored: set[int] = set()
-        self.role = PretendRole(
-            self.choices, block_size, lambda end: everything_stored or end in self.stored
-        )
+        self.role = PretendRole(self.choices, block_size)
         config = {"max_batched_tokens": 16, "max_num_seqs": 4, **config}
         super().__init__(self.role, num_blocks, block_size=block_size, **config)
         self.loading: list[Load] = []
@@ -253,30 +235,16 @@ class Simulation(ModelHost):
             else:
                 invalid |= self._bring(load)
         self.role.new_loads.clear()
-        invalid |= self._rot()
         self.forward(step)
         return self._collect(invalid)
 
     def forward(self, step) -> None:
         for layer in range(NUM_LAYERS):
             self.compute(step, layer)
-        for entry in step.scheduled:
-            self.stored.update(digests(entry.request.all_token_ids))
 
     def spoil(self, blocks: Sequence[int]) -> None:
         for kv in self.kv.values():
             kv[list(blocks)] = -1
-
-    def _rot(self) -> set[int]:
-        lent = {block for blocks in self.role.saving.values() for block in blocks}
-        in_use = {
-            block
-            for request in self.engine._running.values()
-            for block in self.role.computed(request, request.block_ids)
-        }
-        rotten = self.choices.rotten(sorted(in_use - lent))
-        self.spoil(rotten)
-        return set(rotten)
 
     def _bring(self, load: Load) -> set[int]:
         failed = self.choices.failed_from(load)
