@@ -240,12 +240,14 @@ class VersionedHost:
         wait_until(has_ended, "the connector asks for no more steps", timeout)
 
     def rest_until_saved(self, timeout: float = 30.0) -> None:
-        """Step as an engine with other work does, until no counter changes any more."""
+        """Step as an engine with other work does, until no slot of memory is in use, and no counter
+        changes any more."""
         deadline, quiet = time.monotonic() + timeout, 0
         while quiet < 80 and time.monotonic() < deadline:
             before = dict(self.counters)
             self.step([])
-            quiet = quiet + 1 if self.counters == before else 0
+            in_use = self.scheduler._observer.gauges().get("pool_slots/in_use")
+            quiet = quiet + 1 if self.counters == before and not in_use else 0
             time.sleep(0.002)
 
     def sleep(self) -> None:
