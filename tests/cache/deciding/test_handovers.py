@@ -541,6 +541,30 @@ def test_a_chunk_that_comes_ends_the_doubt(make_engine, comes):
     assert apart.waits(2) == [LIMIT, LOOK]
 
 
+def test_some_chunks_of_a_prefill_that_stops_end_the_doubt(make_engine):
+    client = SlowClient()
+    apart = Waiting(make_engine, client)
+    assert apart.waits(2) == [LIMIT, LOOK]
+    request = apart.begin()
+    await_producer(apart.host, request)
+    apart.host.settle()
+    client.held_back.clear()  # what the first two requests saved
+    prefill(make_engine(client), request.all_token_ids)
+    let_come(apart.host, request, lambda: client.release(2))
+
+    def are_fetched() -> bool:
+        assert apart.host.scheduler.lookup(request, 0).num_tokens is None
+        apart.host.step([])
+        return fetches(apart.host) == 2
+
+    wait_until(are_fetched, "what came is fetched")
+    apart.clock.advance(LIMIT + 1)
+    assert apart.host.admit(request) == 16
+    apart.host.prefill(request)
+    apart.host.finish(request)
+    assert apart.waits(2) == [LIMIT, LOOK]
+
+
 def test_a_peer_that_is_about_to_have_chunks_for_ever_is_no_other_store(make_engine, monkeypatch):
     """It says itself what it lacks."""
     monkeypatch.setattr(RemoteStore, "assume", lambda *_: True)
