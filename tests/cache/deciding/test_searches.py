@@ -467,6 +467,18 @@ def test_a_search_that_awaits_goes_through_all_chunks_only_if_something_has_chan
     assert len(looked) == count
 
 
+@pytest.mark.parametrize(("which", "num_local"), [(0, 32), (4, 16)])
+def test_a_search_whose_host_has_all_that_was_awaited_waits_no_more(which, num_local):
+    """Also if the host has no place for the request, and looks it up again and again."""
+    events = Events(None, "off", 0)
+    events.arrive(which, 1)
+    (request,) = events.requests
+    assert events.role.lookup(request, 0).num_tokens is None
+    assert isinstance(events.role.requests.by_id["1"].search.state, Awaiting)
+    for _ in range(3):
+        assert events.role.lookup(request, num_local).num_tokens == 0
+
+
 def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
     events = Events(None, "off", 0)
     events.store.awaits = lambda key: False

@@ -275,9 +275,11 @@ class Lookup:
         """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
         hit = search.hit
         if hit is None or hit.start != num_local:
+            if self._nothing_came(search, num_local):
+                return ASK_AGAIN
             self._withdraw(search)
-            is_same, search.num_local = search.num_local == num_local, num_local
-            if (is_same and self._nothing_came(search)) or self._goes_on(search, num_tokens):
+            search.num_local = num_local
+            if self._goes_on(search, num_tokens):
                 return ASK_AGAIN
             hit = search.hit
         if hit is None:
@@ -285,13 +287,15 @@ class Lookup:
         reason = search.short.miss if hit.audit is None else LookupMiss.AUDIT
         return LookupResult(hit.stop - hit.start, False, reason)
 
-    def _nothing_came(self, search: Search) -> bool:
+    def _nothing_came(self, search: Search, num_local: int) -> bool:
         """Whether a search awaits the same chunk as before, and the store is not asked again yet.
         Nothing else matters till then: it may know thousands of chunks, and each step looks."""
         state = search.state
-        if not isinstance(state, Awaiting) or search.wanted.plan.is_held or search.looks.is_over:
+        if not isinstance(state, Awaiting) or num_local != search.num_local:
             return False
-        key = search.wanted.keys[max(state.num_known, search.num_local // self._chunk)]
+        if search.wanted.plan.is_held or search.looks.is_over:
+            return False
+        key = search.wanted.keys[max(state.num_known, num_local // self._chunk)]
         has_come = self._pool.find(key) is not None or self._store.contains(key)
         return not has_come and self._clock() < state.until
 
