@@ -491,6 +491,27 @@ def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
     assert events.role.lookup(request, 0) == (0, False, "not_produced")
 
 
+def test_a_read_that_fails_is_tried_again_however_long_the_chunks_took_to_come():
+    events = Events(None, "off", 0)
+    events.arrive(0, 1)
+    (request,) = events.requests
+    for num_known in range(4):
+        events.store_some(0, num_known)
+        events.look_up(0, 0)
+        events.clock.advance(0.9 * PATIENCE)
+    events.store_some(0, 4)
+    while events.ends:
+        events.end_one(0)
+    events.look_up(0, 0)
+    search = events.role.requests.by_id["1"].search
+    assert isinstance(search.state, Fetching)
+    assert events.clock() > search.wanted.plan.until
+    events.end_one(6)  # the last chunk
+    events.look_up(0, 0)
+    events.end_one(0)
+    assert events.role.lookup(request, 0).num_tokens == 32
+
+
 @pytest.mark.parametrize("num_known", [0, 1])
 def test_a_search_that_waits_asks_again_for_the_next_chunks_only(num_known, monkeypatch):
     """The scheduler's thread goes through what it asks for."""

@@ -235,7 +235,7 @@ class Lookup:
         one of the searches waits for them: chunks that a peer may have soon are asked for, and what
         failed is read again."""
         now = self._clock()
-        waiting = [each for each in searches if each is not None and now < each.wait().until]
+        waiting = [each for each in searches if each is not None and now < each.wanted.plan.latest]
         held = [each for each in waiting if each.wanted.plan.is_held]
         soon: set[ChunkKey] = set()
         for key, filled in missed.items():
