@@ -334,10 +334,12 @@ class PromptSearch:
         if removal is None:
             detail = _FORGETFUL if removed is None else _NEVER_STORED
             return run._replace(why=LookupMiss.ABSENT, detail=detail)
-        # A newer release may know other reasons.
-        known = removal.reason in set(LookupMiss)
-        why = LookupMiss(removal.reason) if known else LookupMiss.DELETED
-        return run._replace(why=why, detail=removal.detail, at=removal.at, by=removal.by)
+        why, detail = LookupMiss.DELETED, removal.detail
+        if removal.reason in set(LookupMiss):
+            why = LookupMiss(removal.reason)
+        else:  # another release knows others
+            detail = f"{removal.reason}: {detail}"
+        return run._replace(why=why, detail=detail, at=removal.at, by=removal.by)
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -385,6 +387,17 @@ def test_descriptions_that_cannot_be_listed_are_not_called_lost(
         ran = run("explain", url, *whose, "--tokens", tokens_file)
         assert ran.code == 2
         assert ran.error_line == "error: file: away: permission denied"
+
+
+def test_a_reason_of_another_release_is_shown_in_its_words(url, asked):
+    keys = put_prompt(url)
+    with FileStore(url.removeprefix("file://")) as store:
+        store.discard(keys[1], "bad_checksum")
+    with closing(sqlite3.connect(Path(url.removeprefix("file://"), "index.sqlite3"))) as db, db:
+        db.execute("UPDATE removals SET reason = 'smelt'")
+    value = asked(url)
+    assert value["reason"] == "deleted"
+    assert "smelt: bad_checksum" in value["summary"]
 
 
 # -- opaque rows -----------------------------------------------------------------------------------
