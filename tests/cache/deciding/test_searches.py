@@ -479,6 +479,16 @@ def test_a_search_whose_host_has_all_that_was_awaited_waits_no_more(which, num_l
         assert events.role.lookup(request, num_local).num_tokens == 0
 
 
+def test_nothing_is_awaited_while_there_is_no_store_to_ask():
+    """Also if the host has no place for the request, and looks it up again and again."""
+    events = Events(None, "off", 0)
+    events.store.probe = lambda keys, **how: False
+    events.arrive(0, 1)
+    (request,) = events.requests
+    for _ in range(3):
+        assert events.role.lookup(request, 0).num_tokens == 0
+
+
 def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
     events = Events(None, "off", 0)
     events.store.awaits = lambda key: False

@@ -371,9 +371,11 @@ class Lookup:
     def _ask_again(self, search: Search, known: int) -> bool:
         """Ask the store again for awaited chunks, from the first not known yet on. False if there
         is no store in which they may appear."""
-        search.looks.failed()
         stop = min(search.wanted.plan.num_chunks, known + MAX_ASKED)
-        return self._store.probe(search.wanted.keys[known:stop], again=True)
+        is_asked = self._store.probe(search.wanted.keys[known:stop], again=True)
+        if is_asked:
+            search.looks.failed()
+        return is_asked
 
     def _fetch(self, search: Search, hit: Hit) -> bool:
         """Enter `Fetching`, or stay there: fetch the chunks of a hit that are not held. Whether a
