@@ -382,7 +382,7 @@ class HostPool:
 
     def _give_up(self, slot: Slot) -> None:
         self._forget(slot)
-        if slot.index in self._fetches:  # one that a plan has carried ends for nobody
+        if slot.index in self._fetches:  # else a plan has carried it: its result is dropped
             self._cancel(slot)
         self._settle(slot)
 
