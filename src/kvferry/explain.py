@@ -74,6 +74,13 @@ class Explanation(NamedTuple):
         return sum(run.num_tokens for run in self.runs if run.why is None)
 
     @property
+    def known_tokens(self) -> int:
+        """Tokens that the namespace has, or had: of all others nothing shows that they were ever
+        stored in it."""
+        never = (LookupMiss.ABSENT, LookupMiss.PARTIAL)
+        return sum(run.num_tokens for run in self.runs if run.why not in never)
+
+    @property
     def first_miss(self) -> Run | None:
         """The first run that misses, and not only because hits are whole blocks, if there is one;
         None for an empty prompt."""
@@ -95,7 +102,8 @@ class PromptAnswer:
 
     Attributes:
         num_tokens: length of the prompt.
-        found: the prompt in each namespace that was asked for, the longest hit first.
+        found: the prompt in each namespace that was asked for, the longest hit first; of equal
+            hits, the one that had most of the prompt, then the one most like what was asked for.
         elsewhere: a namespace that was not asked for and has more of the prompt. If `found` is
             empty, it may also be the most similar namespace.
         without_extra: leading tokens that are stored for requests without salt and LoRA.
@@ -224,7 +232,7 @@ class PromptSearch:
         """Look every chunk up in `spaces`. If the first miss stays unexplained, also look how much
         of the prompt is stored without salt and LoRA, and in `others`, called only then."""
         found = [self.explain(space) for space in spaces]
-        found.sort(key=lambda each: (-each.hit_tokens, len(each.space.differs)))
+        found.sort(key=_rank)
         answer = PromptAnswer(num_tokens=len(self.token_ids), found=found, away=self.away)
         if answer.reason is not LookupMiss.ABSENT:
             return answer
@@ -340,6 +348,14 @@ class PromptSearch:
         else:  # another release knows others
             detail = f"{removal.reason}: {detail}"
         return run._replace(why=why, detail=detail, at=removal.at, by=removal.by)
+
+
+def _rank(found: Explanation) -> tuple[int, int, int, bool]:
+    """Order namespaces by what they have of a prompt, then by what they had, then by how alike
+    they are to the one asked for. (A model directory names no tenant.)"""
+    space = found.space
+    has_tenant = bool(space.namespace.description.get("tenant"))
+    return -found.hit_tokens, -found.known_tokens, len(space.differs), has_tenant
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:

@@ -16,10 +16,12 @@ from safetensors.numpy import save_file
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
+from kvferry.explain import PromptSearch, Space
 from kvferry.identity import adapter_digest
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
+from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.recordio import put_record
@@ -240,6 +242,67 @@ def test_a_hit_that_the_engine_does_not_see_is_told_apart(run, model_dir, tmp_pa
     out = " ".join(run("explain", url, *asked).out.split())
     assert "would hit for" not in out
     assert ", float32, 16 tokens a chunk)" in out
+
+
+def gone(reason: str, store: FileStore, keys: Sequence[ChunkKey]) -> None:
+    """Take the chunks of a prompt away, or the first of them."""
+    if reason == "evicted":
+        store.gc(max_bytes=0)
+    for key in keys[:1] if reason == "behind" else keys:
+        if reason in ("deleted", "behind"):
+            store.delete(key)
+        elif reason == "damaged":
+            store.discard(key, "wrong")
+        elif reason == "vanished":
+            Path(record_path(store.url.removeprefix("file://"), key)).unlink()
+
+
+@pytest.mark.parametrize("reason", ["evicted", "deleted", "damaged", "vanished", "behind"])
+def test_the_namespace_that_had_a_prompt_answers_before_one_that_never_had(url, reason):
+    """Though the other one runs the model more as it was asked for."""
+    never, had = space_of(), space_of(dtype="bfloat16")
+    put_prompt(url, never, range(500, 530))
+    keys = put_prompt(url, had)
+    spaces = [Space(never, {}), Space(had, {"config.dtype": ("bfloat16", "float32")})]
+    with FileStore(url.removeprefix("file://"), max_bytes=1 << 30) as store:
+        gone(reason, store, keys)
+    with FileStore(url.removeprefix("file://"), read_only=True) as store:
+        answer = PromptSearch({"file": store}, TOKENS).answer(spaces, list)
+    assert [each.space.namespace for each in answer.found] == [had, never]
+    assert answer.reason == ("deleted" if reason == "behind" else reason)
+
+
+def test_of_namespaces_that_never_had_a_prompt_the_most_alike_answers(url):
+    spaces = [
+        Space(space_of("team", dtype="bfloat16"), {"config.dtype": ("bfloat16", "float32")}),
+        Space(space_of("team"), {}),
+        Space(space_of(), {}),
+    ]
+    put_prompt(url, spaces[0].namespace, range(500, 530))
+    with FileStore(url.removeprefix("file://"), read_only=True) as store:
+        answer = PromptSearch({"file": store}, TOKENS).answer(spaces, list)
+    assert [each.space for each in answer.found] == spaces[::-1]
+
+
+def test_what_became_of_a_prompt_is_said_of_each_namespace_of_its_model(
+    run, model_dir, tmp_path, url
+):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the statement was executed, and " * 20)
+    generate = ["generate", model_dir, "--prompt-file", prompt, "--max-tokens", 2, "--store", url]
+    assert run(*generate, "--dtype", "bfloat16").code == 0
+    assert run("rm", url, "--everything", "--yes").code == 0
+    (other := tmp_path / "other.txt").write_text("clauses are statements " * 20)
+    generate[3] = other
+    assert run(*generate).code == 0
+    command = ["explain", url, "--model", model_dir, "--prompt-file"]
+    assert run(*command, prompt).out.startswith("deleted: the chunk at token 1, ")
+    shown = run(*command, other).out
+    assert shown.startswith("partial: ")
+    assert re.search(r"^[0-9a-f]{16} +\d+ +0 +absent +config.dtype bfloat16", shown, re.MULTILINE)
+    assert run(*generate[:3], prompt, *generate[4:]).code == 0
+    shown = run(*command, prompt).out
+    assert re.search(r"^[0-9a-f]{16} +\d+ +0 +deleted +config.dtype bfloat16", shown, re.MULTILINE)
 
 
 def test_the_other_form_of_a_prompt_is_tried(run, tmp_path, url):

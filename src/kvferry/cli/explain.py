@@ -221,9 +221,13 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
         shown += _difference_table("it differs from the model directory in", best.differs)
     if also := answer.found[1:]:
         columns = {"namespace": "namespace", "chunk": "chunk_tokens"}
-        columns |= {"would hit": "hit_tokens", "differs in": "differs"}
+        columns |= {"would hit": "hit_tokens", "then": "why", "differs in": "differs"}
         rows = [
-            {**_about(each.space, each.hit_tokens), "differs": _values(each.space.differs)}
+            {
+                **_about(each.space, each.hit_tokens),
+                "why": each.first_miss and each.first_miss.why,
+                "differs": _values(each.space.differs),
+            }
             for each in also[:_MAX_DIFFERENCES]
         ]
         title = f"{len(also)} more of this model; an engine reads one (dtype, chunk size, tenant)"
