@@ -16,6 +16,12 @@ class ConfigError(KVError, ValueError):
     """An option, URL, path or model directory that cannot be used as given."""
 
 
+def install_hint(extra: str) -> str:
+    """Say how to install an optional extra, for the message of a ConfigError. It names no package
+    of an index: kvferry is on none, so a stranger's could bear its name."""
+    return f"run pip install '.[{extra}]' in the clone of kvferry"
+
+
 class StorePlaceError(ConfigError):
     """What stands where a store should be is none, or is refused to this user. People can mend that
     while an engine runs, so with several tiers only this one is left out until then."""

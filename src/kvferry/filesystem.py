@@ -27,6 +27,12 @@ def user_cache() -> Path:
         ) from error
 
 
+def private(path: str | Path, flags: int) -> int:
+    """Open a file, as an `opener` for `open`: one that this makes is for this user alone. One that
+    is there keeps its mode."""
+    return os.open(path, flags, 0o600)
+
+
 def is_of_one_machine(directory: str) -> bool:
     """Whether no other machine can change `directory`. True if its file system is unknown."""
     kind = file_system(directory)

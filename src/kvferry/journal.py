@@ -2,10 +2,11 @@
 written when the request ends.
 
 Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
-of tokens. The scheduler's thread only appends to a queue in memory; the journal's own thread writes
-once a second. The commands `explain`, `simulate`, `status`, `report` and `doctor` read the file.
-A process that is killed, or a machine, may leave a part of a line or a block of zeros: the writer
-ends such a line, and readers pass over it.
+of tokens. As these tell whoever knows a prompt that it was asked, the file is for its user alone,
+unless it was there before with another mode. The scheduler's thread only appends to a queue in
+memory; the journal's own thread writes once a second. The commands `explain`,
+`simulate`, `status` and `report` read the file. A process that is killed, or a machine, may leave a
+part of a line or a block of zeros: the writer ends such a line, and readers pass over it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.errors import ConfigError
+from kvferry.filesystem import private
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -128,7 +132,7 @@ class Journal:
         self._has_failed = False
         self._ends = threading.Event()
         try:
-            path.open("ab+").close()
+            open(path, "ab+", opener=private).close()
         except OSError as error:
             raise ConfigError(
                 f"cannot record requests in {path}: {error.strerror}; name a file in a directory "
@@ -193,12 +197,16 @@ class Journal:
         """Append the lines of the queue. Runs in: the thread of this journal."""
         if not self._waiting:
             return
+        opener = private
         with suppress(FileNotFoundError):  # another engine renamed it first
-            if self._path.stat().st_size >= MAX_BYTES:
+            found = self._path.stat()
+            if found.st_size >= MAX_BYTES:
                 self._path.replace(f"{self._path}.1")
+                # Whom the operator lets read the journal may read the next one, too.
+                opener = partial(os.open, mode=stat.S_IMODE(found.st_mode))
         # Opened each time, since another engine may rename the file. Unbuffered, so that the lines
         # of several engines in one file stay whole.
-        with self._path.open("ab+", buffering=0) as file:
+        with open(self._path, "ab+", buffering=0, opener=opener) as file:
             size = os.fstat(file.fileno()).st_size
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 _write_whole(file, b"\n")

@@ -25,7 +25,7 @@ MAKES = {
     "doctor": "{store} --model {model} --json {out}.json",
     "report": "{store} --html {out}.html --journal {top}/generate.jsonl --json {out}.json",
     "simulate": "{top}/generate.jsonl --sizes 10,20 --json {out}.json",
-    "pin": "{store}?max_bytes=1GiB --model {model} --prompt-file {text} --until 1h --json {out}.json",
+    "pin": "{store}?max_bytes=1GiB --model {model} --until 1h --json {out}.json",
     "copy": "{store} file://{out} --json {out}.json",
     "warm": "{model} --store file://{out} --prompts {lines} --json {out}.json",
     "verify": "{store} --json {out}.json",

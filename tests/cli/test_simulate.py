@@ -97,4 +97,4 @@ def test_a_picture_needs_matplotlib(run, trace, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("kvferry.cli.output.find_spec", lambda _name: None)
     ran = run("simulate", trace, "--png", tmp_path / "curve.png")
-    assert (ran.code, "pip install 'kvferry[demo]'" in ran.error_line) == (2, True)
+    assert (ran.code, "pip install '.[demo]'" in ran.error_line) == (2, True)

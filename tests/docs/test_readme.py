@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -112,6 +114,29 @@ def test_no_other_page_has_code_that_is_not_run():
     run_elsewhere = {"transformers.md"}
     run_here = {"README.md", "stores.md", "engine.md", "v1-connectors.md"}
     assert {page.name for page in PAGES if blocks_of(page)} == run_here | run_elsewhere
+
+
+def _told_to_users() -> Iterator[tuple[str, str]]:
+    """Yield all that users read, by file: pages, code with its messages, examples, rules."""
+    folders = ("src", "docs", "examples", "dashboards")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    for path in [*PAGES, ROOT / "Makefile", *found]:
+        if path.suffix in {".py", ".md", ".yml", ".yaml", ".json", ""} and path.is_file():
+            yield path.name, path.read_text(encoding="utf-8")
+
+
+def test_nothing_names_a_package_of_an_index_where_kvferry_is_not():
+    of_index = re.compile(r"kvferry\[\w|pip3? install (?:[-\w.=<>]+ )*'?kvferry\b(?!\.whl)")
+    found = [(name, hit[0]) for name, text in _told_to_users() if (hit := of_index.search(text))]
+    assert found == []
+
+
+def test_each_extra_that_users_are_told_to_install_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    told = re.compile(r"""pip install '\.\[(\w+)\]'|install_hint\(['"](\w+)""")
+    found = {"".join(pair) for _, text in _told_to_users() for pair in told.findall(text)}
+    assert {"demo", "report", "s3", "mooncake", "transformers"} <= found
+    assert found <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.slow

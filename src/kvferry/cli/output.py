@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import format_size, parse_size, printable
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, install_hint
+from kvferry.filesystem import private
 from kvferry.keys import JsonValue
 
 
@@ -63,7 +64,7 @@ def require_extra(what: str, extra: str, *modules: str) -> None:
     """Raise ConfigError if a module of an optional extra, which `what` needs, is missing."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'kvferry[{extra}]'")
+        raise ConfigError(f"{what} needs {', '.join(missing)}: {install_hint(extra)}")
 
 
 JsonOption = Annotated[
@@ -132,8 +133,7 @@ def emit(value: JsonValue, json_target: str | None, *renderables: RenderableType
         sys.stdout.write(text)
         sys.stdout.flush()
     elif json_target is not None:
-        with writing(json_target):
-            Path(json_target).write_text(text, encoding="utf-8")
+        write_text(json_target, text)
 
 
 @contextmanager
@@ -143,6 +143,13 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write or replace a file that the user named. It may hold what keys and times tell of prompts,
+    so a new one is for this user alone. Raises ConfigError if it cannot be written."""
+    with writing(path), open(path, "w", encoding="utf-8", opener=private) as file:
+        file.write(text)
 
 
 def read_text(what: str, path: Path) -> str:

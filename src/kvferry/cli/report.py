@@ -16,7 +16,7 @@ from kvferry.cli.output import (
     progress,
     require_extra,
     require_targets,
-    writing,
+    write_text,
 )
 from kvferry.cli.stores import UrlArgument, entries, query_store
 from kvferry.config import format_size
@@ -51,8 +51,7 @@ def report(
             for _, line in bar.track(journal_lines(journal), description="reading requests"):
                 requests.add(line)
         found = query_store(url, lambda store: _gather(store, shown_url(url), requests, bar))
-    with writing(html):
-        html.write_text(render(found), encoding="utf-8")
+    write_text(html, render(found))
     said = f"{found.num_records:,} records, {format_size(found.num_bytes)}"
     if requests is not None:
         said += f", {requests.count} requests"

