@@ -110,11 +110,15 @@ def host_config(mix: Mix, rank: int, tp: int, modules: Mapping[str, Any]) -> Any
         model_config=SimpleNamespace(hf_config=model, hf_text_config=model),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         compilation_config=SimpleNamespace(static_forward_context=modules),
+        speculative_config=SimpleNamespace(draft_model_config=1, target_model_config=2)
+        if mix.drafts
+        else None,
     )
 
 
-def modules_of(mix: Mix, names: Collection[str], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention modules of a worker: they know their backend, and no total of heads."""
+def modules_of(mix: Mix, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention modules of a worker, in the order in which they were made: they know their
+    backend, and no total of heads."""
 
     def backend(name: str) -> str:
         for end, found in mix.backends.items():
@@ -125,7 +129,7 @@ def modules_of(mix: Mix, names: Collection[str], specs: Mapping[str, Any]) -> di
 
     return {
         name: SimpleNamespace(get_attn_backend=lambda name=name: type(backend(name), (), {}))
-        for name in names
+        for name in specs
     }
 
 
@@ -274,8 +278,7 @@ class EngineOfVllm:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         workers, scheduler = resolved(mix, tp, vllm_config)
-        names = [name for group in workers[0].kv_cache_groups for name in group.layer_names]
-        modules = modules_of(mix, names, mix.specs(tp))
+        modules = modules_of(mix, mix.specs(tp))
         halves = [
             described(mix, host_config(mix, rank, tp, modules), groups)
             for rank, groups in enumerate(workers)

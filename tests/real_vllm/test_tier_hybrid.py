@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvferry.testing.models import write_random_model
 from tests.real_vllm.conftest import MakePrompt
-from tests.real_vllm.harness import Process, assert_same
+from tests.real_vllm.harness import EngineError, Process, assert_same, kvferry
 from tests.real_vllm.host import serves_tiers
 from tests.real_vllm.test_tier_engine import (
     CHUNKS,
@@ -61,6 +61,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# States and attention in each layer. vLLM numbers the states behind the attention of all layers.
+FALCON: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_d_ssm": 256,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+}
+
 # Steps of a block: on a CPU, Mamba-2 keeps no state of a token within a step.
 OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -81,6 +92,27 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         return write_random_model(root / arch, build, seed=5)
 
     return {arch: write(arch) for arch in MODELS}
+
+
+def write_falcon(root: Path) -> Path:
+    config = AutoConfig.for_model("falcon_h1", **SHAPE, **FALCON)
+    return write_random_model(root, partial(AutoModelForCausalLM.from_config, config), seed=5)
+
+
+def test_the_connector_refuses_states_whatever_number_their_layers_have(
+    tmp_path: Path, hybrids: dict[str, Path], second: Process
+) -> None:
+    models = {**hybrids, "falcon_h1": write_falcon(tmp_path / "falcon_h1")}
+    for speculative in (
+        None,
+        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+    ):
+        more = {} if speculative is None else {"speculative_config": speculative}
+        for arch, model in models.items():
+            with pytest.raises(EngineError, match="MambaSpec") as refusal:
+                second.start(model, kvferry(tmp_path / "store"), **OPTIONS, **more)
+            assert len(str(refusal.value).splitlines()) == 1, arch
+            second.call("stop", 30)
 
 
 @pytest.mark.parametrize("arch", MODELS)

@@ -126,14 +126,13 @@ def test_a_latent_is_one_head_on_every_rank_and_written_once(model):
     assert writes == [True, False]
 
 
-def test_draft_layers_and_groups_that_take_no_part_are_left_out(model):
-    spec = spec_of(
-        make_config(model),
+def test_a_group_that_the_host_would_not_transfer_is_refused_like_any_other(model):
+    groups = (
         Group(names(0), MambaSpec(), enable_kv_transfer=False),
-        Group([*names(0, 6), "draft_model.model.layers.0.attn"], FullAttentionSpec()),
+        Group(names(1), FullAttentionSpec()),
     )
-    (part,) = spec.table_parts
-    assert (part.table, part.layer_names) == (1, tuple(names(0)))
+    with pytest.raises(ConfigError, match=f"{names(0)[0]} keeps its KV as a MambaSpec"):
+        spec_of(make_config(model), *groups)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +319,65 @@ def test_what_vllm_knows_of_each_layer_comes_first(model):
     assert [group.num_kv_heads for group in spec.groups] == [2, 4]
 
 
-def test_a_drafter_is_told_by_its_spec_its_module_or_its_name(model):
+TARGET = object()
+DRAFTER = SimpleNamespace(draft_model_config=object(), target_model_config=TARGET)
+NGRAMS = SimpleNamespace(draft_model_config=TARGET, target_model_config=TARGET)
+OWN = names(0, 1, 2)
+STATES = [f"model.{6 + i}.mixer" for i in range(3)]
+"""Falcon-H1's Mamba layers, in a model whose configuration says 6 layers."""
+FALCON = [name for pair in zip(OWN, STATES, strict=True) for name in pair]
+EAGLE, MTP, MODEL = names(6)[0], "mtp.layers.0.self_attn.attn", "draft_model.model.layers.0.attn"
+
+# What vLLM made, in this order; its speculative configuration; and the drafts among these.
+MADE = {
+    "nothing but the model": (OWN, None, []),
+    "EAGLE": ([*OWN, EAGLE], DRAFTER, [EAGLE]),
+    "MTP": ([*OWN, MTP], DRAFTER, [MTP]),
+    "a model that drafts": ([*OWN, MODEL], DRAFTER, [MODEL]),
+    "two layers": ([*OWN, EAGLE, MTP], DRAFTER, [EAGLE, MTP]),
+    "n-grams, and a layer with such a number": ([*OWN, EAGLE], NGRAMS, []),
+    "n-grams, and a layer with such a name": ([*OWN, MTP], NGRAMS, []),
+    "no speculation, and a layer with such a number": ([*OWN, EAGLE], None, []),
+    "no speculation, and a layer with such a name": ([MODEL, *OWN], None, []),
+    "made before the model's last layer": ([EAGLE, *OWN], DRAFTER, []),
+    "numbers like Falcon-H1's": (FALCON, None, []),
+    "numbers like Falcon-H1's, and a drafter": ([*FALCON, EAGLE], DRAFTER, [STATES[-1], EAGLE]),
+}
+
+
+@pytest.mark.parametrize("seen_by", ["worker", "scheduler"])
+@pytest.mark.parametrize("case", MADE)
+def test_every_layer_is_named_but_those_that_vllm_made_for_a_drafter(model, case, seen_by):
+    made, speculative, drafts = MADE[case]
+    modules = {name: object() for name in made} if seen_by == "worker" else {}
+    config = make_config(
+        model,
+        speculative_config=speculative,
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+    )
+    spec = spec_of(config, Group(made, FullAttentionSpec()))
+    named = {name for part in spec.table_parts for name in part.layer_names}
+    if seen_by == "scheduler" and speculative is DRAFTER:
+        # Without modules it sees less than the workers, and takes their description.
+        assert named <= set(made) - set(drafts)
+    else:
+        assert named == set(made) - set(drafts)
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAMS, DRAFTER], ids=["none", "ngram", "drafter"])
+def test_states_beside_attention_are_refused_by_name_whatever_their_numbers(model, speculative):
+    modules = dict.fromkeys([*FALCON, EAGLE][: None if speculative is DRAFTER else -1], object())
+    config = make_config(
+        model,
+        speculative_config=speculative,
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+    )
+    attention = Group([name for name in modules if name not in STATES], FullAttentionSpec())
+    with pytest.raises(ConfigError, match=f"layer {STATES[0]} keeps its KV as a MambaSpec"):
+        spec_of(config, attention, Group(STATES, MambaSpec()))
+
+
+def test_a_drafter_is_told_by_the_marks_of_its_specs_and_modules(model):
     config = make_config(model)
     marked = names(1)[0]
     config.compilation_config = SimpleNamespace(
@@ -328,7 +385,7 @@ def test_a_drafter_is_told_by_its_spec_its_module_or_its_name(model):
     )
     spec = spec_of(
         config,
-        Group([*names(0), marked, "mtp.layers.0.self_attn.attn"], FullAttentionSpec()),
+        Group([*names(0), marked], FullAttentionSpec()),
         Group(names(2), odd(FullAttentionSpec, is_draft=True)),
     )
     [part] = spec.table_parts

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from kvferry.adapters.vllm.kv_specs import KV_SPECS
@@ -85,30 +86,27 @@ def refuse_parallel(parallel: Any) -> None:
 
 
 def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:
-    """Return every layer whose KV is stored, in any order. Draft layers of speculative decoding are
-    left out: their KV depends on another model, and a wrong draft only costs time.
+    """Return every layer of every group, in any order: a hit would leave any other as it was. Only
+    draft layers of speculative decoding are left out: their KV depends on another model, and a
+    wrong draft only costs time.
 
     Args:
         kv_cache_config: the host's groups.
         platform: name of the device that vLLM runs on.
 
     Raises:
-        ConfigError: a kind of layer that is not served.
+        ConfigError: a kind of layer that is not served, whether or not the host would transfer it.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation = getattr(vllm_config, "compilation_config", None)
     modules = getattr(compilation, "static_forward_context", {})
+    drafts = _drafts(vllm_config, kv_cache_config, modules)
     found, place = [], 0
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        if not getattr(group, "enable_kv_transfer", True):
-            continue
-        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        for name in group.layer_names:
-            # A uniform group has a spec for each layer.
-            spec = each[name] if isinstance(each, Mapping) else group.kv_cache_spec
+        for name, spec in _specs_of(group):
             number = _number_of(name, place)
             place += 1
-            if number >= num_target_layers(model) or _is_draft(name, spec, modules.get(name)):
+            if name in drafts:
                 continue
             kind = _kind_of(name, number, spec, model, parallel.tensor_parallel_size)
             found.append(
@@ -145,13 +143,57 @@ def _number_of(name: str, place: int) -> int:
     return place if match is None else int(match.group(1))
 
 
-def _is_draft(name: str, spec: Any, module: Any) -> bool:
-    """Whether a layer is a drafter's. vLLM says so since 0.33; before, only names do."""
-    return (
-        getattr(spec, "is_draft", False)
-        or getattr(module, "is_draft_layer", False)
-        or not {"draft_model", "mtp"}.isdisjoint(name.split("."))
-    )
+def _specs_of(group: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and spec of each layer of a group. A uniform group has a spec for each."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    for name in group.layer_names:
+        yield name, each[name] if isinstance(each, Mapping) else group.kv_cache_spec
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+#
+# A layer that is taken for a draft is neither stored nor loaded. If it were the model's, each hit
+# would compute on whatever its blocks hold. So vLLM must say that it is one, and where it does not,
+# all that it shows must agree; in doubt a layer is the model's.
+
+
+def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) -> set[str]:
+    """Return the names of a drafter's layers.
+
+    vLLM marks them since 0.33, and in its second model runner before. Without marks they are those
+    that vLLM, if its configuration names a draft model, made after all others, if they have a name
+    or a number that a model's own layers lack. Some models number their own layers so: in Falcon-H1
+    the states of layer i are layer `num_hidden_layers + i`.
+    """
+    specs = {
+        name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _specs_of(group)
+    }
+    found = {
+        name
+        for name, spec in specs.items()
+        if getattr(spec, "is_draft", False)
+        or getattr(modules.get(name), "is_draft_layer", False) is True
+    }
+    config = getattr(vllm_config, "speculative_config", None)
+    drafter = getattr(config, "draft_model_config", None)
+    own = getattr(config, "target_model_config", None)  # it stands for none, as for n-grams
+    if drafter is None or drafter is own:
+        return found
+    num_layers = num_target_layers(vllm_config.model_config)
+
+    def looks_so(name: str) -> bool:
+        is_named_so = not {"draft_model", "mtp"}.isdisjoint(name.split("."))
+        is_behind = _number_of(name, 0) >= num_layers
+        keeps_tokens = type(specs[name]).__name__ in _FULL | _SLIDING
+        return name in found or (keeps_tokens and (is_named_so or is_behind))
+
+    made = [name for name in modules if name in specs]
+    # The scheduler's process has no modules; what the workers say of their layers counts there.
+    behind = takewhile(looks_so, reversed(made)) if made else filter(looks_so, specs)
+    return found.union(behind)
+
+
+# --- one layer ------------------------------------------------------------------------------------
 
 
 def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
