@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+CHECK_VENV := .venv-check
+CHECK_STAMP := $(CHECK_VENV)/.installed
+
 # Files of vLLM that tests run: its example connector, and its proxy.
 CONNECTORS := .vllm-connectors/0.32.0/example_connector.py
 
@@ -79,8 +82,14 @@ demo-tier: $(MODEL) $(if $(filter sglang,$(TIERS)),$(SGLANG_STAMP),$(VLLM_STAMP)
 	$(if $(filter sglang,$(TIERS)),$(SGLANG_VENV),$(VLLM_VENV))/bin/python examples/cpu/$(TIERS)_tiers.py \
 	  $(MODEL) "file://$(TIER_STORE)?max_bytes=1GiB"
 
-check: $(STAMP)
-	scripts/check
+# An environment of its own, without servers and browsers: a third of that of the tests.
+$(CHECK_STAMP): pyproject.toml constraints/test.txt
+	test -x $(CHECK_VENV)/bin/python || $(PYTHON) -m venv $(CHECK_VENV)
+	$(CHECK_VENV)/bin/python -m pip install --quiet --constraint constraints/test.txt --editable '.[check]'
+	touch $(CHECK_STAMP)
+
+check: $(CHECK_STAMP)
+	scripts/check $(CHECK_VENV)
 
 $(CONNECTORS): scripts/vllm-connectors
 	$(PYTHON) scripts/vllm-connectors
@@ -134,4 +143,4 @@ fmt: $(STAMP)
 	$(BIN)/ruff format --quiet src benchmarks tests scripts examples
 
 clean:
-	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) .vllm-connectors .demo
+	rm -rf $(VENV) $(CHECK_VENV) .venv-vllm* $(SGLANG_VENV) .vllm-connectors .demo

@@ -5,9 +5,12 @@ The library hashes without the interpreter's lock. Without it kvferry hashes in 
 
 from __future__ import annotations
 
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,19 @@ class LeavesHook(BuildHookInterface):
         if library is None:
             return
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        build_data["tag"] = f"py3-none-{platform_tag()}"
         if version != "editable":
             build_data["force_include"][str(library)] = "kvferry/record/hash_leaves.so"
+
+
+def platform_tag() -> str:
+    """Return where the library runs: `ctypes` loads it, so any Python will do. On Linux it needs no
+    other library (`-nostdlib`), so it runs with any C library of its processor.
+    """
+    processor = platform.machine()
+    if sys.platform == "linux" and processor in {"x86_64", "aarch64"}:
+        return f"manylinux_2_17_{processor}.musllinux_1_1_{processor}"
+    return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
 def compile_leaves(root: Path) -> Path | None:
@@ -38,7 +51,8 @@ def compile_leaves(root: Path) -> Path | None:
         return None
     source = root / SOURCE
     library = source.with_suffix(".so")
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+    alone = ["-nostdlib"] if sys.platform == "linux" else []
+    command = [compiler, "-O2", "-shared", "-fPIC", *alone, "-o", str(library), str(source)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

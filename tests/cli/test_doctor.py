@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.cache.memory import machine_bytes
 from kvferry.doctor.findings import Fault, Severity
-from kvferry.doctor.machine import check_pool
+from kvferry.doctor.machine import check_checksums, check_pool
 from kvferry.doctor.stores import Model, StoreReport, check, check_room
 from kvferry.doctor.stores import run as run_check
 from kvferry.doctor.vllm import check_installed
@@ -527,6 +527,12 @@ def test_a_host_pool_below_two_steps(found, model_dir):
     assert "is smaller than the KV of two steps of 8,192 tokens" in what
     assert ask(2 * 8192 * token_bytes, "8192") == []
     assert ask(2 * 8192 * token_bytes - 1, None) == []
+
+
+def test_an_installation_without_a_compiler_is_found():
+    (finding,) = check_checksums(is_compiled=False)
+    assert finding.fault is Fault.IN_PYTHON
+    assert check_checksums(is_compiled=True) == []
 
 
 def test_the_default_of_the_host_pool_is_checked_too():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.identity import adapter_digest
@@ -337,12 +336,6 @@ def test_a_model_and_an_empty_store(run, model_dir, url, tokens_file):
 def line(**fields: object) -> str:
     base = {"time": 1.0, "chunk_tokens": 7, "num_tokens": 30, "keys": ["00"]}
     return json.dumps(base | fields) + "\n"
-
-
-def test_every_reason_is_in_the_docs():
-    docs = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
-    for reason in LookupMiss:
-        assert f"| `{reason}` | {reason.meaning} |" in docs
 
 
 def test_a_reason_that_is_not_known_and_a_line_under_way(run, tmp_path):

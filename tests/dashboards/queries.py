@@ -1,4 +1,4 @@
-"""Reads from dashboards/ what its panels and alert rules ask Prometheus for, and checks scrapes."""
+"""Reads in `kvferry/dashboards` what panels and alerts ask of Prometheus, and checks scrapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-DASHBOARDS = Path(__file__).parents[2] / "dashboards"
+import kvferry
+
+DASHBOARDS = Path(kvferry.__file__).parent / "dashboards"
 ALERTS = DASHBOARDS / "alerts.yml"
 
 OF_SCRAPES = {"instance", "model_name"}

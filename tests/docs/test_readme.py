@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import build_app
+from kvferry.contract.messages import LookupMiss
 from kvferry.store.file import FileOptions
 from kvferry.store.servers.valkey import ValkeyOptions
 from kvferry.testing.models import make_tiny_model
@@ -22,6 +23,7 @@ from tests.tokenizers import save_tiny_tokenizer
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODEL = ".demo/SmolLM2-135M-Instruct"
+OPERATE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
 STORES = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
 
 CONNECTOR = """
@@ -199,10 +201,15 @@ def test_files_that_a_page_names_are_there(page):
 
 
 def test_the_command_table_lists_every_command():
-    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\| `kvferry ([\w-]+)", page, re.MULTILINE)
+    named = re.findall(r"^\| `kvferry ([\w-]+)", OPERATE, re.MULTILINE)
     commands = [command.name for command in build_app().registered_commands]
     assert named == commands
+
+
+def test_the_table_of_reasons_lists_every_reason():
+    (table,) = re.findall(r"\| reason \| meaning \|\n.*?\n\n", OPERATE, re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
+    assert rows == [(str(reason), reason.meaning) for reason in LookupMiss]
 
 
 def test_the_option_table_lists_every_option_of_a_file_url():

@@ -69,8 +69,9 @@ def doctor(
     from kvferry.cache.memory import machine_bytes
     from kvferry.doctor import machine
     from kvferry.doctor.stores import run
+    from kvferry.record.leaves import native_leaves
 
-    findings: list[Finding] = []
+    findings = machine.check_checksums(native_leaves() is not None)
     wanted, config = list(urls or []), None
     options: Mapping[str, JsonValue] = {}
     if vllm_config is not None:

@@ -117,6 +117,9 @@ class Fault(Enum):
                          "just had it, and requests with images may not be cached",
                          "leave enable_prefix_caching out, or set it to true")
     # The machine.
+    IN_PYTHON = (_W, "checksums are computed in Python: hashing and verifying hold its lock, so "
+                 "steps of the engine wait for them",
+                 "install a C compiler, then kvferry again, or install a wheel built with one")
     POOL_ABOVE_MEMORY = (_E, "the host pool ({pool}) takes more than half of the memory here "
                          "({here}): the kernel may kill the engine",
                          "lower memory_bytes, or give the machine or container more memory")

@@ -34,6 +34,12 @@ def software() -> dict[str, JsonValue]:
     return found
 
 
+def check_checksums(is_compiled: bool) -> list[Finding]:
+    """Check that hashing was compiled: without a compiler the installation says so in a line that
+    pip hides."""
+    return [] if is_compiled else [Fault.IN_PYTHON.at("machine")]
+
+
 def check_pool(
     here: int, given: int | None, model: Model | None, step_tokens: int
 ) -> list[Finding]:
