@@ -16,6 +16,7 @@ import logging
 import os
 import stat
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ import msgspec
 
 from kvferry.errors import ConfigError
 from kvferry.filesystem import private
-from kvferry.store.io_pool import IOPool, Job
+from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,8 @@ class Journal:
                 "that exists and may be written"
             ) from error
         self._thread = IOPool(1, "kvferry-journal")
-        self._thread.submit(self._run)
+        known, ends = weakref.ref(self), self._ends
+        self._thread.submit(lambda _job: _write_lines(known, ends))
 
     def add(
         self,
@@ -175,23 +177,24 @@ class Journal:
         self._ends.set()
         self._thread.close(CLOSE_SECONDS)
 
-    def _run(self, _job: Job[None]) -> None:
-        """Runs in: the thread of this journal."""
+    def write_waiting(self) -> bool:
+        """Write the lines that wait. False if the file cannot be written, now or before. Runs in:
+        the thread of this journal."""
         try:
-            while not self._ends.wait(WRITE_SECONDS):
-                self._write()
             self._write()
         except OSError as error:
             self._has_failed = True
             self._waiting.clear()
             logger.warning("requests are no longer recorded in %s: %s", self._path, error)
-        else:
-            if self.num_left_out:
-                logger.warning(
-                    "%d requests are missing from %s: the file could not keep up",
-                    self.num_left_out,
-                    self._path,
-                )
+        return not self._has_failed
+
+    def warn_of_left_out(self) -> None:
+        if self.num_left_out:
+            logger.warning(
+                "%d requests are missing from %s: the file could not keep up",
+                self.num_left_out,
+                self._path,
+            )
 
     def _write(self) -> None:
         """Append the lines of the queue. Runs in: the thread of this journal."""
@@ -212,6 +215,19 @@ class Journal:
                 _write_whole(file, b"\n")
             while self._waiting:
                 _write_whole(file, self._waiting.popleft()())
+
+
+def _write_lines(known: Callable[[], Journal | None], ends: threading.Event) -> None:
+    """The loop of a journal's thread, which does not keep a dropped journal alive."""
+    is_last = False
+    while not is_last:
+        is_last = ends.wait(WRITE_SECONDS)
+        journal = known()
+        if journal is None or not journal.write_waiting():
+            return
+        if is_last:
+            journal.warn_of_left_out()
+        del journal
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRows
@@ -28,12 +29,15 @@ from kvferry.keys import UNREAD, Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
+from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, parse_tiers
 from kvferry.transfer.server import Listen, PeerServer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PrefixCache:
@@ -93,8 +97,9 @@ class PrefixCache:
             tables=Tables(spec),
         )
         self._server: PeerServer | None = None
+        self._keep_server: Callable[[], object] = _nothing
         role = "scheduler" if has_scheduler else "worker"
-        observer.watch(lambda: _tier_gauges(self.store, role))
+        observer.watch(_while_there(self.store, lambda store: _tier_gauges(store, role)))
 
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
@@ -119,10 +124,10 @@ class PrefixCache:
         Raises:
             ConfigError: it cannot be used.
         """
-        spec, listen = self.spec, self._listen()
+        spec, listen, known = self.spec, self._listen(), self._named
 
         def named() -> tuple[bytes, str | None]:
-            name = self._named.result()
+            name = known.result()  # without this object, which the store would keep alive
             # Described once per engine, by the process of the scheduler role.
             return name.digest, name.as_text() if index and spec.saves else None
 
@@ -173,6 +178,7 @@ class PrefixCache:
     def close(self) -> None:
         """Close the server of peers and the store. Idempotent."""
         if self._server is not None:
+            self._keep_server()
             self._server.close()
         if not self._named.done():
             self._named.set_exception(StoreError("closed before the weights were hashed"))
@@ -229,7 +235,7 @@ class PrefixCache:
         )
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
-        self.observer.watch(lambda: _pool_gauges(pool))
+        self.observer.watch(_while_there(pool, _pool_gauges))
         scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
             self.schema,
@@ -244,6 +250,7 @@ class PrefixCache:
             self._server = PeerServer(
                 pool.loans, lambda: requests.namespace, listen, observer=self.observer
             )
+            self._keep_server = end_when_dropped(self, str(self._server), self._server.close)
             scheduler.advertise(*self._server.address)
         return scheduler
 
@@ -270,6 +277,21 @@ def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:
     return [
         url for url in tiers if url.scheme != "peer" or not itself.is_at(*url.hosts[0])
     ] or tiers
+
+
+def _nothing() -> None:
+    pass
+
+
+def _while_there(thing: T, gauges: Callable[[T], Gauges]) -> Callable[[], Gauges]:
+    """Gauges of a thing that its observer does not keep alive."""
+    known = weakref.ref(thing)
+
+    def read() -> Gauges:
+        there = known()
+        return {} if there is None else gauges(there)
+
+    return read
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:

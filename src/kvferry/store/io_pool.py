@@ -3,13 +3,19 @@ must not hold up its caller. Stores, the cache and the adapters have pools of th
 
 The threads are daemons. Those of `concurrent.futures` are not: they are joined when the interpreter
 ends, so a read that hangs in a stalled file system would hang the shutdown.
+
+Threads end with their owner. A pool that is dropped ends its threads, since these do not refer to
+it. Objects whose end takes longer (stores, engines, `StoredKV`) have `end_when_dropped` end them.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +24,27 @@ from typing import Generic, TypeVar
 from kvferry.processors import begin_io_thread
 
 T = TypeVar("T")
+
+
+def end_when_dropped(owner: object, name: str, end: Callable[[], object]) -> Callable[[], object]:
+    """Have `end` called if `owner` is dropped without a close, as by a notebook's cell that runs
+    again: on a thread of its own, with a `ResourceWarning` as for files. Not in a forked process,
+    and not as the interpreter ends. `end`, and the threads that it ends, must not refer to `owner`.
+
+    Returns:
+        What a close of the owner calls first, so that this does not happen any more.
+    """
+    dropped = weakref.finalize(owner, _end, name, end, os.getpid())
+    dropped.atexit = False
+    return dropped.detach
+
+
+def _end(name: str, end: Callable[[], object], process: int) -> None:
+    """Runs wherever garbage is collected, perhaps under a lock, so it waits for nothing."""
+    if os.getpid() == process:
+        with suppress(RuntimeError):  # the process can start no thread
+            threading.Thread(target=end, name="kvferry-end", daemon=True).start()
+        warnings.warn(f"{name} was dropped and not closed", ResourceWarning, stacklevel=2)
 
 
 class Job(Generic[T]):
@@ -50,8 +77,7 @@ class IOPool:
     `name`. A job for which no thread is free starts one."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: _Queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._open: set[Job[object]] = set()  # that wait or run
         self._waiting: deque[tuple[Job[object], Callable[[Job[object]], object]]] = deque()
@@ -60,6 +86,7 @@ class IOPool:
         self.name = name
         self._closed = False
         self._lock = threading.Lock()  # for the threads and the end
+        weakref.finalize(self, _end_threads, self._queue, self._threads).atexit = False
 
     def submit(self, run: Callable[[Job[T]], T], *, can_wait: bool = False) -> Job[T]:
         """Queue `run(job)`. Never blocks. Jobs that can wait get half of the threads at a time, but
@@ -83,7 +110,10 @@ class IOPool:
             self._open.add(job)  # type: ignore[arg-type]
             if len(self._threads) < min(len(self._open), self.num_threads):
                 thread = threading.Thread(
-                    target=self._loop, name=f"{self.name}-{len(self._threads)}", daemon=True
+                    target=_work,
+                    args=(self._queue, self._open),
+                    name=f"{self.name}-{len(self._threads)}",
+                    daemon=True,
                 )
                 try:
                     thread.start()
@@ -172,21 +202,31 @@ class IOPool:
                 self._closed = True
                 while self._waiting:
                     self._queue.put(self._waiting.popleft())
-                for _ in self._threads:
-                    self._queue.put(None)
+                _end_threads(self._queue, self._threads)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _loop(self) -> None:
-        begin_io_thread()
-        while (item := self._queue.get()) is not None:
-            job, run = item
-            try:
-                job.result = run(job)
-            except BaseException as error:  # outermost loop of a thread: the job keeps the error
-                job.error = error
-            self._open.discard(job)
-            job._done.set()
-            del item, job, run
+
+_Queue = queue.SimpleQueue[tuple[Job[object], Callable[[Job[object]], object]] | None]
+
+
+def _work(waiting: _Queue, unfinished: set[Job[object]]) -> None:
+    """The loop of a pool's thread. It does not refer to the pool, which may be dropped."""
+    begin_io_thread()
+    while (item := waiting.get()) is not None:
+        job, run = item
+        try:
+            job.result = run(job)
+        except BaseException as error:  # outermost loop of a thread: the job keeps the error
+            job.error = error
+        unfinished.discard(job)
+        job._done.set()
+        del item, job, run
+
+
+def _end_threads(waiting: _Queue, threads: Sequence[threading.Thread]) -> None:
+    """Let each thread end after the jobs that wait. Takes no lock, as it runs in finalisers."""
+    for _ in threads:
+        waiting.put(None)

@@ -46,6 +46,7 @@ from kvferry.store.file.index import (
 from kvferry.store.file.settings import FileSettings
 from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.file.writing import Writing
+from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
 from kvferry.types import ChunkKey
 
@@ -123,6 +124,8 @@ class FileStore(Catalogue):
             changes=not self.is_read_only,
             compares=compares,
         )
+        end = partial(self.upkeep.stop, settings.bounds.close_seconds)
+        self._keep = end_when_dropped(self, f"store {self.url}", end)
         if background:
             try:
                 self.upkeep.start()
@@ -276,6 +279,7 @@ class FileStore(Catalogue):
         if self._closed:
             return
         self._closed = True
+        self._keep()
         if self.index.is_ours:  # in a forked child, locks may be held for ever
             self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()

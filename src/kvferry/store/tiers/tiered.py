@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from kvferry.errors import StoreError, StorePlaceError
 from kvferry.observe import Observer
@@ -29,6 +30,7 @@ from kvferry.store.base import (
     Value,
     ValueCheck,
 )
+from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.thread import TierThread
 from kvferry.store.tiers.tier import Tier, Unopened
@@ -73,6 +75,8 @@ class TieredStore(Catalogue):
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._threads = tuple(TierThread(tier, observer, check) for tier in self._tiers)
         self._closed = False
+        end = partial(_close, self._tiers, self._threads, clock, self._patience.close_seconds)
+        self._keep = end_when_dropped(self, f"store {self.url}", end)
         self._serving = threading.Lock()
         self._deleting = threading.Lock()
         for tier, thread in zip(self._tiers, self._threads, strict=True):
@@ -306,17 +310,27 @@ class TieredStore(Catalogue):
     def close(self) -> None:
         """Let copies go on for a limited time, then close all tiers."""
         self._closed = True
-        until = self._clock() + self._patience.close_seconds
-        for tier in self._tiers:
-            if tier.store is None:
-                tier.close()
-        for thread in self._threads:
-            thread.close(until)
-        for tier in self._tiers:
-            tier.close()
+        self._keep()
+        _close(self._tiers, self._threads, self._clock, self._patience.close_seconds)
 
     def __repr__(self) -> str:
         return f"<TieredStore {', '.join(map(repr, self._threads))}>"
+
+
+def _close(
+    tiers: Iterable[Tier],
+    threads: Iterable[TierThread],
+    clock: Callable[[], float],
+    seconds: float,
+) -> None:
+    until = clock() + seconds
+    for tier in tiers:
+        if tier.store is None:
+            tier.close()
+    for thread in threads:
+        thread.close(until)
+    for tier in tiers:
+        tier.close()
 
 
 def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:
