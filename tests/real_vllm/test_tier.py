@@ -99,6 +99,49 @@ def test_rows_are_kept_once_the_weights_are_hashed(
         assert one.lookup(12)[0] is found
 
 
+def _changed(vllm_config: Any, part: str, **fields: Any) -> Any:
+    """The configuration with fields of one part changed, or with another part."""
+    config = copy.copy(vllm_config)
+    found = copy.copy(getattr(config, part, None)) or SimpleNamespace()
+    for name, value in fields.items():
+        object.__setattr__(found, name, value)
+    object.__setattr__(config, part, found)
+    return config
+
+
+def test_an_engine_that_needs_every_token_neither_stores_nor_reads_rows(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        one.store(1, 2, 3, 4)
+        one.store(5, 6, 7, 8)
+    needs = _changed(vllm_config, "aux_output_config", enable_return_routed_experts=True)
+    request = SimpleNamespace(lora_request=None, mm_features=[])  # found among the callers
+    with scripted(needs, tmp_path.as_uri()) as one:
+        assert one.lookup(1) == (LookupResult.MISS, None)
+        one.store(11, 12, 13, 14)
+        one.store(15, 16, 17, 18)
+    with scripted(vllm_config, tmp_path.as_uri()) as one:
+        assert one.lookup(1) == (LookupResult.HIT, content(1, ROW))
+        assert one.lookup(11) == (LookupResult.MISS, None)
+    assert request.mm_features == []
+
+
+@pytest.mark.parametrize("features", [[], [SimpleNamespace(modality="video")]])
+def test_rows_of_requests_with_pruned_items_are_not_kept(
+    tmp_path: Path, vllm_config: Any, features: list[Any]
+) -> None:
+    items = SimpleNamespace(video_pruning_rate=0.5)
+    prunes = _changed(vllm_config, "model_config", multimodal_config=items)
+    request = SimpleNamespace(lora_request=None, mm_features=features)  # found among the callers
+    with scripted(prunes, tmp_path.as_uri()) as one:
+        one.store(1, 2, 3, 4)
+        one.store(5, 6, 7, 8)
+    with scripted(prunes, tmp_path.as_uri()) as one:
+        found, _ = one.lookup(1)
+    assert found is (LookupResult.MISS if request.mm_features else LookupResult.HIT)
+
+
 @serves_tiers()
 def test_rows_of_another_meaning_are_never_found(
     tmp_path: Path, vllm_config: Any, models: Models

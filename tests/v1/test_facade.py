@@ -669,21 +669,27 @@ def test_an_id_used_again_is_another_request():
     assert requests.view(second).extra_keys.cache_salt == "other"
 
 
-def test_a_request_that_wants_every_prompt_logit_is_not_looked_up():
-    role = DictScheduler({tuple(PROMPT[:4]): None})
-    asked = []
-    role.lookup = lambda request, _num: asked.append(request.request_id) or (4, False)
-    facade = RolesAsV1(make_config(), SCHEDULER, scheduler=role)
-    plain, with_logits = (
-        SimpleNamespace(
-            request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT,
-            num_prompt_tokens=len(PROMPT), skip_reading_prefix_cache=skip,
-        )
-        for name, skip in (("plain", False), ("logits", True))
-    )  # fmt: skip
-    assert facade.get_num_new_matched_tokens(plain, 0) == (4, False)
-    assert facade.get_num_new_matched_tokens(with_logits, 0) == (0, False)
-    assert asked == ["plain"]
+LOGPROBS = SimpleNamespace(extra_args=None, prompt_logprobs=1)
+NEEDS = [
+    ({}, {}, True),
+    ({"skip_reading_prefix_cache": False}, {}, True),
+    # As vLLM decides for logprobs of the prompt and for vectors of its tokens.
+    ({"skip_reading_prefix_cache": True}, {}, False),
+    ({"skip_reading_prefix_cache": False, "sampling_params": LOGPROBS}, {}, True),
+    ({"sampling_params": LOGPROBS}, {}, False),  # an older host
+    ({}, {"loads": False}, False),  # an engine that needs all tokens of each request
+]
+
+
+@pytest.mark.parametrize(("fields", "engine", "loads"), NEEDS)
+@pytest.mark.parametrize("asks", [True, False])
+def test_nothing_is_loaded_for_a_request_that_needs_every_token(fields, engine, loads, asks):
+    params = {"kvferry": {"max_load_tokens": 64}} if asks else None
+    view = HostRequests(lambda _lora: None, str, **engine).view(
+        host_request(kv_transfer_params=params, **fields)
+    )
+    assert view.options.load is loads
+    assert view.options.store
 
 
 def test_the_options_of_a_request_are_read_from_both_places():

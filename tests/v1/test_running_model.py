@@ -147,10 +147,13 @@ def test_variables_that_quantise_are_another_model(model, monkeypatch):
     before = namespace(make_config(model))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert namespace(make_config(model)) == before
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    by_equal_bits = namespace(make_config(model))
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
     by_int8 = namespace(make_config(model))
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
-    assert len({before, by_int8, namespace(make_config(model))}) == 3
+    assert len({before, by_equal_bits, by_int8, namespace(make_config(model))}) == 4
 
 
 def test_a_file_that_says_how_to_quantise_counts_by_content(model, tmp_path):

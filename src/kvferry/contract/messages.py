@@ -51,7 +51,10 @@ class LookupMiss(StrEnum):
     NOT_CACHEABLE = "not_cacheable", "kvferry cannot cache a request of this form."
     ADAPTER = "adapter", "It is not known, or not yet, which LoRA adapter was loaded."
     HASHING = "hashing", "The weights were not hashed yet, or could not be."
-    NOT_LOADING = "not_loading", "This engine only stores, or the request limits what is loaded."
+    NOT_LOADING = (
+        "not_loading",
+        "This engine only stores, or the request limits what is loaded or needs all computed.",
+    )
     NOT_STORING = "not_storing", "This engine only loads, or the request asked to store nothing."
     REFUSED = "refused", "No store took it: full, read-only, or not answering."
 

@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = ("extra_keys", "handover", "inputs", "may_read", "options", "request", "request_id")
+    __slots__ = ("extra_keys", "handover", "inputs", "options", "request", "request_id")
 
     def __init__(
         self, request: V1Request, handover: Handover | None, options: RequestOptions
@@ -76,8 +76,6 @@ class HostRequestView:
         self.extra_keys = NO_EXTRA_KEYS
         self.handover = handover
         self.options = options
-        # vLLM ignores hits of requests that want the logits of every prompt token.
-        self.may_read = not getattr(request, "skip_reading_prefix_cache", False)
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -125,6 +123,7 @@ class HostRequests:
             a stop token as that of a session's next piece, so sessions that grow are not cached.
         unread: says why the model has no identity yet; empty if it has one. Requests that come
             before are not cached.
+        loads: False: nothing is loaded for any request, whatever it asks for.
     """
 
     def __init__(
@@ -135,10 +134,12 @@ class HostRequests:
         hands_over: bool = True,
         drafts: bool = False,
         unread: Callable[[], str] = str,
+        loads: bool = True,
     ) -> None:
         self._hands_over = hands_over
         self._unread = unread
         self._drafts = drafts
+        self._loads = loads
         self._lora_identity = lora_identity
         self._item_identity = item_identity
         self._views: dict[str, HostRequestView] = {}
@@ -155,6 +156,8 @@ class HostRequests:
             options = options_of(request, params)
             if options.explain and not self._hands_over:
                 options = msgspec.structs.replace(options, explain=False)
+            if not self._loads or needs_all_tokens(request):
+                options = msgspec.structs.replace(options, load=False)
             view = self._views[request.request_id] = HostRequestView(request, handover, options)
             why = self._unread()
             if why:
@@ -266,6 +269,16 @@ def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
         )
     except (AttributeError, TypeError):  # in no known spelling
         return False
+
+
+def needs_all_tokens(request: object) -> bool:
+    """Whether a request wants something of every token of its prompt, such as logprobs or a vector,
+    so that all are computed. vLLM decides that; in hosts that do not, those with logprobs do."""
+    decided = getattr(request, "skip_reading_prefix_cache", None)
+    if decided is not None:
+        return bool(decided)
+    sampling = getattr(request, "sampling_params", None)
+    return getattr(sampling, "prompt_logprobs", None) is not None
 
 
 def has_answer(request: object) -> bool:

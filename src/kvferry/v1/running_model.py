@@ -53,6 +53,7 @@ _LORA_SETTINGS = (
 read."""
 
 _NUMERIC_VARIABLES = (
+    "VLLM_BATCH_INVARIANT",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
@@ -64,7 +65,8 @@ _NUMERIC_VARIABLES = (
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
 )
 """Environment variables of vLLM that quantise weights, activations or messages between ranks, or
-choose the experts of a token: they change KV by more than rounding."""
+choose the experts of a token: they change KV by more than rounding. Or they promise equal bits,
+which records of engines without that promise would break."""
 
 ConfigReader = Callable[..., Any]
 """vLLM's `get_config`: the configuration of a model as it is written."""

@@ -42,7 +42,6 @@ def test_items_that_vllm_only_numbers_have_no_identity(model, prefix_caching, ca
     [
         {"mm_processor_kwargs": {"num_crops": 4}},
         {"media_io_kwargs": {"video": {"num_frames": 40}}},
-        {"video_pruning_rate": 0.5},
         {"mm_encoder_attn_dtype": "fp8"},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -50,6 +49,12 @@ def test_items_that_vllm_only_numbers_have_no_identity(model, prefix_caching, ca
 def test_the_same_item_read_otherwise_is_another(model, settings):
     assert identities(model, **settings)("hash") != identities(model)("hash")
     assert identities(model, **settings)("hash") == identities(model, **settings)("hash")
+
+
+@pytest.mark.parametrize(("rate", "is_known"), [(None, True), (0.0, True), (0.25, False)])
+def test_items_that_are_pruned_have_no_identity(model, rate, is_known):
+    pruned = identities(model, video_pruning_rate=rate, video_pruning_method="evs")
+    assert (pruned("hash") is not None) == is_known
 
 
 def test_the_model_says_in_a_file_how_items_are_read(model):

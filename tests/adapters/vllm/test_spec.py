@@ -43,7 +43,7 @@ def model(tmp_path):
 def spec_of(config, *groups):
     cache = KVCacheConfig(list(groups)) if groups else None
     refuse_parallel(config.parallel_config)
-    layers = [] if cache is None else layers_of(config, cache, "cuda")
+    layers = None if cache is None else layers_of(config, cache, "cuda")
     return engine_spec(config, layers, None, 128, lambda: IDENTITY)
 
 
@@ -52,6 +52,14 @@ def test_one_group_is_one_table(model):
     (group,), (part,) = spec.groups, spec.table_parts
     assert (group.num_layers, group.num_kv_heads, group.content_size) == (2, 2, 8)
     assert part.layer_names == tuple(names(0, 1))
+
+
+def test_a_model_without_kv_is_refused_in_these_words_and_one_whose_host_is_silent_is_not(model):
+    config = make_config(model)
+    with pytest.raises(ConfigError, match="this model keeps no KV") as caught:
+        layers_of(config, KVCacheConfig([]), "cuda")
+    assert "\n" not in str(caught.value)
+    assert spec_of(config).groups[0].num_layers == 6
 
 
 def test_layers_spread_over_groups_are_one_component_in_layer_order(model):

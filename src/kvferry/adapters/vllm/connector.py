@@ -16,6 +16,7 @@ from kvferry.adapters.vllm.host import (
     Host,
     computes_like_others,
     cpu_kernels,
+    needs_all_tokens,
     own_report,
     platform_name,
     shares_handshake,
@@ -98,7 +99,7 @@ class FerryConnector(OneRole):
             )
         self._step_back_beside_another()
         refuse_parallel(vllm_config.parallel_config)
-        self._layers: list[Layer] = []
+        self._layers: list[Layer] | None = None
         if kv_cache_config is not None:
             self._layers = layers_of(vllm_config, kv_cache_config, platform_name())
         self._open(self._spec())
@@ -125,7 +126,8 @@ class FerryConnector(OneRole):
         weights is."""
         config = self._host_config
         options = build_config(SharedStorageConfig, self._options, where=WHERE)
-        sizes = {layer.block_size for layer in self._layers} or {config.cache_config.block_size}
+        sizes = {layer.block_size for layer in self._layers or ()}
+        sizes = sizes or {config.cache_config.block_size}
         spec = engine_spec(
             config,
             self._layers,
@@ -178,11 +180,12 @@ class FerryConnector(OneRole):
                 hands_over=self._hands_over,
                 drafts=getattr(config, "speculative_config", None) is not None,
                 unread=self._why_unread,
+                loads=not needs_all_tokens(config),
             ),
         )
         if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
-            log_start(spec, self._cache)
+            log_start(spec, self._cache, needs_all_tokens(config))
 
     # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
     # its workers: its half takes their description before the first request.
@@ -258,7 +261,7 @@ class FerryConnector(OneRole):
         self._kv_caches = dict(kv_caches)
         modules = self._host_config.compilation_config.static_forward_context
         layout = self._cache.spec.kv_layout
-        super().register_kv_caches(layer_views(kv_caches, modules, self._layers, layout))
+        super().register_kv_caches(layer_views(kv_caches, modules, self._layers or (), layout))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:  # noqa: ANN401 - the host's
         self._why_unread()
@@ -368,8 +371,11 @@ def log_as(host: logging.Logger, ours: logging.Logger) -> None:
 # --- the log of the start -------------------------------------------------------------------------
 
 
-def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
-    """Log store, namespace and layout, and how many tokens are held and computed at once."""
+def log_start(spec: EngineSpec, cache: PrefixCache, not_loading: str) -> None:
+    """Log store, namespace and layout, and how many tokens are held and computed at once; and why
+    nothing is loaded, if so."""
+    if not_loading:
+        logger.warning("kvferry: this engine only stores, and loads nothing: %s", not_loading)
     if spec.disabled:
         logger.warning(
             "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "

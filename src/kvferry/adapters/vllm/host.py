@@ -128,6 +128,38 @@ def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     return not (_on_cpu() and vllm_config.model_config.use_mla)
 
 
+def needs_all_tokens(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
+    """Say what of this engine needs every token of a prompt to be computed, so that no hit may be
+    used; empty: nothing does. What one request needs, `kvferry.v1.host` reads.
+
+    vLLM keeps such outputs beside its own prefix cache, and would look for those of loaded tokens
+    there: it then ends, or answers with what is not there. That holds for the next request that
+    hits the loaded blocks in vLLM's cache, too, whatever the first one needed.
+    """
+    model = vllm_config.model_config
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    is_routed = getattr(model, "enable_return_routed_experts", False) is True  # before 0.32
+    if getattr(outputs, "enabled", is_routed):
+        return "it returns the experts of each token (enable_return_routed_experts)"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if getattr(speculative, "method", None) == "extract_hidden_states":
+        return "it returns the hidden states of each token (extract_hidden_states)"
+    caches = bool(getattr(vllm_config.cache_config, "enable_prefix_caching", True))
+    if getattr(model, "pooler_config", None) is not None and not getattr(
+        model, "is_prefix_caching_supported", caches
+    ):
+        return "its pooling reads each token, so vLLM caches no prefix of this model"
+    return ""
+
+
+def prunes_items(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
+    """Whether this engine drops tokens of videos. It then knows the positions of the text behind
+    one by its encoder alone, which does not run for tokens of a hit (seen with 0.32: other
+    positions, also after a hit in vLLM's own prefix cache)."""
+    config = getattr(vllm_config.model_config, "multimodal_config", None)
+    return bool(getattr(config, "video_pruning_rate", None))
+
+
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
     """Return `output` with only the stats of connector class `name`, if it holds several classes'.
 
@@ -179,17 +211,16 @@ def device_name() -> str:
     return f"{name}, {'with' if find_spec('flashinfer') else 'without'} FlashInfer"
 
 
-def adds_request_of_adapter() -> bool:
-    """Whether the request that is being added in this thread is one under a LoRA adapter; True if
-    it is not found among the callers' variables. vLLM tells its tiers a request's id alone."""
+def added_request() -> Any:  # noqa: ANN401 - the host's
+    """The request that is being added in this thread; None if it is not found among the callers'
+    variables. vLLM tells its tiers a request's id alone."""
     frame = inspect.currentframe()
     while frame is not None:
         request: Any = frame.f_locals.get("request")
         if hasattr(request, "lora_request"):
-            is_of_adapter: bool = request.lora_request is not None
-            return is_of_adapter
+            return request
         frame = frame.f_back
-    return True
+    return None
 
 
 def constructing() -> tuple[Any, Any] | None:

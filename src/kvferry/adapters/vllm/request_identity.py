@@ -15,6 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvferry.adapters.vllm.host import prunes_items
 from kvferry.identity import adapter_digest, newest_change
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.v1.host import UnknownAdapterError, UnreadAdapterError
@@ -125,8 +126,6 @@ def _look_at(path: Path, started_at: float) -> tuple[str, str]:
 _SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
-    "video_pruning_rate",
-    "video_pruning_method",
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
 )
@@ -145,14 +144,16 @@ class ItemIdentities:
     def __init__(self, vllm_config: Any, source: Path | None) -> None:  # noqa: ANN401 - the host's
         config = getattr(vllm_config.model_config, "multimodal_config", None)
         caches = getattr(vllm_config.cache_config, "enable_prefix_caching", True)
+        self._prunes = prunes_items(vllm_config)
         # With both of its own caches off, vLLM numbers items instead of hashing them, and another
         # process gives the same numbers to other items.
         self._hashed = bool(caches) or getattr(config, "mm_processor_cache_gb", 1) != 0
         self._reading = None if config is None else _reading(config, source)
 
     def __call__(self, identifier: str) -> str | None:
-        """Return the identity of the item that vLLM calls `identifier`; None if that is no hash."""
-        if not self._hashed:
+        """Return the identity of the item that vLLM calls `identifier`; None if that is no hash, or
+        if what stands behind an item depends on more than its content."""
+        if self._prunes or not self._hashed:
             return None
         return identifier if self._reading is None else f"{self._reading}:{identifier}"
 

@@ -27,7 +27,7 @@ _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 def engine_spec(
     vllm_config: Any,  # noqa: ANN401 - the host's
-    layers: Sequence[Layer],
+    layers: Sequence[Layer] | None,
     cpu_kernels: str | None,
     chunk_tokens: int | None,
     model_identity: Callable[[], ModelIdentity],
@@ -35,7 +35,7 @@ def engine_spec(
     """Return the spec of this engine and this rank.
 
     Args:
-        layers: from `layers_of`; empty for hosts that do not pass a `kv_cache_config`. All layers
+        layers: from `layers_of`; None for hosts that do not pass a `kv_cache_config`. All layers
             then form one full-attention group.
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them; None: not set.
@@ -45,10 +45,10 @@ def engine_spec(
         ConfigError: a model that cannot be described, or records that would end within blocks that
             can only be stored whole.
     """
-    if layers:
+    if layers is not None:
         groups, tables = _sorted_layers(layers)
     else:
-        groups, tables = (_only_group(vllm_config),), None
+        groups, tables, layers = (_only_group(vllm_config),), None, ()
     layout, whole_blocks, multiple = _order_in_blocks(layers, groups, tables, cpu_kernels)
     if chunk_tokens is not None and chunk_tokens % multiple:
         raise ConfigError(

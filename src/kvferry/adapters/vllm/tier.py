@@ -36,7 +36,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.version import __version__
 
 from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, guarded, open_rows
-from kvferry.adapters.vllm.host import adds_request_of_adapter, constructing, load_host
+from kvferry.adapters.vllm.host import (
+    added_request,
+    constructing,
+    load_host,
+    needs_all_tokens,
+    prunes_items,
+)
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
@@ -125,7 +131,11 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 "model; use KVFerryConnector, or report the release"
             )
         has_adapters = getattr(found[0], "lora_config", None) is not None
-        self._keeps_all = not has_adapters or options.weights_version is not None
+        self._keeps_adapters = not has_adapters or options.weights_version is not None
+        self._keeps_items = not prunes_items(found[0])
+        self._is_off = needs_all_tokens(found[0])
+        if self._is_off:
+            logger.warning("kvferry: the tier neither stores nor reads: %s", self._is_off)
         return rows_namespace(
             *found,
             self._offloading_spec.config,
@@ -152,15 +162,26 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         digest = self._weights.take()
         if digest is not None and not self._is_reset:
             self._rows.begin_epoch(self._namespace.of_weights(digest).digest)
-        if not self._keeps_all and not adds_request_of_adapter():
-            setattr(req_context, _IS_KEPT, True)
+        if not self._keeps_all:
+            request = added_request()
+            setattr(req_context, _IS_KEPT, request is not None and self._keeps(request))
         return RequestOffloadingContext()
 
+    @property
+    def _keeps_all(self) -> bool:
+        return self._keeps_adapters and self._keeps_items and not self._is_off
+
+    def _keeps(self, request: Any) -> bool:
+        if self._is_off or (request.lora_request is not None and not self._keeps_adapters):
+            return False
+        return self._keeps_items or not request.mm_features
+
     def _is_kept(self, req_context: Any) -> bool:
-        """Whether the rows of a request are stored and read: none before the weights are hashed.
-        Those under a LoRA adapter are not, unless the operator names the weights: the host's hashes
-        cover no adapter's content, and another may be loaded in place under the same name and
-        path."""
+        """Whether the rows of a request are stored and read: none before the weights are hashed, or
+        if the engine needs every token computed. Those under a LoRA adapter are not, unless the
+        operator names the weights: the host's hashes cover no adapter's content, and another may be
+        loaded in place under the same name and path. Nor are those with items, if these are pruned.
+        """
         is_kept = self._keeps_all or getattr(req_context, _IS_KEPT, False)
         return is_kept and not self._weights.why
 
