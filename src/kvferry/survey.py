@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvferry.keys import JsonValue, ModelIdentity, Namespace
+from kvferry.keys import HOST_FIELDS, JsonValue, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue
 
 UNREADABLE = "(unreadable)"
@@ -117,3 +117,8 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
     weights and the config."""
     there = {name: namespace.description.get(name) for name in ("weights", "config")}
     return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
+
+
+def of_hosts(differs: Iterable[str]) -> list[str]:
+    """Return those of the fields, by dotted path, that no option sets: kernels of a host decide."""
+    return [name for name in differs if HOST_FIELDS & {*name.split(".")[1:2]}]

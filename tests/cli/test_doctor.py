@@ -25,7 +25,7 @@ from kvferry.doctor.stores import run as run_check
 from kvferry.doctor.vllm import check_installed
 from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity
+from kvferry.keys import HOST_FIELDS, ModelIdentity
 from kvferry.record import schema
 from kvferry.store.base import NO_DEADLINE, Store
 from kvferry.store.file.store import FileStore
@@ -293,6 +293,62 @@ def test_13_two_engines_of_one_model_that_do_not_share(found, url):
     (what,) = found(url)
     assert what.startswith("not-shared ")
     assert "do not share: config.rope_theta" in what
+
+
+KERNELS = {
+    "cpu_blocks": "amx of 128 tokens",
+    "latents_of": "vllm on cuda",
+    "whole_blocks": ["64 tokens on cuda"],
+}
+"""A value of each field that no option sets."""
+
+
+def test_the_kernels_of_a_host_have_a_field_each():
+    assert KERNELS.keys() == HOST_FIELDS
+
+
+@pytest.mark.parametrize("field", KERNELS)
+def test_no_option_is_advised_where_kernels_keep_engines_apart(found, url, field):
+    plain = url.partition("?")[0]
+    put_prompt(plain)
+    put_prompt(plain, space_of(**{field: KERNELS[field]}))
+    (what,) = found(url)
+    assert what.startswith("other-kernels ")
+    assert f"do not share: config.{field}" in what
+    assert "option" not in Fault.OTHER_KERNELS.todo.replace("no option", "")
+
+
+@pytest.mark.parametrize("field", KERNELS)
+def test_an_option_that_differs_is_named_without_the_kernels(found, url, field):
+    plain = url.partition("?")[0]
+    put_prompt(plain)
+    put_prompt(plain, space_of(rope_theta=5, **{field: KERNELS[field]}))
+    (what,) = found(url)
+    assert what.startswith("not-shared ")
+    assert "config.rope_theta" in what
+    assert field not in what
+
+
+@pytest.mark.parametrize("field", KERNELS)
+@pytest.mark.parametrize("knows_kernels", [False, True])
+def test_a_store_of_an_engine_of_this_model_on_a_host_of_its_own(url, field, knows_kernels):
+    """A directory does not say on which host its engine runs; the vLLM of an environment does."""
+    put_prompt(url.partition("?")[0], space_of(**{field: KERNELS[field]}))
+    written = space_of().description
+    model = Model(
+        identity=ModelIdentity(
+            weights=bytes.fromhex(written["weights"]), config=written["config"], name="m"
+        ),
+        options={},
+        chunk_tokens=7,
+        record_bytes=7000,
+        token_bytes=1000,
+        context_tokens=None,
+        knows_kernels=knows_kernels,
+    )
+    report = run_check(url, lambda parsed: open_one(parsed, Opening(index=False)), model, 60.0)
+    assert [each.fault for each in report.findings] == [Fault.OTHER_KERNELS] * knows_kernels
+    assert [each["read_by_model"] for each in report.namespaces] == [not knows_kernels]
 
 
 def test_14_a_store_of_another_model(found, url, model_dir):

@@ -17,7 +17,14 @@ from safetensors.numpy import save_file
 from kvferry.errors import StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.identity import adapter_digest
-from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, opaque_key, opaque_namespace
+from kvferry.keys import (
+    HOST_FIELDS,
+    ChunkKeys,
+    ModelIdentity,
+    Namespace,
+    opaque_key,
+    opaque_namespace,
+)
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.file.directory import record_path
@@ -269,6 +276,19 @@ def test_the_namespace_that_had_a_prompt_answers_before_one_that_never_had(url, 
         answer = PromptSearch({"file": store}, TOKENS).answer(spaces, list)
     assert [each.space.namespace for each in answer.found] == [had, never]
     assert answer.reason == ("deleted" if reason == "behind" else reason)
+
+
+@pytest.mark.parametrize("field", sorted(HOST_FIELDS))
+def test_what_kernels_decide_is_not_taken_for_an_option(url, run, asked, field):
+    put_prompt(url, space_of(**{field: "amx"}))
+    put_prompt(url, SPACE, range(500, 530))
+    notes = asked(url)["notes"]
+    assert (
+        f"No option sets config.{field}: it follows from the kernels of an engine's host." in notes
+    )
+    assert not any(
+        "No option" in each for each in asked(url, space=space_of(**{field: "amx"}))["notes"]
+    )
 
 
 def test_of_namespaces_that_never_had_a_prompt_the_most_alike_answers(url):

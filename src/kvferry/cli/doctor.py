@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -25,7 +27,7 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.prompts import model_identity
 from kvferry.doctor.findings import Finding
-from kvferry.keys import JsonValue
+from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import StoreUrl
@@ -33,6 +35,7 @@ from kvferry.store.url import read_options
 from kvferry.types import KVGroup
 
 if TYPE_CHECKING:
+    from kvferry.adapters.vllm.spec import HostedModel
     from kvferry.doctor.stores import Model, StoreReport
     from kvferry.doctor.vllm import VllmConfig
 
@@ -82,23 +85,54 @@ def doctor(
         wanted += [url for url in config.stores if not url.startswith("memory:")]
     facts = None if model is None else _model(model, options)
     if vllm:
-        from kvferry.doctor.vllm import check_installed
-
-        with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
-            findings += check_installed()
-    here = machine_bytes()
+        missing, facts = _look_at_vllm(model, facts, config, options)
+        findings += missing
+    memory = machine_bytes()
     if config is not None:
-        findings += machine.check_pool(here, config.memory_bytes, facts, config.step_tokens)
+        findings += machine.check_pool(memory, config.memory_bytes, facts, config.step_tokens)
     reports = [run(url, _opened, facts, timeout) for url in dict.fromkeys(wanted)]
     for report in reports:
         findings += report.findings
-    about: JsonRow = {**machine.software(), "memory_bytes": here}
-    if facts is not None:
-        names = ("token_bytes", "record_bytes", "context_tokens")
-        about |= {name: getattr(facts, name) for name in names}
+    about: JsonRow = {**machine.software(), "memory_bytes": memory}
+    about |= _right(findings, vllm=vllm, has_config=config is not None)
+    names = ("token_bytes", "record_bytes", "context_tokens")
+    about |= {name: getattr(facts, name) for name in names if facts is not None}
     _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
     if findings:
         raise typer.Exit(1)
+
+
+def _right(findings: list[Finding], *, vllm: bool, has_config: bool) -> JsonRow:
+    """Say what was looked at, and found right."""
+    wrong = {each.where for each in findings}
+    right: JsonRow = {}
+    if vllm and "vllm" not in wrong:
+        right["plug_in"] = "found, and this vLLM is served"
+    if has_config and "config" not in wrong:
+        right["configuration"] = "accepted"
+    return right
+
+
+def _look_at_vllm(
+    model: Path | None,
+    facts: Model | None,
+    config: VllmConfig | None,
+    options: Mapping[str, JsonValue],
+) -> tuple[list[Finding], Model | None]:
+    """Return what is wrong with the installed vLLM, and the model as it runs it."""
+    from kvferry.doctor.vllm import VllmConfig, check_installed, run_here
+
+    # What matters of vLLM's warnings are findings.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
+        findings = check_installed()
+        if findings or model is None or facts is None:
+            return findings, facts
+        runs = run_here(model, facts.identity, config or VllmConfig())
+    if isinstance(runs, Finding):
+        return [runs], facts
+    return [], _model(model, options, runs)
 
 
 def _read_config(given: str) -> VllmConfig:
@@ -118,18 +152,26 @@ def _opened(url: StoreUrl) -> Catalogue:
     )
 
 
-def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
-    """Read what the checks need to know of a model. Raises ConfigError if there is none."""
+def _model(
+    directory: Path, options: Mapping[str, JsonValue], runs: HostedModel | None = None
+) -> Model:
+    """Read what the checks need to know of a model, as its directory has it unless it `runs` in
+    another way. Raises ConfigError if there is none."""
     from kvferry.doctor.stores import Model
 
-    groups, chunk_tokens = groups_of(directory), options.get("chunk_tokens")
+    if runs is None:
+        identity = model_identity(directory, options.get("weights_version"))
+    else:
+        identity = runs.identity
+    groups, chunk_tokens = groups_of(directory, identity), options.get("chunk_tokens")
     if not isinstance(chunk_tokens, int):
         chunk_tokens = default_chunk_tokens(groups)
     schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups)
     config = json_module.loads(read_text("config", directory / "config.json"))
     context = config.get("max_position_embeddings")
     return Model(
-        identity=model_identity(directory),
+        identity=identity,
+        knows_kernels=runs is not None and runs.knows_kernels,
         options=options,
         chunk_tokens=chunk_tokens,
         record_bytes=schema.record_bytes,
@@ -138,14 +180,16 @@ def _model(directory: Path, options: Mapping[str, JsonValue]) -> Model:
     )
 
 
-def groups_of(model: Path) -> tuple[KVGroup, ...]:
-    """The KV groups of a model, by its config alone. Raises ConfigError if there is none."""
+def groups_of(model: Path, runs: ModelIdentity | None = None) -> tuple[KVGroup, ...]:
+    """The KV groups of a model, by its config alone, in the dtype in which it `runs`. Raises
+    ConfigError if there is none."""
     require_extra("reading a config", "transformers", "transformers")
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.connector import kv_groups
     from kvferry.engine.model_config import ModelConfig
 
-    engine = EngineConfig()
+    dtype = "auto" if runs is None else runs.config.get("dtype")
+    engine = EngineConfig(dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "auto")
     return kv_groups(ModelConfig(model, engine).geometry, engine.block_size)
 
 

@@ -37,7 +37,7 @@ from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
-from kvferry.survey import Differences, differences, differences_of_model, survey
+from kvferry.survey import Differences, differences, differences_of_model, of_hosts, survey
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 
 _MAX_TEXT = 200
@@ -192,6 +192,14 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
 def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
     """Return hints where to look further."""
     notes = away_lines(answer.away)
+    other = [] if answer.elsewhere is None else [answer.elsewhere.space]
+    of_kernels = {
+        name
+        for space in [*(each.space for each in answer.found), *other]
+        for name in of_hosts(space.differs)
+    }
+    for name in sorted(of_kernels):
+        notes.append(f"No option sets {name}: it follows from the kernels of an engine's host.")
     if answer.reason is LookupMiss.ABSENT:
         if answer.hit_tokens:
             last = answer.hit_tokens + answer.found[0].space.chunk_tokens

@@ -11,7 +11,7 @@ import typer
 
 from kvferry.cli.output import progress, read_text, require_extra
 from kvferry.errors import ConfigError
-from kvferry.keys import ModelIdentity
+from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.store.kind import shown_url
 
 NamespaceOption = Annotated[
@@ -93,10 +93,11 @@ def _parse_tokens(path: Path, text: str) -> list[int]:
     return ids
 
 
-def model_identity(model: Path) -> ModelIdentity:
+def model_identity(model: Path, weights_version: JsonValue = None) -> ModelIdentity:
     """Return the identity of a model for an engine that runs its directory unchanged."""
     from kvferry.identity import identify
 
     with progress() as bar:
         bar.add_task("hashing the weights", total=None)
-        return identify(model, dtype=None, deviations={}, name=str(model))
+        version = None if weights_version is None else str(weights_version)
+        return identify(model, dtype=None, deviations={}, weights_version=version, name=str(model))

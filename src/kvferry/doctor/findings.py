@@ -102,6 +102,9 @@ class Fault(Enum):
     OTHER_MODEL = (_W, "nothing in it is of this model and configuration; the nearest namespace "
                    "differs in {fields}",
                    "check --model and the options, or the store of the engines that run it")
+    OTHER_KERNELS = (_W, "{who} do not share: {fields} follows from the kernels of their hosts",
+                     'no option sets that; "CPU hosts" and "Which models" in docs/vllm.md say '
+                     "which hosts and dtypes share")
     # vLLM as it is installed, and its configuration.
     NO_VLLM = (_E, "vLLM is not installed in this environment",
                "run kvferry in the environment that runs vLLM")

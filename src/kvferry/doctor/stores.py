@@ -31,7 +31,7 @@ from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
-from kvferry.survey import differences, differences_of_model, survey
+from kvferry.survey import differences, differences_of_model, of_hosts, survey
 from kvferry.types import ChunkKey, KVGroup
 
 ANSWER_SECONDS = 5.0
@@ -67,6 +67,8 @@ class Model:
 
     Attributes:
         options: fields of a namespace that an engine's configuration decides; empty without one.
+        knows_kernels: whether `identity` has what the kernels of the engine's host decide. If not,
+            an engine reads a namespace that differs in that alone, on such a host.
         chunk_tokens, record_bytes: tokens of a chunk, and the size of its record.
         token_bytes: size of the KV of one token.
         context_tokens: longest prompt; None if the config does not say.
@@ -78,6 +80,7 @@ class Model:
     record_bytes: int
     token_bytes: int
     context_tokens: int | None
+    knows_kernels: bool = False
 
 
 @dataclass(slots=True)
@@ -310,7 +313,8 @@ def _check_namespaces(store: Catalogue, model: Model | None, report: StoreReport
             differs = list(differences_of_model(space, model.identity))
             there = {name: space.description.get(name) for name in model.options}
             differs += differences(there, model.options)
-            row["read_by_model"] = not differs
+            ignored = [] if model.knows_kernels else of_hosts(differs)
+            row["read_by_model"] = not {*differs} - {*ignored}
             row["differs"] = differs[:8]
         report.namespaces.append(row)
     _check_sharing(found, report)
@@ -326,21 +330,35 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
         differs = differences(other.description, space.description)
         if other is space or differs.keys() & _DELIBERATE:
             continue
+        options = differs.keys() - of_hosts(differs)
         fields = ", ".join(
             f"{name[:60]} ({str(there)[:40]}, {str(here)[:40]})"
             for name, (there, here) in list(differs.items())[:4]
+            if name in options or not options
         )
         one, two = (each.digest.hex()[:16] for each in (other, space))
-        report.add(Fault.NOT_SHARED, one=one, other=two, fields=fields)
+        if options:
+            report.add(Fault.NOT_SHARED, one=one, other=two, fields=fields)
+        else:
+            who = f"namespaces {one} and {two} of one model"
+            report.add(Fault.OTHER_KERNELS, who=who, fields=fields)
 
 
 def _check_ours(report: StoreReport) -> None:
     rows = [row for row in report.namespaces if "read_by_model" in row]
     if rows and not any(row["read_by_model"] for row in rows):
-        nearest = min(rows, key=lambda row: len(str(row["differs"])))
-        fields = nearest["differs"]
-        names = ", ".join(str(each)[:60] for each in fields) if isinstance(fields, list) else ""
-        report.add(Fault.OTHER_MODEL, fields=names)
+        differs = min((_strings(row["differs"]) for row in rows), key=lambda each: len(str(each)))
+        options = [each for each in differs if each not in of_hosts(differs)]
+        fields = ", ".join(each[:60] for each in options or differs)
+        if options:
+            report.add(Fault.OTHER_MODEL, fields=fields)
+        else:
+            who = "the vLLM of this environment and the nearest namespace"
+            report.add(Fault.OTHER_KERNELS, who=who, fields=fields)
+
+
+def _strings(names: JsonValue) -> list[str]:
+    return [str(each) for each in names] if isinstance(names, list) else []
 
 
 def _check_quota(quota: int, model: Model, report: StoreReport) -> None:

@@ -16,11 +16,12 @@ from kvferry.adapters.vllm import CONNECTOR
 from kvferry.adapters.vllm.connector import WHERE, connector_options
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.layers import refuse_parallel
+from kvferry.adapters.vllm.spec import HostedModel, hosted_model
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, unknown
 from kvferry.doctor.findings import Fault, Finding
 from kvferry.errors import ConfigError
-from kvferry.keys import JsonValue
+from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.store.url import parse_store_url
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
@@ -33,6 +34,8 @@ KEYS = (
 """Fields of vLLM's `KVTransferConfig`, 0.11 to 0.32."""
 
 MODULE = "kvferry.adapters.vllm"
+
+WEIGHTS_VERSION = "weights_version"
 
 PLUGINS = "VLLM_PLUGINS"
 """Environment variable with the plug-ins that vLLM loads; if unset, vLLM loads all."""
@@ -50,6 +53,8 @@ class VllmConfig:
     """Most tokens of a step of vLLM; 0: not given."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """What it decides of a namespace."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Options of vLLM beside the connector's."""
 
     def add(self, said: object) -> None:
         self.findings.append(Fault.CONFIG.at("config", said=said))
@@ -72,6 +77,21 @@ def check_installed(environment: Mapping[str, str] = os.environ) -> list[Finding
     return findings
 
 
+def run_here(directory: Path, written: ModelIdentity, given: VllmConfig) -> HostedModel | Finding:
+    """Return a model as this vLLM would run it with these options, or why it would not.
+
+    Args:
+        written: its identity as its directory has it, whose digest of the weights is taken.
+    """
+    version = given.fields.get(WEIGHTS_VERSION)
+    try:
+        return hosted_model(
+            directory, given.engine, None if version is None else str(version), written.weights
+        )
+    except ConfigError as error:
+        return Fault.CONFIG.at("config", said=error)
+
+
 def check_config(given: str) -> VllmConfig:
     """Check the JSON of `--kv-transfer-config`, or an object that has it as `kv_transfer_config`
     beside other options of vLLM."""
@@ -87,6 +107,7 @@ def check_config(given: str) -> VllmConfig:
     plain = {str(name).replace("-", "_"): value for name, value in options.items()}
     transfer = plain.get("kv_transfer_config", options)
     if transfer is not options:
+        found.engine = {name: plain[name] for name in plain if name != "kv_transfer_config"}
         _check_engine(plain, found)
     elif not any(str(name).startswith("kv_") for name in options):
         found.add("kv_connector is missing")
@@ -175,7 +196,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
         stores = [url for url in stores if Path(parse_store_url(url).path).exists()]
     found.stores += stores
     found.memory_bytes = config.memory_bytes
-    fields = {"chunk_tokens": config.chunk_tokens, "tenant": config.tenant}
+    fields = {name: getattr(config, name) for name in ("chunk_tokens", "tenant", WEIGHTS_VERSION)}
     # Unset, the chunks' size depends on the dtype of the KV, which vLLM may change.
     found.fields = {name: value for name, value in fields.items() if value is not None}
     return True

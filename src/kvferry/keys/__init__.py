@@ -2,10 +2,17 @@
 
 from kvferry.keys.chain import KEY_VERSION, ChunkKeys
 from kvferry.keys.encoding import JsonValue
-from kvferry.keys.namespace import UNREAD, ModelIdentity, Namespace, relevant_config
+from kvferry.keys.namespace import (
+    HOST_FIELDS,
+    UNREAD,
+    ModelIdentity,
+    Namespace,
+    relevant_config,
+)
 from kvferry.keys.opaque import opaque_key, opaque_namespace
 
 __all__ = [
+    "HOST_FIELDS",
     "KEY_VERSION",
     "UNREAD",
     "ChunkKeys",

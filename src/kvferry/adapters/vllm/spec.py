@@ -8,16 +8,20 @@ starts, `FerryConnector` calls this module, which refuses layers whose KV we can
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvferry.adapters.vllm.host import cpu_kernels, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.keys import UNREAD, JsonValue, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
+from kvferry.v1.running_model import model_identity
 
 if TYPE_CHECKING:
     import torch
@@ -91,18 +95,26 @@ def _order_in_blocks(
     stored whole, and the tokens of which a chunk is a multiple for their sake."""
     whole: dict[str, JsonValue] = {}
     layout, multiple = _BY_TOKEN, 1
-    if cpu_kernels in _ACROSS_KERNELS and all(g.dtype in _PLAIN_DTYPES for g in groups):
-        layout = _KEYS_ACROSS
-    elif cpu_kernels is not None:
-        layout = _WHOLE_BLOCKS
-        sizes = sorted({part.block_size for part in tables or groups})
-        multiple = math.lcm(*sizes)
-        whole["cpu_blocks"] = f"{cpu_kernels} of {', '.join(map(str, sizes))} tokens"
+    if cpu_kernels is not None:
+        sizes = {part.block_size for part in tables or groups}
+        whole = cpu_blocks(cpu_kernels, {group.dtype for group in groups}, sizes)
+        layout = _WHOLE_BLOCKS if whole else _KEYS_ACROSS
+        multiple = math.lcm(*sizes) if whole else 1
     kept_whole = [layer for layer in layers if layer.whole_blocks is not None]
     if kept_whole:
         multiple = math.lcm(multiple, *(layer.block_size for layer in kept_whole))
         whole["whole_blocks"] = sorted({str(layer.whole_blocks) for layer in kept_whole})
     return layout, whole, multiple
+
+
+def cpu_blocks(
+    kernels: str, dtypes: Collection[str], block_sizes: Collection[int]
+) -> dict[str, JsonValue]:
+    """Return what identity says of the blocks that CPU kernels fill; nothing if all engines can
+    share them. `dtypes` are those of the KV."""
+    if kernels in _ACROSS_KERNELS and all(dtype in _PLAIN_DTYPES for dtype in dtypes):
+        return {}
+    return {"cpu_blocks": f"{kernels} of {', '.join(map(str, sorted(block_sizes)))} tokens"}
 
 
 def spec_of_workers(own: EngineSpec, described: Sequence[EngineSpec]) -> EngineSpec | None:
@@ -183,6 +195,58 @@ def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's
         dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         block_size=cache.block_size,
     )
+
+
+# --- a model without its engine -------------------------------------------------------------------
+
+
+class HostedModel(NamedTuple):
+    """A model as the vLLM of this environment runs it.
+
+    Attributes:
+        identity: includes what the kernels here decide, if it is known.
+        knows_kernels: whether it is: on CPUs, but for latent attention. Elsewhere it takes the
+            model's layers, which only a running engine has.
+    """
+
+    identity: ModelIdentity
+    knows_kernels: bool
+
+
+def hosted_model(
+    directory: Path, options: Mapping[str, Any], weights_version: str | None, weights: bytes
+) -> HostedModel:
+    """Return how this vLLM would run a model. Loads vLLM, and no weights.
+
+    Args:
+        options: of vLLM, by name; those that do not belong to its engine are left out.
+        weights: digest of the weights.
+
+    Raises:
+        ConfigError: vLLM or kvferry would refuse it.
+    """
+    arguments = import_module("vllm.engine.arg_utils").EngineArgs
+    known = {each.name for each in fields(arguments)}
+    given = {
+        name: value
+        for name, value in options.items()
+        # Ranks need devices, and how many there are is no part of identity.
+        if name in known and "parallel" not in name
+    }
+    given |= {"model": str(directory), "skip_tokenizer_init": True}
+    try:
+        config = arguments(**given).create_engine_config()
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    reader = load_host().load_config
+    identity = model_identity(config, weights_version, reader, lambda _: weights)
+    size = config.cache_config.block_size
+    kernels = cpu_kernels(config, {size}) if size else None
+    if kernels is None:
+        return HostedModel(identity, knows_kernels=False)
+    dtype = str(identity.config.get("kv_cache_dtype", identity.config["dtype"]))
+    blocks = cpu_blocks(kernels, {dtype}, {size})
+    return HostedModel(replace(identity, config={**identity.config, **blocks}), knows_kernels=True)
 
 
 # --- layouts --------------------------------------------------------------------------------------

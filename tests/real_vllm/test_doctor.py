@@ -1,0 +1,69 @@
+"""`kvferry doctor --vllm` identifies a model as this vLLM runs it, by its options and kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli.main import main
+from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.harness import Process, kvferry, wait_for_records
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's, at its import
+
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16", "block_size": 64},
+    {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
+]
+
+
+def found(capsys: pytest.CaptureFixture[str], store: Path, model: Path, **engine: Any) -> Any:
+    connector = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+    options = json.dumps({"kv_transfer_config": connector, **engine})
+    url = f"{store.as_uri()}?max_bytes=1GiB"
+    code = main(["doctor", url, "--vllm", "--model", str(model), "--vllm-config", options,
+                 "--json", "-"])  # fmt: skip
+    value = json.loads(capsys.readouterr().out)
+    assert code == bool(value["findings"])
+    return value
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_nothing_is_wrong_with_the_store_of_an_engine_with_the_same_options(
+    tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt, first: Process,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = tmp_path / "store"
+    store.mkdir(mode=0o700)
+    with first.engine(models["plain"], kvferry(store), **engine) as running:
+        running.generate([{"token_ids": make_prompt(300)}])
+        wait_for_records(store, 2)
+    value = found(capsys, store, models["plain"], **{"block_size": 128, **engine})
+    assert value["findings"] == []
+    assert value["stores"][0]["namespaces"][0]["read_by_model"] is True
+    assert value["about"]["plug_in"].startswith("found")
+    assert value["about"]["configuration"] == "accepted"
+    # Another machine's kernels keep blocks in an order of their own.
+    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "amx")
+    value = found(capsys, store, models["plain"], **{"block_size": 128, **engine})
+    assert [each["code"] for each in value["findings"]] == ["other-kernels"]
+    assert "config.cpu_blocks" in value["findings"][0]["wrong"]
+    # Another option is named as one, whatever the kernels.
+    value = found(capsys, store, models["plain"], **{**engine, "hf_overrides": {"rms_norm_eps": 1}})
+    assert [each["code"] for each in value["findings"]] == ["other-model"]
+    assert "cpu_blocks" not in value["findings"][0]["wrong"]
+
+
+def test_options_that_vllm_refuses_are_a_finding(
+    tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store := tmp_path / "store").mkdir(mode=0o700)
+    (store / "records").mkdir()
+    value = found(capsys, store, models["plain"], dtype="float99")
+    assert "configuration" in value["findings"][0]["todo"] or "float99" in str(value["findings"])
