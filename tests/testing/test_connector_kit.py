@@ -16,6 +16,7 @@ from kvferry.testing.connector.lab import Lab, write_models
 from kvferry.testing.connector.own_host import OwnHost
 from kvferry.testing.connector.runner import CaseOutcome, Limits, Runner, Target
 from kvferry.testing.connector.suite import ConnectorTests
+from tests.testing import public_bugs
 from tests.testing.seeded import OPTIONS, SEEDED, Ours
 
 RULE = {rule.name: rule for rule in RULES}
@@ -32,24 +33,40 @@ class TestOurs(ConnectorTests):
     options = OPTIONS
 
 
+class TestPlain(ConnectorTests):
+    """The connector that bugs are made of has none itself."""
+
+    connector = "tests.testing.plain:Plain"
+    options = public_bugs.OPTIONS
+    limits = Limits(part=300.0, patience=2.0)
+
+
 def run_seeded(name: str, case: str, limits: Limits):
-    with Runner(Target("tests.testing.seeded", name, OPTIONS), 0, limits) as runner:
+    module, options = "seeded", OPTIONS
+    if hasattr(public_bugs, name):
+        module, options = "public_bugs", public_bugs.OPTIONS
+    with Runner(Target(f"tests.testing.{module}", name, options), 0, limits) as runner:
         return runner.run_case(RULE[case])
 
 
-HANG = {"Hangs", "NeverShutsDown", "AsksAgainForEver", "NeverReportsTheEnd"}
+HANG = {
+    "Hangs", "NeverShutsDown", "AsksAgainForEver", "NeverReportsTheEnd",
+    "ForgetsLoadsOfEndedRequests", "KeepsBlocksOfAbortedLoads", "KeepsBlocksOfWaitingRequests",
+    "LoadsInSteppedForwardsOnly",
+}  # fmt: skip
 MISS = {
     "AnswersNegativeCounts", "EndsWithinABlock", "IgnoresItsRank", "LosesTheLastBlock",
     "MatchesWholePromptsOnly", "SeesFirstChunksOnly", "StoresInMemory", "StoresNothing",
+    "KeysByPythonsHash", "OnlyRankZeroSaves",
 }  # fmt: skip
 """They show by a miss: no need to wait long for a hit."""
 
 
-@pytest.mark.parametrize(("name", "case"), SEEDED.items())
+@pytest.mark.parametrize(("name", "case"), [*SEEDED.items(), *public_bugs.FOUND.items()])
 def test_a_seeded_bug_is_found(name, case):
-    limits = Limits(5.0, 1.0) if name in HANG else PATIENT
+    limits = Limits(5.0, 1.0, 800) if name in HANG else PATIENT
     if name in MISS:
-        limits = limits._replace(patience=1.0)
+        limits = limits._replace(patience=1.0, steps=800)
     outcome = run_seeded(name, case, limits)
     assert not RULE[case].is_kept(outcome.verdict), outcome
     assert (outcome.verdict == "hangs") == (name in HANG) or name == "IgnoresItsRank", outcome

@@ -94,7 +94,8 @@ class Row:
         self.tokens = list(ask.tokens)  # all that the engine knows
         self.said: list[int] = []  # the answer
         self.reason: str | None = None  # why it ended
-        self.hits: list[int] = []  # tokens that the connector brought, by admission
+        self.num_computed = 0  # tokens whose KV is in the blocks
+        self.hits: list[int] = []  # tokens that loads brought, by admission; 0 for one that failed
         self.tables: tuple[list[int], ...] = ()  # block ids of each group
         self._shown = {
             item.offset + place: place + int.from_bytes(item.name.encode()) + 1

@@ -62,6 +62,7 @@ class KitHost(ABC):
         # By request, the hit without which "ask again" is answered while there is hope for more.
         self.wanted: dict[str, int] = {}
         self.is_hopeful: Callable[[], bool] = lambda: False
+        self.max_steps = 6_000  # until it steps for ever
         self.most = 1 << 30  # tokens that the host takes of a hit
         self.repeats_reports = False  # whether the scheduler half gets each report twice
         self.hides_local_blocks = False  # while sync loads run, to see who writes to them
@@ -122,21 +123,31 @@ class KitHost(ABC):
         """Take the blocks of all running requests."""
         rows = [row for row in self.rows.values() if row.reason is None]
         self.lost = {block for row in rows for table in row.tables for block in table}
+        for row in rows:
+            row.num_computed = 0
         with self.blamed():
             self._preempt()
 
-    def run(self, max_steps: int = 6_000) -> None:
+    def is_half_computed(self) -> bool:
+        """Whether the prompt of a running request is computed in part."""
+        rows = [row for row in self.rows.values() if row.reason is None]
+        return any(0 < row.num_computed < len(row.ask.tokens) for row in rows)
+
+    def run(self) -> None:
         """Step until every request has ended and nothing is under way."""
+        steps = self.max_steps
         while self.is_busy():
             self._waits = False
             self.step()
-            max_steps -= not self._waits
-            if not max_steps:
+            steps -= not self._waits
+            if not steps:
                 names = [name for name, row in self.rows.items() if row.reason is None]
-                waits = f"requests {names}" if names else "an end that the connector must report"
-                raise CaseEnd("wrong", f"the engine steps for ever, waiting for {waits}")
-        leaked = self.setup.num_blocks - 1 - len(self.free_blocks())
-        if leaked:
+                ends = f"the connector to report the end of a load or save ({self._held()} blocks "
+                waits = (
+                    f"requests {names}" if names else f"{ends}of ended requests are never freed)"
+                )
+                raise CaseEnd("hangs", f"the engine steps for ever, waiting for {waits}")
+        if leaked := self._held():
             raise CaseEnd("wrong", f"{leaked} blocks are held though no request is left")
         for row in self.rows.values():
             if row.reason == "length" and not row.ask.grows:
@@ -145,6 +156,10 @@ class KitHost(ABC):
                 if row.said != right:
                     said = f"{row.ask.name} got tokens {row.said}, not {right}"
                     raise CaseEnd("wrong", said)
+
+    def _held(self) -> int:
+        """How many blocks requests hold."""
+        return self.setup.num_blocks - 1 - len(self.free_blocks())
 
     def is_loading(self) -> bool:
         """Whether async loads are under way."""
@@ -247,6 +262,10 @@ class KitHost(ABC):
         for memory in self.memories:
             self._check_writes(memory)
         self.lost, self._hidden, self._starting = set(), [], {}
+        failed = frozenset[int]().union(*(output.invalid_block_ids for output in outputs))
+        for name, blocks in self.promised.items():
+            if blocks & failed:
+                self.rows[name].hits[-1] = 0
         if self._late:
             *_, last = outputs
             self._late.append({name: getattr(last, name) for name in _ENDS})
@@ -277,6 +296,8 @@ class KitHost(ABC):
 
     def end_step(self, parts: Iterable[Part], loaded: Iterable[str], stats: Any) -> None:
         """Call when all ranks have reported: loads of these requests are over."""
+        for part in parts:
+            part.row.num_computed = part.stop
         for name in (*(part.row.ask.name for part in parts), *loaded):
             self.promised.pop(name, None)
         if stats is not None and not stats.is_empty():

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,23 +37,37 @@ MODELS: dict[str, dict[str, Any]] = {
     "narrow": {"sliding_window": 24},
 }
 """What each model has of its own, besides its weights. A window is that of the first layer."""
+MODEL = "model"
+"""Where, in the directory of a case, the model lies whose files are replaced (`Rule.models`)."""
+
+
+MODEL_CHANGE = 1_700_000_000
+"""When files of models last changed, as they tell: images are built with equal times."""
 
 
 def write_models(directory: Path) -> None:
     """Write all of `MODELS`, each in a directory of its name."""
-    for name, own in MODELS.items():
-        config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
-            "hidden_size": 2 * HEADS * HEAD_DIM, "intermediate_size": 64,
-            "num_hidden_layers": LAYERS, "num_attention_heads": 2 * HEADS,
-            "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": 320,
-            "max_position_embeddings": 2_048, "rope_theta": 10_000.0, "torch_dtype": "float32",
-        }  # fmt: skip
-        if "sliding_window" in own:
-            layers = ["sliding_attention"] + ["full_attention"] * (LAYERS - 1)
-            config |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-            config |= {"layer_types": layers}
-        _write(directory / name, "config", "model", config | own, str(name == "weights"))
+    for name in MODELS:
+        write_model(directory / name, name)
+
+
+def write_model(path: Path, name: str) -> None:
+    """Write one of `MODELS`, over the files of the one that is there, as large and as old."""
+    own = MODELS[name]
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 2 * HEADS * HEAD_DIM, "intermediate_size": 64,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 2 * HEADS,
+        "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": 320,
+        "max_position_embeddings": 2_048, "rope_theta": 10_000.0, "torch_dtype": "float32",
+    }  # fmt: skip
+    if "sliding_window" in own:
+        layers = ["sliding_attention"] + ["full_attention"] * (LAYERS - 1)
+        config |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+        config |= {"layer_types": layers}
+    _write(path, "config", "model", config | own, str(name == "weights"))
+    for each in path.iterdir():
+        os.utime(each, (MODEL_CHANGE, MODEL_CHANGE))
 
 
 def _write(path: Path, config: str, weights: str, content: dict[str, Any], seed: str) -> None:
@@ -77,6 +92,7 @@ class Lab:
     part: int  # which process of the case this is
     patience: float  # seconds without a change of the store until what is not found is missed
     notes: list[str] = field(default_factory=list)  # facts for the report
+    max_steps: int = 6_000  # until an engine that waits is said to wait for ever
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -93,16 +109,16 @@ class Lab:
         `KitHost`."""
         self.store.mkdir(exist_ok=True)
         options = json.loads(json.dumps(self.options).replace("{dir}", str(self.store)))
-        own = MODELS[model]
+        own, directory = MODELS[model], self.directory / MODEL
         setup = Setup(
-            directory=str(self.models / model),
+            directory=str(directory if directory.exists() else self.models / model),
             identity=model,
             dtype=own.get("torch_dtype", "float32"),
             windows=(own.get("sliding_window"),) + (None,) * (LAYERS - 1),
             **changes,
         )
         self.host = self.make_host(self.connector, options, setup)
-        self.host.is_hopeful = self._is_hopeful
+        self.host.is_hopeful, self.host.max_steps = self._is_hopeful, self.max_steps
         self._hosts.append(self.host)
         return self.host
 

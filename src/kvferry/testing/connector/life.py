@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from logging.handlers import BufferingHandler
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.testing.connector.content import Ask, Row
-from kvferry.testing.connector.host import CaseEnd
+from kvferry.testing.connector.host import CaseEnd, KitHost
 from kvferry.testing.connector.lab import Lab
 from kvferry.testing.connector.rules import Table, flags, restarted, stored
+from kvferry.testing.connector.watch import MOST_SECONDS, LookUpWatch
+
+_ROUNDS = 5
 
 
 def _turn_after(lab: Lab, ask: Ask, tokens: int) -> None:
@@ -41,6 +43,29 @@ def _preempted(lab: Lab, runner: int) -> None:
     lab.expect(lab.again(stored), 32)
 
 
+def _preempted_in_chunks(lab: Lab, runner: int) -> None:
+    host = lab.start(budget=23, runner=runner)
+    for steps in (1, 2, 3, 5):
+        asks = [lab.ask(101, max_tokens=3), lab.ask(75, max_tokens=3)]
+        for ask in asks:
+            host.add(ask)
+        host.step(steps)
+        if not host.is_half_computed():
+            raise CaseEnd("wrong", f"no prompt is half computed after {steps} steps")
+        host.preempt()
+        # What comes first now gets the blocks that the others had.
+        host.add(lab.ask(20, max_tokens=9))
+        host.run()
+        for ask, tokens in zip(asks, (96, 64), strict=True):
+            lab.expect(lab.again(ask), tokens)
+
+
+def _until_ended(host: KitHost, ask: Ask) -> None:
+    row = host.add(ask)
+    while row.reason is None:
+        host.step()
+
+
 def _reused(lab: Lab, tokens: int, **host: Any) -> None:
     """Expect a hit in a host that is so."""
     stored = lab.stored()
@@ -52,17 +77,22 @@ def _random_walk(lab: Lab, **setup: Any) -> None:
     host, source = lab.start(num_blocks=24, budget=40, **setup), lab.random
     roots = [lab.tokens(120) for _ in range(3)]
     rows: list[Row] = []
-    for _ in range(60):
+    for number in range(80):
         action = source.random()
-        if action < 0.35:
+        if number % 20 == 9:  # longer than the budget, and none of it is stored
+            rows.append(host.add(lab.ask(source.randrange(90, 140), max_tokens=3)))
+        elif action < 0.35:
             shared = source.choice(roots)[: source.choice((0, 16, 33, 48, 80))]
             tokens = shared + lab.tokens(source.randrange(1, 50))
             rows.append(host.add(lab.ask(tokens, max_tokens=source.randrange(1, 20))))
         elif action < 0.43 and rows:
             host.abort(source.choice(rows))
-        elif action < 0.5 and not host.is_loading():
+        elif action < 0.48 and not host.is_loading():
             host.preempt()
-        host.step(source.randrange(4))
+        for _ in range(source.randrange(4)):
+            host.step()
+            if host.is_half_computed() and source.random() < 0.15 and not host.is_loading():
+                host.preempt()
     host.run()
     lab.serve(*[lab.ask(root[:100]) for root in roots])
 
@@ -79,7 +109,7 @@ TABLE: Table = (
     ("reuse", "An engine reuses the whole blocks of a prompt that it stored. [base.py]",
      stored(69)),
     ("restart", "A stored prompt is reused after a restart. [base.py]",
-     restarted({}, {}, must=True)),
+     restarted({}, {}, must=True, fresh=True)),
     ("one_over_a_block", "A prompt of one token more than whole blocks hits all of these. "
      "[scheduler.py, schedule]", stored(17, 33, 49)),
     ("whole_blocks", "A prompt of whole blocks hits all but the last, since its last token is "
@@ -112,12 +142,18 @@ TABLE: Table = (
      "not asked]", partial(_preempted, runner=1)),
     ("preempted_runner_2", "The second model runner shows a resumed request as a new one. "
      "[scheduler.py, schedule]", partial(_preempted, runner=2)),
+    ("preempted_in_chunks", "A request that loses its blocks when half of its prompt is computed "
+     "is stored whole and right. [scheduler.py: it comes again in resumed_req_ids, with the blocks "
+     "of its first chunk]", partial(_preempted_in_chunks, runner=1)),
+    ("preempted_in_chunks_runner_2", "The same with the second model runner. [scheduler.py, "
+     "schedule]", partial(_preempted_in_chunks, runner=2)),
     ("part_of_a_promise", "A host may take fewer tokens than it was promised. [base.py, "
      "update_state_after_alloc]", partial(_reused, tokens=32, most=32)),
     ("repeated_reports", "Reports of ended transfers may come twice, or be another connector's. "
      "[multi_connector.py: it passes each report to all]",
      partial(_reused, tokens=64, repeats_reports=True)),
-    ("random_walk", "Any mix of arrivals, aborts and preemptions ends right, with no block held. "
+    ("random_walk", "Any mix of arrivals, aborts and preemptions, also of half a prompt, ends "
+     "right, with no block held. "
      "[scheduler.py]", _random_walk),
     ("random_walk_async", "The same with two steps in flight. [async_scheduler.py]",
      partial(_random_walk, in_flight=2)),
@@ -333,27 +369,22 @@ def quiet(lab: Lab) -> None:
 
 
 def quick_look_ups(lab: Lab) -> None:
-    """A look-up asks no file system. [scheduler.py, schedule: all requests wait for it]"""
-    stored, calls = lab.stored(), set[str]()
-    lab.host.around = partial(_noted_files, calls)
-    lab.expect(lab.again(stored), 64)
-    if calls:
-        raise CaseEnd("wrong", f"a look-up called {', '.join(sorted(calls))}")
-
-
-@contextmanager
-def _noted_files(calls: set[str]) -> Iterator[None]:
-    """Note which functions of the file system this thread calls."""
-
-    def note(_frame: object, event: str, called: Any) -> None:
-        if event == "c_call" and called.__name__ in _FILE_CALLS:
-            calls.add(f"{called.__name__}()")
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-_FILE_CALLS = {"open", "stat", "lstat", "listdir", "scandir", "access"}
+    """A look-up asks no file, socket or other process, waits for no lock, and does not compute for
+    long. [scheduler.py, schedule: all requests wait for it]"""
+    stored, watch = [lab.stored()], LookUpWatch()
+    stored += [lab.store_prompt(lab.ask(69)) for _ in range(_ROUNDS)]
+    lab.host.around = watch.noted
+    lab.expect(lab.again(stored.pop()), 64)
+    lab.serve(lab.ask(69))
+    if watch.calls:
+        raise CaseEnd("wrong", f"a look-up called {', '.join(sorted(watch.calls))}")
+    lab.forget()
+    for ask in stored:
+        watch.begin_round()
+        lab.host.around = nullcontext
+        _until_ended(lab.host, lab.ask(69))  # it may still be being stored
+        lab.host.around = watch.timed
+        _until_ended(lab.host, lab.again(ask))
+    for is_slow, does in ((watch.waits, "wait"), (watch.computes, "compute")):
+        if is_slow:
+            raise CaseEnd("wrong", f"look-ups {does} for more than {MOST_SECONDS * 1e3:.0f} ms")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.testing.connector.content import Ask, Item
 from kvferry.testing.connector.lab import Lab
-from kvferry.testing.connector.rules import Case, Changes, Table, flags, restarted
+from kvferry.testing.connector.rules import Case, Changes, Table, flags, replaced, restarted
 
 
 def _store(lab: Lab, ask: Ask) -> None:
@@ -48,6 +48,15 @@ TABLE: Table = (
         ("block_size", "Another block size gets right KV or none.", {}, {"block_size": 32}),
         ("number_of_ranks", "Another number of ranks gets right KV or none.", {}, {"ranks": 2}),
     )),
+    *((name, f"{expects} [vllm#55776: a path is no content]", replaced("plain", model))
+    for name, expects, model in (
+        ("weights_in_place", "Weights that replaced others at the same path, as large and as old, "
+         "share nothing with them.", "weights"),
+        ("rope_in_place", "Another base of the rotary embedding, in the same directory, shares "
+         "nothing.", "rope"),
+        ("dtype_in_place", "KV of another dtype, in the same directory, is not taken for the "
+         "engine's.", "dtype"),
+    )),
     *((name, f"{expects} [kv_cache_utils.py{more}]", _apart(*inputs))
     for name, expects, more, *inputs in (
         ("salt", "Requests with other salts, or none, share nothing.", "; vllm#53495",
@@ -64,6 +73,27 @@ TABLE: Table = (
          {"items": (Item("ab", 4), Item("c", 20))}, {"items": (Item("a", 4), Item("bc", 20))}),
     )),
 )  # fmt: skip
+
+
+def same_end(lab: Lab) -> None:
+    """Equal tokens behind another beginning share nothing, nor those behind a block of another
+    salt. [kv_cache_utils.py: hashes of blocks are chained]"""
+    lab.start()
+    one, two = lab.store_prompt(lab.ask(69)), lab.store_prompt(lab.ask(69))
+    salted = lab.store_prompt(lab.ask(69, salt="a"))
+    lab.forget()
+    lab.store_prompt(lab.ask(salted.tokens[:16] + lab.tokens(20), salt="b"))
+    lab.forget()
+    lab.serve(lab.ask(two.tokens[:16] + one.tokens[16:]))
+    lab.forget()
+    lab.serve(lab.again(salted, salt="b"))
+
+
+def token_borders(lab: Lab) -> None:
+    """Tokens share nothing with others whose numbers join to the same text. [kv_cache_utils.py]"""
+    lab.start()
+    lab.store_prompt(lab.ask((33, 3) * 34 + (5,)))
+    lab.expect_none(lab.ask((3, 33) * 34 + (5,)), "other tokens of the same digits")
 
 
 @flags(may=("miss", "refused"), parts=2)

@@ -35,6 +35,8 @@ class Rule:
     may: tuple[Verdict, ...] = ()  # verdicts that keep it, besides "right" and "not run"
     parts: int = 1  # processes that the case runs in, one after the other, over one store
     killed: int | None = None  # the part that ends its process
+    fresh: bool = False  # whether later parts share nothing with the first, such as hash seeds
+    models: tuple[str, ...] = ()  # which of `MODELS` is at the same path, by part
 
     def is_kept(self, verdict: Verdict) -> bool:
         return verdict in ("right", "not run", *self.may)
@@ -78,11 +80,22 @@ def stored(*counts: int, **setup: Any) -> Case:
     return case
 
 
-def restarted(first: Changes, second: Changes, *, must: bool = False) -> Case:
+def replaced(first: str, second: str) -> Case:
+    """A case: a prompt is stored by an engine of one of `MODELS`, and asked for when files of the
+    other one have replaced those of the first, at the same path."""
+
+    @flags(parts=2, may=("miss", "refused"), models=(first, second))
+    def case(lab: Lab) -> None:
+        restarted({"model": first}, {"model": second})(lab)
+
+    return case
+
+
+def restarted(first: Changes, second: Changes, *, must: bool = False, fresh: bool = False) -> Case:
     """A case: a prompt is stored, and asked for by an engine that runs otherwise. If it `must`, it
     is reused."""
 
-    @flags(parts=2, may=() if must else ("miss", "refused"))
+    @flags(parts=2, may=() if must else ("miss", "refused"), fresh=fresh)
     def case(lab: Lab) -> None:
         lab.start(**(second if lab.part else first))
         ask = lab.ask(101)
@@ -91,7 +104,9 @@ def restarted(first: Changes, second: Changes, *, must: bool = False) -> Case:
         elif must:
             lab.expect(ask, 96)
         else:
-            lab.host.wanted[ask.name] = 96  # not at once, if a store takes time to open
+            # Not at once, if a store takes time to open; but most often there is nothing to find.
+            lab.host.wanted[ask.name] = 96
+            lab.patience /= 2
             if lab.serve(ask)[0].hit:
                 lab.notes.append("shared, and right")
 
