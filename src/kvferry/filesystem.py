@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import ConfigError
@@ -56,6 +57,33 @@ def why_untrusted(root: str) -> str | None:
     if status.st_mode & 0o022:
         return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return None
+
+
+def why_refused(path: str) -> str:
+    """Say whose a file is that this process may not use, or the nearest folder above it that can be
+    looked at, and who this process is."""
+    while True:
+        try:
+            status = os.lstat(path)
+            break
+        except OSError:
+            above = os.path.dirname(path)
+            if above == path:
+                return f"this process is user {os.geteuid()}"
+            path = above
+    return (
+        f"{path} belongs to user {status.st_uid} and group {status.st_gid}, mode "
+        f"{stat.S_IMODE(status.st_mode):04o}; this process is user {os.geteuid()} in groups "
+        f"{', '.join(map(str, sorted({os.getegid(), *os.getgroups()})))}, umask {_umask()}"
+    )
+
+
+def _umask() -> str:
+    """The umask of this process, read without changing it; "unknown" outside Linux."""
+    with suppress(OSError, IndexError):
+        status = Path("/proc/self/status").read_text(errors="replace")
+        return status.partition("Umask:")[2].split()[0]
+    return "unknown"
 
 
 def file_system(directory: str | Path) -> str | None:

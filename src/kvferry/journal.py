@@ -29,6 +29,7 @@ import msgspec
 
 from kvferry.errors import ConfigError
 from kvferry.filesystem import private
+from kvferry.store.faults import reason_of
 from kvferry.store.io_pool import IOPool
 from kvferry.types import ChunkKey
 
@@ -134,9 +135,10 @@ class Journal:
         self._ends = threading.Event()
         try:
             open(path, "ab+", opener=private).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = reason_of(error, shows_text=True)
             raise ConfigError(
-                f"cannot record requests in {path}: {error.strerror}; name a file in a directory "
+                f"cannot record requests in {path}: {why}; name a file in a directory "
                 "that exists and may be written"
             ) from error
         self._thread = IOPool(1, "kvferry-journal")
@@ -182,10 +184,11 @@ class Journal:
         the thread of this journal."""
         try:
             self._write()
-        except OSError as error:
+        except Exception as error:  # outermost loop of the thread
             self._has_failed = True
             self._waiting.clear()
-            logger.warning("requests are no longer recorded in %s: %s", self._path, error)
+            why = reason_of(error, shows_text=True)
+            logger.warning("requests are no longer recorded in %s: %s", self._path, why)
         return not self._has_failed
 
     def warn_of_left_out(self) -> None:

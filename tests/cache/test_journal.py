@@ -27,6 +27,7 @@ from kvferry.simulate.trace import read_trace
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
 from tests.cache.keeping import NUM_CHUNKS, PROMPT
+from tests.store.test_faults import ERRORS
 
 A, B = make_key(1), make_key(2)
 
@@ -53,6 +54,22 @@ def test_each_request_is_one_line_without_its_tokens(tmp_path):
     misses = {"absent": 7, "partial": 1}
     assert first == JournalLine(12.346, 8, 20, keys, "id", 4, {"file": 8}, misses)
     assert second == JournalLine(12.346, 8, 3, [], "id")
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_an_error_that_nobody_foresaw_ends_the_journal_alone(tmp_path, monkeypatch, caplog, error):
+    def fail(_self: Journal) -> None:
+        raise error
+
+    monkeypatch.setattr(Journal, "_write", fail)
+    journal = Journal(tmp_path / "r.jsonl", 8)
+    add(journal, 20, [A, B])
+    journal.close()
+    add(journal, 20, [A, B])
+    assert journal.num_left_out == 1
+    (line,) = caplog.messages
+    assert line.startswith("requests are no longer recorded in ")
+    assert "\n" not in line
 
 
 def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
@@ -175,7 +192,7 @@ def test_a_full_disk_costs_the_recording_and_one_line(make_host, caplog):
     with caplog.at_level(logging.WARNING):
         host.scheduler.close()
     assert [record.message for record in caplog.records if "recorded" in record.message] == [
-        "requests are no longer recorded in /dev/full: [Errno 28] No space left on device"
+        "requests are no longer recorded in /dev/full: No space left on device"
     ]
     assert host.run("second", PROMPT).num_external_tokens == 40
     host.scheduler.close()

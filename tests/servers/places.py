@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 def client_of(store: RemoteStore) -> RemoteClient:
     """Return the client of a store, by which a test can put values that a store would not put."""
-    return store._client
+    return store._client.inner
 
 
 def valkey_url(port: int, login: str = "", prefix: str = "kv") -> str:

@@ -7,8 +7,9 @@ import json as json_module
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +27,7 @@ from kvferry.cli.output import (
     require_extra,
 )
 from kvferry.cli.prompts import model_identity
-from kvferry.doctor.findings import Finding
+from kvferry.doctor.findings import Finding, checked
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
@@ -89,7 +90,8 @@ def doctor(
         findings += missing
     memory = machine_bytes()
     if config is not None:
-        findings += machine.check_pool(memory, config.memory_bytes, facts, config.step_tokens)
+        pool = memory, config.memory_bytes, facts, config.step_tokens
+        findings += checked("machine", partial(machine.check_pool, *pool))
     reports = [run(url, _opened, facts, timeout) for url in dict.fromkeys(wanted)]
     for report in reports:
         findings += report.findings
@@ -126,13 +128,21 @@ def _look_at_vllm(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
-        findings = check_installed()
+        findings = checked("vllm", check_installed)
         if findings or model is None or facts is None:
             return findings, facts
-        runs = run_here(model, facts.identity, config or VllmConfig())
-    if isinstance(runs, Finding):
-        return [runs], facts
-    return [], _model(model, options, runs)
+        identity, given = facts.identity, config or VllmConfig()
+        runs: list[HostedModel] = []
+
+        def run() -> Iterator[Finding]:
+            found = run_here(model, identity, given)
+            if isinstance(found, Finding):
+                yield found
+            else:
+                runs.append(found)
+
+        findings = checked("vllm", run)
+    return findings, _model(model, options, *runs) if runs else facts
 
 
 def _read_config(given: str) -> VllmConfig:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum, StrEnum
 from typing import NamedTuple
+
+from kvferry.store.faults import reason_of
 
 
 class Severity(StrEnum):
@@ -44,6 +47,9 @@ class Fault(Enum):
     """
 
     # fmt: off
+    BUG = (_E, "a bug, so what else it would show is not known: {said}",
+           "report it to the authors of kvferry, or of the store's client if its class is named",
+           r"[A-Z]\w*\.[a-z]+ failed: ")
     # A store does not serve.
     RIGHTS = (_E, "its user may not do this: {said}",
               "allow this user to read, write and delete under the prefix",
@@ -68,6 +74,8 @@ class Fault(Enum):
             "raise its limit, or have it evict (Valkey: maxmemory-policy allkeys-lru)")
     EVICTS_AT_ONCE = (_E, "a record that was just stored is gone: the server evicts at once",
                       "give it more memory, or its own server")
+    NOT_FOUND = (_E, "a record that was just stored can be read, but look-ups do not find it",
+                 "check the server's replicas; of a store of your own, its client's exists")
     NOT_DELETED = (_W, "a record of this check could not be deleted",
                    "check the right to delete: damaged records could not be taken out either")
     # It will not serve for long.
@@ -143,3 +151,14 @@ class Fault(Enum):
     def at(self, where: str, **values: object) -> Finding:
         """Return this fault of `where`, its braces filled in."""
         return Finding(where, self, self.text.format(**values), self.todo.format(**values))
+
+
+def checked(
+    where: str, check: Callable[[], Iterable[Finding]], step: Callable[[], str] = lambda: "it"
+) -> list[Finding]:
+    """Return what a check finds. A check that fails in a way that nobody foresaw is a finding, too:
+    without its answer, `doctor` cannot say that nothing is wrong. `step` names what failed."""
+    try:
+        return list(check())
+    except Exception as error:
+        return [Fault.BUG.at(where, said=f"{step()} failed: {reason_of(error)}")]

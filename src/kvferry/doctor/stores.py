@@ -12,14 +12,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from kvferry.config import format_size
 from kvferry.contract.messages import LookupMiss
-from kvferry.doctor.findings import Fault, Finding
+from kvferry.doctor.findings import Fault, Finding, checked
 from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
@@ -114,12 +115,20 @@ class StoreReport:
 
 
 def check(url: str, opened: Opener, model: Model | None, report: StoreReport) -> None:
-    """Check one store and measure it. A fault of the store becomes a finding, not an error.
+    """Check one store and measure it. A fault of the store, or of a check, becomes a finding.
 
     Args:
         opened: opens an existing store, writable unless its URL says otherwise.
         model: the model whose KV is to be stored; None: leave out the checks that need one.
     """
+    report.findings += checked(
+        report.url, partial(_look, url, opened, model, report), lambda: report.step
+    )
+
+
+def _look(
+    url: str, opened: Opener, model: Model | None, report: StoreReport
+) -> tuple[Finding, ...]:
     try:
         parsed = parse_store_url(url)
         read_options(parsed)
@@ -131,6 +140,7 @@ def check(url: str, opened: Opener, model: Model | None, report: StoreReport) ->
         report.add_said(f"{report.step} failed: {error}", Fault.AWAY)
     except OSError as error:  # of the directory, for example after its mount was lost
         report.add_said(f"{report.step} failed: {error.strerror}", Fault.AWAY)
+    return ()
 
 
 def _check_open(
@@ -229,16 +239,12 @@ def check_room(
 # -- rates ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _own_place(store: Catalogue, parsed: StoreUrl) -> Iterator[Catalogue]:
-    """Yield the store for this check's records: on a server, one with a prefix of its own."""
+def _own_place(parsed: StoreUrl) -> StoreUrl:
+    """Return where this check's records belong: on a server, below a prefix of their own."""
     if not kind_of(parsed.scheme).hosts:
-        yield store
-        return
+        return parsed
     name = f"{_PREFIX}{os.urandom(8).hex()}"
-    path = f"{parsed.path}/{name}" if parsed.path else name
-    with open_one(replace(parsed, path=path), Opening(index=False)) as own:
-        yield own
+    return replace(parsed, path=f"{parsed.path}/{name}" if parsed.path else name)
 
 
 def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: float) -> None:
@@ -247,10 +253,12 @@ def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: f
     if room < 2 * schema.record_bytes or report.is_over.is_set():
         return
     key = ChunkKey(os.urandom(32))
-    with _own_place(store, parsed) as own:
-        values = own.of(schema.namespace)
+    place, opening = _own_place(parsed), Opening(namespace=schema.namespace)
+    with nullcontext(store) if place is parsed else open_one(place, opening) as own:
         try:
-            _time(values, schema, key, report)
+            if _time(own, schema, key, report) and place is not parsed:
+                with open_one(place, opening) as other:  # which has not seen it stored
+                    _look_up(other, key, report)
             _check_clock(own, parsed, key, report)
         finally:
             try:
@@ -259,7 +267,22 @@ def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: f
                 report.add(Fault.NOT_DELETED)
 
 
-def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> None:
+def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
+    """Ask for a stored record as look-ups of an engine do."""
+    faults: list[StoreError] = []
+    other.on_result(lambda fault: faults.append(fault) if fault is not None else None)
+    other.probe([key])
+    until = time.monotonic() + ANSWER_SECONDS
+    while (found := other.contains(key)) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    if faults:
+        report.add_said(f"looking it up failed: {faults[0]}", Fault.AWAY)
+    elif not found:
+        report.add(Fault.NOT_FOUND)
+
+
+def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> bool:
+    """Write the record and read it. Whether it is there."""
     image = memoryview(bytearray(schema.record_bytes))
     payload = image[schema.head_bytes :]
     payload[:] = os.urandom(len(payload))  # which no server compresses
@@ -269,16 +292,17 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
     written = time.perf_counter()
     if result is PutResult.NO_SPACE:
         report.add(Fault.FULL)
-        return
+        return False
     if result is not PutResult.STORED:
         report.add_said(values.refusal or "no reason is known", Fault.REFUSED)
-        return
+        return False
     size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
     read = time.perf_counter()
     if size != len(image):
         report.add(Fault.EVICTS_AT_ONCE)
     for name, seconds in (("put", written - started), ("get", read - written)):
         report.facts[f"{name}_gb_per_second"] = float(f"{len(image) / seconds / 1e9:.3g}")
+    return size == len(image)
 
 
 def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport) -> None:

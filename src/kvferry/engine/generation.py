@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from blake3 import blake3
 
 from kvferry.contract.handover import STAMP, read_options
 from kvferry.engine.request import FinishReason, Request
@@ -113,7 +113,7 @@ class Sampler:
 
     def _reseeded(self, position: int) -> torch.Generator:
         # Adjacent seeds of torch's generator give dependent streams; hashed seeds do not.
-        digest = hashlib.blake2b(f"{self._seed}/{position}".encode(), digest_size=8).digest()
+        digest = blake3(f"{self._seed}/{position}".encode()).digest(8)
         return self._generator.manual_seed(int.from_bytes(digest, "little", signed=True))
 
 

@@ -1,14 +1,21 @@
-"""What a directory store does when its medium fails: answer, count, log. The `Health` of its tier
-says when it is written to again.
+"""The boundary of a store: an error of any operation ends here, as an answer, a count and a line.
+
+`FileStore` guards its operations, `RemoteStore` every call of its client, `open_one` the opening of
+any store, and a tier its thread. So no error leaves its operation, also one that nobody foresaw.
+The `Health` of a tier says when its store is asked again.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from kvferry.errors import KVError, StoreError
+from kvferry.filesystem import why_refused
 from kvferry.observe import Observer
 from kvferry.store.base import PutResult
 
@@ -16,45 +23,122 @@ logger = logging.getLogger(__name__)
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOG_EVERY_SECONDS = 60.0
+_MAX_REASON = 200
 
 
-class MediumFaults:
-    """The failures of one medium: turns each `OSError` into an answer, a count and a log line.
-    Thread-safe.
+class NoRoom(StoreError):
+    """The medium has no room for a value."""
+
+
+class Faults:
+    """The faults of one store. Thread-safe.
+
+    Args:
+        name: the store in log lines, without a credential.
+        shows_text: whether the text of an error that nobody foresaw is shown. That of a client may
+            hold a credential; then only its type and its place in the code are.
 
     Attributes:
         refusal: why the last failed write failed; empty if the medium had no room.
     """
 
-    def __init__(self, name: str, observer: Observer, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        observer: Observer,
+        clock: Callable[[], float],
+        *,
+        shows_text: bool = True,
+    ) -> None:
         self._name = name
         self.observer = observer
         self.clock = clock
+        self._shows_text = shows_text
         self._lock = threading.Lock()
         self.refusal = ""
-        self._logged: dict[tuple[str, int | None], float] = {}
+        self._logged: dict[tuple[str, object], float] = {}
 
-    def write_failed(self, error: OSError) -> PutResult:
-        """Count a failed write and name its outcome."""
-        no_space = error.errno in _NO_SPACE
-        self.refusal = "" if no_space else error.strerror or type(error).__name__
-        self.observer.count("store_put_no_space" if no_space else "store_put_failed")
-        self._log("write", error)
-        return PutResult.NO_SPACE if no_space else PutResult.FAILED
+    @contextmanager
+    def guard(
+        self,
+        what: str,
+        said: str = "",
+        *,
+        passes: type[Exception] = KVError,
+        is_logged: bool = True,
+    ) -> Iterator[None]:
+        """Turn every error of the block into a StoreError.
 
-    def failed(self, what: str, error: OSError) -> None:
-        """Count and log any other operation that failed."""
-        self.observer.count(f"store_{what}_failed")
-        self._log(what, error)
+        Args:
+            what: name of the operation in counts.
+            said: what the message says before the reason; empty: that the operation failed.
+            passes: errors that the block raises on purpose; they pass unchanged and uncounted.
+            is_logged: False if the caller shows the StoreError to people.
+        """
+        try:
+            yield
+        except passes:
+            raise
+        except Exception as error:
+            raise self._translate(what, said, error, is_logged=is_logged) from error
 
-    def _log(self, what: str, error: OSError) -> None:
-        """Log at most one line a minute for each operation and kind of error."""
-        kind, now = (what, error.errno), self.clock()
+    def write_failed(self, error: Exception) -> PutResult:
+        """Count and log a failed write, and return its outcome."""
+        return outcome_of(self._translate("put", "", error, is_logged=True))
+
+    def _translate(self, what: str, said: str, error: Exception, *, is_logged: bool) -> StoreError:
+        """Count and log an error, and return it as callers see it. Every foreign error of a store
+        becomes one of ours here, and nowhere else."""
+        reason = reason_of(error, shows_text=self._shows_text)
+        said = said or f"{'write' if what == 'put' else what} failed"
+        is_full = what == "put" and isinstance(error, OSError) and error.errno in _NO_SPACE
+        if what == "put":
+            self.refusal = "" if is_full else reason
+        self.observer.count("store_put_no_space" if is_full else f"store_{what}_failed")
+        number = error.errno if isinstance(error, OSError) else None
+        if is_logged and self._may_log(what, number or type(error)):
+            logger.warning("store %s: %s: %s; kvferry works without it", self._name, said, reason)
+            logger.debug("store %s: %s", self._name, said, exc_info=error)
+        return (NoRoom if is_full else StoreError)(f"{self._name}: {said}: {reason}")
+
+    def _may_log(self, what: str, kind: object) -> bool:
+        """Whether a line may be logged now: at most one a minute for each operation and kind of
+        error."""
+        now = self.clock()
         with self._lock:
-            if now - self._logged.get(kind, -_LOG_EVERY_SECONDS) < _LOG_EVERY_SECONDS:
-                return
-            self._logged[kind] = now
-        reason = error.strerror or str(error)
-        logger.warning(
-            "store %s: %s failed: %s; kvferry works without it", self._name, what, reason
-        )
+            logged_at = self._logged.get((what, kind), -_LOG_EVERY_SECONDS)
+            if now - logged_at < _LOG_EVERY_SECONDS:
+                return False
+            self._logged[what, kind] = now
+            return True
+
+
+def outcome_of(error: StoreError) -> PutResult:
+    """The outcome of a write that ended with this error."""
+    return PutResult.NO_SPACE if isinstance(error, NoRoom) else PutResult.FAILED
+
+
+def reason_of(error: Exception, *, shows_text: bool = False) -> str:
+    """Return one line about an error. Of one that nobody foresaw, it has the type and the place in
+    the code; its text may hold a credential."""
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.strerror}: {why_refused(str(error.filename))}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KVError):  # a text of ours, or of a contract's other side
+        return str(error)
+    kind = type(error).__name__
+    if shows_text or isinstance(error, sqlite3.Error):
+        return " ".join(f"{kind}: {error}".removesuffix(": ").split())[:_MAX_REASON]
+    return f"{kind} ({_place_of(error)})"
+
+
+def _place_of(error: Exception) -> str:
+    """Where in the code an error was raised: file and line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "at an unknown place"
+    file = trace.tb_frame.f_code.co_filename.rpartition("/")[2]
+    return f"{file}, line {trace.tb_lineno}"

@@ -7,6 +7,7 @@ import importlib
 import math
 import posixpath
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.store.base import Catalogue, ValueCheck
+from kvferry.store.faults import Faults
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
@@ -290,5 +292,8 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
     tiers = _each_host(parse_store_url(url))
     if len(tiers) > 1:
         return _open_tiers(tiers, opening, None, lambda: (opening.namespace, None), None)
-    kind = kind_of(tiers[0].scheme)
-    return kind.open(tiers[0], read_options(tiers[0]), opening)
+    (parsed,) = tiers
+    kind, options = kind_of(parsed.scheme), read_options(parsed)
+    faults = Faults(str(parsed), opening.observer, time.monotonic, shows_text=not kind.hosts)
+    with faults.guard("open", "cannot be opened", is_logged=False):
+        return kind.open(parsed, options, opening)

@@ -44,11 +44,12 @@ CALLS = (
 
 
 class FaultyOS:
-    """A stand-in for the module `os`. `fail[name] = error number` makes calls of one name fail from
-    then on, if an argument contains `only_in`. `calls` counts the calls by name."""
+    """A stand-in for the module `os`. `fail[name]` is an error number or an exception: calls of one
+    name fail with it from then on, if an argument contains `only_in`. `calls` counts the calls by
+    name."""
 
     def __init__(self) -> None:
-        self.fail: dict[str, int] = {}
+        self.fail: dict[str, int | Exception] = {}
         self.only_in = ""
         self.calls: Counter[str] = Counter()
         self.largest_write = 1 << 40
@@ -62,6 +63,8 @@ class FaultyOS:
             self.calls[name] += 1
             number = self.fail.get(name)
             if number is not None and (not self.only_in or self.only_in in str(args)):
+                if isinstance(number, Exception):
+                    raise type(number)(*number.args)
                 raise OSError(number, errno.errorcode[number])
             return real(*args, **named)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -32,6 +31,8 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+from blake3 import blake3
 
 from kvferry.errors import StoreError, StorePlaceError
 from kvferry.filesystem import file_system
@@ -442,7 +443,7 @@ _KERNEL = _kernel()
 def machine_of(folder: str) -> str:
     """Name this mount on this machine. Processes that get equal names see each other's locks."""
     whose = f"{_KERNEL} {os.stat(folder).st_dev}"
-    return hashlib.blake2b(whose.encode(), digest_size=4).hexdigest()
+    return blake3(whose.encode()).hexdigest(4)
 
 
 def remove_any(path: str) -> None:

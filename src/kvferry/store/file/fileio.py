@@ -95,16 +95,13 @@ class OpenRecord:
         return not self._direct
 
     def read(self, ranges: Sequence[ReadRange], deadline: float) -> None:
-        """See `Store.read`."""
+        """See `Store.read`; raises OSError if the medium refuses."""
         for start, buffer in ranges:
             offset, target = start, buffer.cast("B")
             while target:
                 if time.monotonic() > deadline:
                     raise StoreError("a stored record was not read in time")
-                try:
-                    count = self._read_some(target[:_MAX_READ_BYTES], offset)
-                except OSError as error:
-                    raise StoreError(f"a stored record cannot be read: {error.strerror}") from error
+                count = self._read_some(target[:_MAX_READ_BYTES], offset)
                 if count == 0:
                     break
                 target, offset = target[count:], offset + count

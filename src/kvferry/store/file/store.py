@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from blake3 import blake3
+
 from kvferry.errors import ConfigError, StoreError
 from kvferry.filesystem import is_of_one_machine, user_cache, why_untrusted
 from kvferry.observe import Observer
@@ -33,7 +35,7 @@ from kvferry.store.base import (
     StoreStat,
     Value,
 )
-from kvferry.store.faults import MediumFaults
+from kvferry.store.faults import Faults, outcome_of
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import OpenRecord, as_views
@@ -106,7 +108,7 @@ class FileStore(Catalogue):
         self._settings = settings
         self._closed = False
         observer = Observer() if observer is None else observer
-        self._faults = MediumFaults(self.url, observer, settings.clock)
+        self._faults = Faults(self.url, observer, settings.clock)
         self._known = KnownKeys(tracks_keys=settings.index)
         self.is_read_only = read_only or not os.access(self.directory.root, os.W_OK)
         self._warn(is_forced=self.is_read_only and not read_only)
@@ -151,18 +153,18 @@ class FileStore(Catalogue):
         if path is not None:
             index = make(path, read_only=self.is_read_only, settings=self._settings)
             try:
-                index.open()
-                if not self.is_read_only:
-                    if not index.totals.is_complete and self.directory.is_empty():
-                        index.complete()
-                    return index, self._known.tracks_keys
-                if index.totals.is_complete:
-                    return index, False
-            except OSError as error:
-                if not self.is_read_only:
-                    self._faults.failed("open", error)
-                    if not machines_share or isinstance(error, IndexUnavailable):
-                        return index, self._known.tracks_keys  # the upkeep opens it
+                with self._faults.guard("open", is_logged=not self.is_read_only):
+                    index.open()
+                    if not self.is_read_only:
+                        if not index.totals.is_complete and self.directory.is_empty():
+                            index.complete()
+                        return index, self._known.tracks_keys
+                    if index.totals.is_complete:
+                        return index, False
+            except StoreError as error:
+                has_place = not machines_share or isinstance(error.__cause__, IndexUnavailable)
+                if has_place and not self.is_read_only:
+                    return index, self._known.tracks_keys  # the upkeep opens it
         # No complete index can be opened: this process keeps one in memory.
         if not self.directory.is_empty():
             logger.warning(
@@ -197,22 +199,19 @@ class FileStore(Catalogue):
     ) -> int | None:
         if self._closed:
             return None
-        try:
-            opened = self.directory.open_record(key)
-        except NotAFile:
-            self.discard(key, "not_a_file")
-            return None
-        except OSError as error:
-            self._faults.failed("read", error)
-            raise StoreError(
-                f"record {key.hex()} of {self.url} cannot be opened: {error.strerror}"
-            ) from error
-        if opened is None:
-            self._miss(key)
-            return None
-        with OpenRecord(*opened, direct=self._settings.direct_io != "off") as record:
-            record.read(ranges, deadline)
-            return record.size
+        name = record_name(key)  # raises: a key of another length is the caller's mistake
+        with self._faults.guard("read", f"{name} cannot be read"):
+            try:
+                opened = self.directory.open_record(key)
+            except NotAFile:
+                self.discard(key, "not_a_file")
+                return None
+            if opened is None:
+                self._miss(key)
+                return None
+            with OpenRecord(*opened, direct=self._settings.direct_io != "off") as record:
+                record.read(ranges, deadline)
+                return record.size
 
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
@@ -232,28 +231,28 @@ class FileStore(Catalogue):
             self._known.hide(key)
             return
         try:
-            moved = self.directory.quarantine(key, reason)
+            with self._faults.guard("quarantine", passes=FileNotFoundError):
+                moved = self.directory.quarantine(key, reason)
         except FileNotFoundError:
             self._miss(key)
             return
-        except OSError as error:
+        except StoreError:
             self._known.hide(key)  # so that the broken record is not offered again
-            self._faults.failed("quarantine", error)
             return
         self._faults.observer.count("store_quarantined")
         if moved:
             logger.warning("store %s: record %s quarantined: %s", self.url, key.hex(), reason)
         self._forget(key, "damaged", reason)
-        with suppress(OSError):  # the upkeep does it again
+        with suppress(StoreError), self._faults.guard("upkeep"):  # which does it again
             self.directory.bound_quarantine(self._max_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
         if not self._writes():
             return False
         try:
-            removed = self.directory.remove(key)
-        except OSError as error:
-            self._faults.failed("delete", error)
+            with self._faults.guard("delete"):
+                removed = self.directory.remove(key)
+        except StoreError:
             return False
         if removed:
             self._forget(key, "deleted")
@@ -300,15 +299,13 @@ class FileStore(Catalogue):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"
-        try:
+        with suppress(StoreError), self._faults.guard("describe"):
             said = self.directory.read_text(name, "namespaces")
             if description is not None and self._writes():
                 is_there = description == said
                 self.directory.keep_text(name, description, "namespaces", is_there=is_there)
-        except OSError as error:
-            self._faults.failed("describe", error)
-            return None
-        return description or said
+            return description or said
+        return None
 
     def removals(self, limit: int) -> list[Removal]:
         return list(self._listed(self.index.removals(limit)))
@@ -339,10 +336,8 @@ class FileStore(Catalogue):
     def facts(self) -> dict[str, int | bool | None]:
         counts = self.stat()._asdict()
         del counts["url"]
-        try:
+        with self._faults.guard("list", "cannot be listed", is_logged=False):
             files = self.directory.list_files("quarantine").values()
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
         sizes = [file.num_bytes for file in files]
         return {**counts, "quarantined": len(sizes), "quarantined_bytes": sum(sizes)}
 
@@ -351,15 +346,13 @@ class FileStore(Catalogue):
             raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
         before = 0.0 if older_than_seconds is None else self._settings.wall() - older_than_seconds
         quota = self._max_bytes if max_bytes is None else max_bytes
-        try:
+        with self._faults.guard("gc", "cannot be made smaller", is_logged=False):
             self.index.flush()
             self.upkeep.clean()
             start = self.index.totals
             self.directory.bound_quarantine(quota, before)
             self.index.shrink(quota, before)
             self.upkeep.clean()
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be made smaller: {error}") from error
         end = self.index.totals
         removed = start.num_records - end.num_records, start.num_bytes - end.num_bytes
         return GcReport(*removed, used_bytes=end.num_bytes)
@@ -370,18 +363,14 @@ class FileStore(Catalogue):
         if not self._writes() or not self.upkeep.may_pin:
             why = "others evict by an index of their own" if self._writes() else self.refusal
             raise StoreError(f"{self.url} cannot pin: {why}")
-        try:
-            most = self._max_bytes // (4 if by_client else 2)
+        most = self._max_bytes // (4 if by_client else 2)
+        with self._faults.guard("pin", "cannot pin", is_logged=False):
             return self.index.pins.pin(keys, until, most, extends=by_client)
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot pin: {error}") from error
 
     def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
         """Yield what is found, nothing in a closed store. Translates errors to StoreError."""
-        try:
+        with self._faults.guard("list", "cannot be listed", is_logged=False):
             yield from () if self._closed else found
-        except OSError as error:
-            raise StoreError(f"{self.url} cannot be listed: {error}") from error
 
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self.index.is_ours
@@ -392,9 +381,10 @@ class FileStore(Catalogue):
         try:
             for key, buffers in values:
                 try:
-                    found.append(refusal or self._write(key, as_views(buffers)))
-                except OSError as error:
-                    refusal = self._faults.write_failed(error)
+                    with self._faults.guard("put"):
+                        found.append(refusal or self._write(key, as_views(buffers)))
+                except StoreError as error:
+                    refusal = outcome_of(error)
                     self._miss(key)
                     found.append(refusal)
             written = [each for each in found if isinstance(each, Writing)]
@@ -446,24 +436,26 @@ class FileStore(Catalogue):
 
     def _add(self, written: Sequence[Writing]) -> list[PutResult]:
         results: list[PutResult] = []
-        until = self._faults.clock() + self._settings.bounds.room_seconds
+        until, rest = self._faults.clock() + self._settings.bounds.room_seconds, PutResult.NO_SPACE
         try:
-            while left := written[len(results) :]:
-                some = self.index.add_written(left, self._max_bytes, self._faults.write_failed)
-                results += some
-                if not some:
-                    if self._faults.clock() >= until:
-                        break
-                    time.sleep(PAUSE_SECONDS)  # so that others can write
-        except OSError as error:
-            results += [self._faults.write_failed(error)] * len(left)
-        return results + [PutResult.NO_SPACE] * (len(written) - len(results))
+            with self._faults.guard("put"):
+                while left := written[len(results) :]:
+                    some = self.index.add_written(left, self._max_bytes, self._faults.write_failed)
+                    results += some
+                    if not some:
+                        if self._faults.clock() >= until:
+                            break
+                        time.sleep(PAUSE_SECONDS)  # so that others can write
+        except StoreError as error:
+            rest = outcome_of(error)
+        return results + [rest] * (len(written) - len(results))
 
     def _forget(self, key: ChunkKey, reason: str, detail: str = "") -> None:
         """Remove a key from the index if its file is gone."""
         try:
-            self.index.forget([key], reason, detail)
-        except OSError:
+            with self._faults.guard("index"):
+                self.index.forget([key], reason, detail)
+        except StoreError:
             self._miss(key)  # its row goes when its shard is compared next
 
     def _miss(self, key: ChunkKey) -> None:
@@ -476,7 +468,13 @@ class FileStore(Catalogue):
 def _private_index(root: str) -> str | None:
     """Path of this machine's index of a directory that machines share; None if this user has no
     directory for caches."""
-    name = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    name = root.encode(errors="surrogateescape")
     with suppress(ConfigError):
-        return str(user_cache() / "kvferry" / "index" / f"{name}.sqlite3")
+        folder = user_cache() / "kvferry" / "index"
+        # Earlier versions named it by BLAKE2, which hosts in FIPS mode refuse in several ways.
+        with suppress(ValueError, TypeError, AttributeError):
+            older = folder / f"{hashlib.blake2b(name, digest_size=16).hexdigest()}.sqlite3"
+            if older.exists():
+                return str(older)
+        return str(folder / f"{blake3(name).hexdigest(16)}.sqlite3")
     return None

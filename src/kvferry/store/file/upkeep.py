@@ -3,7 +3,6 @@ directory, write back times of use, and clean up after dead writers. `FileStore`
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from kvferry.store.faults import MediumFaults
+from kvferry.errors import StoreError
+from kvferry.store.faults import Faults
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import NUM_SHARDS
 from kvferry.store.file.index import Index
 from kvferry.store.file.settings import FileBounds
 from kvferry.types import ChunkKey
-
-logger = logging.getLogger(__name__)
 
 _SETTLED_SECONDS = 1.0
 """A directory that changed more recently than this may change again with an equal time."""
@@ -77,7 +75,7 @@ class Upkeep:
     def __init__(
         self,
         index: Index,
-        faults: MediumFaults,
+        faults: Faults,
         *,
         max_bytes: int,
         machines_share: bool,
@@ -167,13 +165,9 @@ class Upkeep:
         return more
 
     def _do(self, job: Callable[[], object], name: str = "upkeep") -> bool:
-        try:
+        # One broken job must not stop the others.
+        with suppress(StoreError), self._faults.guard(name):
             return bool(job())
-        except OSError as error:
-            self._faults.failed(name, error)
-        except Exception:
-            # This is the outermost loop of the thread: one broken job must not stop the others.
-            logger.exception("kvferry store: upkeep failed")
         return False
 
     def _run(self) -> None:
@@ -257,12 +251,8 @@ class Upkeep:
     @contextmanager
     def _past_errors_of_files(self) -> Iterator[None]:
         """Raise errors of the index; log those of files: one bad directory stops nothing else."""
-        try:
+        with suppress(StoreError), self._faults.guard("upkeep", passes=IndexUnavailable):
             yield
-        except IndexUnavailable:
-            raise
-        except OSError as error:
-            self._faults.failed("upkeep", error)
 
     def _keep_below_quota(self) -> None:
         """Evict what exceeds the quota after other machines, or people, placed files."""

@@ -10,10 +10,12 @@ import copy
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, suppress
+from typing import TypeVar
 
-from kvferry.errors import StoreError
+from kvferry.errors import ContractError, StoreError
+from kvferry.observe import Observer
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
@@ -23,10 +25,13 @@ from kvferry.store.base import (
     PutResult,
     ReadRange,
 )
+from kvferry.store.faults import Faults
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.maintenance import shrink
 from kvferry.store.servers.server_keys import ServerKeys, ServerStore
 from kvferry.types import ChunkKey
+
+T = TypeVar("T")
 
 _ABOUT = "about.json"
 _REMEMBERED_NAMES = 1 << 16
@@ -74,6 +79,74 @@ class RemoteClient(ABC):
         """Close the client. Idempotent; bounded in time."""
 
 
+class _GuardedClient(RemoteClient):
+    """A client whose every call ends with an answer of the right kind, or with StoreError. An error
+    that the client did not foresee, or an answer that is none, is named by its class and method."""
+
+    def __init__(
+        self, client: RemoteClient, url: str, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self.inner = client
+        self._faults = Faults(url, observer, clock, shows_text=False)
+
+    def _guard(self, method: str) -> AbstractContextManager[None]:
+        said = f"{type(self.inner).__name__}.{method} failed"
+        return self._faults.guard(f"client_{method}", said, passes=StoreError)
+
+    def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+        with self._guard("read"):
+            size = self.inner.read(name, ranges, deadline)
+            return _checked(size is None or _is_size(size), size)
+
+    def put(
+        self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
+    ) -> PutResult:
+        with self._guard("put"):
+            result = self.inner.put(name, buffers, deadline, replaces=replaces)
+            return _checked(isinstance(result, PutResult), result)
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
+        with self._guard("exists"):
+            found = self.inner.exists(names, deadline)
+            return _checked(isinstance(found, list) and len(found) == len(names), found)
+
+    def delete(self, name: str, deadline: float) -> bool:
+        with self._guard("delete"):
+            was_there = self.inner.delete(name, deadline)
+            return _checked(isinstance(was_there, bool), was_there)
+
+    def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
+        with self._guard("scan"):
+            for found in self.inner.scan(prefix, deadline):
+                name, num_bytes, last_used = found
+                is_entry = isinstance(name, str) and _is_size(num_bytes)
+                _checked(is_entry and isinstance(last_used, int | float), found)
+                yield found
+
+    def facts(self) -> dict[str, int | bool | None]:
+        with self._guard("facts"):
+            found = self.inner.facts()
+            return _checked(isinstance(found, dict), found)
+
+    def close(self) -> None:
+        with suppress(StoreError), self._guard("close"):
+            self.inner.close()
+
+
+def _checked(is_answer: bool, answer: T) -> T:
+    """Return an answer, if it is one."""
+    if not is_answer:
+        shown = type(answer).__name__
+        if isinstance(answer, Sized) and not isinstance(answer, str | bytes):
+            shown += f" of {len(answer)}"
+        raise ContractError(f"it returned a {shown}, which is no answer to it")
+    return answer
+
+
+def _is_size(size: object) -> bool:
+    return type(size) is int and size >= 0
+
+
 class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
@@ -97,7 +170,7 @@ class RemoteStore(ServerStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(url, opening, clock)
-        self._client = client
+        self._client = _GuardedClient(client, url, opening.observer, clock)
         self._prefix = prefix
         self._namespace = opening.namespace
         self._size = opening.value_bytes

@@ -6,7 +6,6 @@ copies what waits.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import OrderedDict
@@ -15,10 +14,9 @@ from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.processors import begin_io_thread
 from kvferry.store.base import PutResult, ValueCheck
+from kvferry.store.faults import Faults
 from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
-
-logger = logging.getLogger(__name__)
 
 _MAX_COPY_BYTES = 1 << 30
 """Bound of the values that are copied unchecked: a larger value is no record of ours."""
@@ -41,6 +39,7 @@ class TierThread:
         self._target = target
         self._observer = observer
         self._check = check
+        self._faults = Faults(target.given.url, observer, target.clock)
         # Keys that wait, oldest first, and the tier that has the value.
         self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._copying: ChunkKey | None = None  # None, too, once the value is removed
@@ -94,9 +93,10 @@ class TierThread:
         while True:
             is_last = self._closing.is_set()
             try:
-                self.run_due()
-            except Exception:  # outermost loop of the thread: the next copies go on
-                logger.exception("copying a value to another tier failed")
+                with self._faults.guard("copy"):
+                    self.run_due()
+            except StoreError:  # of a store that broke its contract; after a while, others go on
+                self._closing.wait(self._target.patience.look_seconds)
                 continue
             with self._lock:
                 if is_last or not (self._waiting or self._target.next_try < math.inf):

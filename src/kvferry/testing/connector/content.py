@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
+from blake3 import blake3
 
 HEADS, HEAD_DIM, LAYERS = 2, 8, 2
 LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -103,7 +103,7 @@ class Row:
             for place in range(item.length)
         }
         decides = repr((identity, ask.salt, ask.adapter and ask.adapter.content, ask.embeds))
-        self._seeds = [int.from_bytes(blake2b(decides.encode(), digest_size=4).digest(), "little")]
+        self._seeds = [int.from_bytes(blake3(decides.encode()).digest(4), "little")]
 
     @property
     def hit(self) -> int:
