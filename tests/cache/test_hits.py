@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvferry.keys import ChunkKeys
-from kvferry.types import ExtraKeys
+from kvferry.types import ExtraKeys, RequestOptions
 from tests.cache.hosts import make_groups, make_shared_storage_host
 
 SIZES = [
@@ -148,6 +149,32 @@ def test_uncacheable_requests_are_neither_read_nor_written(make_host):
     host.settle()
     again = host.run("hidden again", prompt, extra_keys=ExtraKeys(cacheable=False))
     assert again.num_external_tokens == 0
+
+
+@pytest.mark.parametrize("event", ["none", "preempted", "reset"])
+def test_a_request_whose_keys_become_known_while_it_runs_is_stored(make_host, event):
+    """As when its adapter was read meanwhile. A reset in between may have changed the weights."""
+    host = make_host(chunk_tokens=8)
+    prompt, known = list(range(41)), ExtraKeys(lora="content")
+    unread = replace(known, cacheable=False, reason="adapter", why="is being hashed")
+    request = host.admitted(
+        "first", prompt, extra_keys=unread, options=RequestOptions(explain=True)
+    )
+    host.step([request], tokens=20)
+    if event == "preempted":
+        host.preempt(request)
+        host.admit(request)
+    elif event == "reset":
+        host.scheduler.reset()
+    request.extra_keys = known
+    is_stored, answer = event != "reset", host.complete(request)
+    host.settle()
+    host.forget_memory()
+    if event == "none":
+        assert answer["kvferry"]["miss_tokens"] == {"adapter": 41}
+        assert answer["kvferry"]["not_stored"] == {"partial": 1}
+    again = host.run("again", prompt, extra_keys=known)
+    assert again.num_external_tokens == (40 if is_stored else 0)
 
 
 def test_layers_without_kv_of_ours_are_left_alone(make_host):

@@ -11,6 +11,7 @@ from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import FinishResult, Plan, WorkerMeta, WorkerOutput
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
+from kvferry.testing.clock import FakeClock
 from kvferry.types import (
     DEFAULT_OPTIONS,
     NO_EXTRA_KEYS,
@@ -22,6 +23,7 @@ from kvferry.types import (
 from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.host import (
+    ADAPTER_SECONDS,
     UNCACHEABLE,
     HostRequests,
     UnknownAdapterError,
@@ -577,6 +579,37 @@ def test_an_adapter_of_the_same_name_is_another():
     assert requests.view(request).extra_keys.lora == "content of a"
     request.lora_request = Adapter("b")
     assert requests.view(request).extra_keys.lora == "content of b"
+
+
+def test_a_look_up_waits_for_an_adapter_that_is_being_read():
+    """A short time. Then the request is computed; its keys are looked for again as it runs."""
+    clock, known = FakeClock(), []
+
+    def identify(_lora):
+        if not known:
+            raise UnreadAdapterError("is being hashed")
+        return known[0]
+
+    connector = DictConnector(make_config(), SCHEDULER, store={})
+    requests = HostRequests(identify, str)
+    requests.clock = clock
+    connector.attach(DictScheduler({}), block_size=4, observer=None, requests=requests)
+    first, second = (host_request(request_id=name, lora_request=Adapter("a")) for name in "ab")
+    assert connector.get_num_new_matched_tokens(first, 0) == (None, False)
+    clock.advance(ADAPTER_SECONDS)
+    assert connector.get_num_new_matched_tokens(second, 0) == (None, False)  # its own time
+    assert connector.get_num_new_matched_tokens(first, 0) == (0, False)
+    known.append("content")
+    assert connector.get_num_new_matched_tokens(second, 0) == (0, False)
+    requests.allocated("a", ([1, 2],), 0)
+    output = SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[4]
+        ),
+        num_scheduled_tokens={"a": 4},
+    )
+    [scheduled] = requests.step(output).scheduled
+    assert scheduled.request.extra_keys == ExtraKeys(lora="content")
 
 
 def test_an_adapter_is_asked_for_once_while_a_request_stays_as_it_is():

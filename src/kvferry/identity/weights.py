@@ -55,6 +55,8 @@ _LONG_BYTES = 1 << 30
 """From this size on, hashing a file takes a while and is logged."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+_COMMIT = re.compile("[0-9a-f]{40}")
+_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 _SAMPLE_BYTES = 64 * 1024
 _NUM_SAMPLES = 64
@@ -168,7 +170,7 @@ def newest_change(model_dir: Path, *others: str) -> float:
     """Return when a weight file of `model_dir`, or one of `others` in it, last changed, by the
     clock of its file system, in seconds since the epoch. A change is also that a link on the way to
     it is replaced, or its directory renamed. Raises ConfigError as `weights_digest`."""
-    files = {*_weight_files(model_dir).values(), *(model_dir / name for name in others)}
+    files = _files_and(model_dir, others)
     changes = [_stat(path).st_ctime for path in files]
     directories = [_stat(each) for each in {path.parent for path in files}]
     # Equal times are those of a file that came or went.
@@ -247,13 +249,41 @@ def _name_in_hub(path: Path) -> bytes | None:
     Face's cache. None for other files, and for a blob that changed since the link was made: a
     program that writes to a snapshot's file changes the blob and not its name. (Small files, which
     are no blobs of Git LFS, have the shorter names of Git.)"""
+    blob = _blob_of(path)
+    return bytes.fromhex(blob.name) if blob is not None and _SHA256.fullmatch(blob.name) else None
+
+
+def _blob_of(path: Path) -> Path | None:
+    """The blob that a file of a hub's snapshot is a link to; None if it is no such link, or if the
+    blob changed since."""
     blob = path.resolve()
-    if not path.is_symlink() or blob.parent.name != "blobs" or not _SHA256.fullmatch(blob.name):
+    if not path.is_symlink() or blob.parent.name != "blobs" or not _BLOB.fullmatch(blob.name):
         return None
     is_snapshots = blob.parent.with_name("snapshots") in (each.resolve() for each in path.parents)
     if not is_snapshots or blob.stat().st_ctime_ns > path.lstat().st_ctime_ns:
         return None
-    return bytes.fromhex(blob.name)
+    return blob
+
+
+def is_in_snapshot(model_dir: Path, *others: str) -> bool:
+    """Whether all weight files of `model_dir`, and `others` in it, are links of one commit's
+    snapshot in a hub's cache to blobs that did not change since. Such a path names the content:
+    whoever read these files, and whenever, read this. Raises ConfigError as `weights_digest`."""
+    if model_dir.parent.name != "snapshots" or not _COMMIT.fullmatch(model_dir.name):
+        return False  # a link to a snapshot names nothing, as it may be replaced
+    return all(_blob_of(path) is not None for path in _files_and(model_dir, others))
+
+
+def shows_its_changes(model_dir: Path, *others: str) -> bool:
+    """Whether each change of a weight file of `model_dir`, or of `others` in it, shows in its
+    times. Raises ConfigError as `weights_digest`."""
+    return all(
+        map(shows_changes, {path.resolve().parent for path in _files_and(model_dir, others)})
+    )
+
+
+def _files_and(model_dir: Path, others: Iterable[str]) -> set[Path]:
+    return {*_weight_files(model_dir).values(), *(model_dir / name for name in others)}
 
 
 def _file_digest(

@@ -238,7 +238,7 @@ class OneRole:
     ) -> tuple[int | None, bool]:
         role, requests, _ = self._woken()
         view = requests.view(request, is_lookup=True)
-        return role.lookup(view, num_computed_tokens)[:2]
+        return (None, False) if requests.waits(view) else role.lookup(view, num_computed_tokens)[:2]
 
     def update_state_after_alloc(
         self, request: V1Request, blocks: V1Blocks, num_external_tokens: int

@@ -6,6 +6,7 @@ It accepts the spellings of vLLM 0.10 to 0.32. Runs in: scheduler.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -28,6 +29,10 @@ from kvferry.v1.types import SchedulerOutput, V1Request
 from kvferry.v1.utilities import resumed_flags
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_SECONDS = 1.0
+"""How long the look-ups of a request wait for its adapter to be read. After that the request is
+computed, and stored if the adapter is known before it ends."""
 
 LoraIdentity = Callable[[Any], str | None]
 """Maps a host's LoRA request to an identity of the adapter's content; None: do not cache. Raises
@@ -65,7 +70,10 @@ class Inputs(NamedTuple):
 class HostRequestView:
     """A host's request as a `RequestView`. `all_token_ids` is the host's own list, which grows."""
 
-    __slots__ = ("extra_keys", "handover", "inputs", "options", "request", "request_id")
+    __slots__ = (
+        "awaits_adapter", "extra_keys", "handover", "inputs", "is_unread", "options", "request",
+        "request_id", "until",
+    )  # fmt: skip
 
     def __init__(
         self, request: V1Request, handover: Handover | None, options: RequestOptions
@@ -73,6 +81,9 @@ class HostRequestView:
         self.request = request
         self.request_id = request.request_id
         self.inputs: Inputs | None = None
+        self.is_unread = False  # not cacheable, but perhaps once its adapter is read
+        self.awaits_adapter = False  # the adapter is being looked at, for the first time or again
+        self.until: float | None = None  # until when its look-ups wait for that
         self.extra_keys = NO_EXTRA_KEYS
         self.handover = handover
         self.options = options
@@ -126,6 +137,8 @@ class HostRequests:
         loads: False: nothing is loaded for any request, whatever it asks for.
     """
 
+    clock = staticmethod(time.monotonic)  # replaced by tests
+
     def __init__(
         self,
         lora_identity: LoraIdentity = lambda _lora_request: None,
@@ -147,8 +160,9 @@ class HostRequests:
 
     def view(self, request: V1Request, *, is_lookup: bool = False) -> HostRequestView:
         """The view of a request; the same object for the request's whole life. Its extra keys
-        follow the request until they cannot be found: from then on it is not cached. Between a
-        look-up and the allocation for its hit they stay as they are."""
+        follow the request until they cannot be found: from then on it is not cached. While its
+        adapter is being read, they are looked for again. Between a look-up and the allocation for
+        its hit they stay as they are."""
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:  # hosts may use an id again
             params = getattr(request, "kv_transfer_params", None)
@@ -162,35 +176,49 @@ class HostRequests:
             why = self._unread()
             if why:
                 view.extra_keys = ExtraKeys(cacheable=False, reason=LookupMiss.HASHING, why=why)
-        if view.extra_keys.cacheable:
+        if view.extra_keys.cacheable or view.is_unread:
             self._follow(view)
+        view.awaits_adapter = view.is_unread
         if is_lookup:
-            self._check_adapter(view)
+            view.awaits_adapter |= self._check_adapter(view)
         return view
+
+    def waits(self, view: HostRequestView) -> bool:
+        """Whether a request that is looked up waits for its adapter to be looked at."""
+        if not (view.awaits_adapter and view.options.load):
+            return False
+        now = self.clock()
+        if view.until is None:
+            view.until = now + ADAPTER_SECONDS
+        return now < view.until
 
     def _follow(self, view: HostRequestView) -> None:
         """Find the extra keys of a request again if its inputs changed."""
         try:
             inputs = inputs_of(view.request)
-            if inputs != view.inputs:
-                if view.inputs is not None and self._drafts:
-                    raise ValueError("it grew, and this engine decodes speculatively")
+            has_grown = view.inputs is not None and inputs != view.inputs
+            if has_grown and self._drafts:
+                raise ValueError("it grew, and this engine decodes speculatively")
+            if inputs != view.inputs or view.is_unread:
                 view.inputs = inputs
                 view.extra_keys = extra_keys_of(inputs, self._lora_identity, self._item_identity)
+                view.is_unread = False
         except _NOT_FOUND as error:
             view.extra_keys = _not_cached(error)
+            view.is_unread = isinstance(error, UnreadAdapterError)
 
-    def _check_adapter(self, view: HostRequestView) -> None:
+    def _check_adapter(self, view: HostRequestView) -> bool:
         """Let a request go uncached from now on if its adapter lost its identity: the host may have
-        loaded another in its place while the request ran."""
+        loaded another in its place while the request ran. Whether that is being looked at."""
         if view.extra_keys.lora is None or view.inputs is None:
-            return
+            return False
         try:
             self._lora_identity(view.inputs.lora[1])
         except UnreadAdapterError:
-            pass
+            return True
         except _NOT_FOUND as error:
             view.extra_keys = _not_cached(error)
+        return False
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended."""
@@ -251,6 +279,8 @@ class HostRequests:
                     logger.warning("%r is scheduled in unknown blocks: not cached", request_id)
                     self.forget(request_id)
                 continue
+            if view.is_unread:
+                self._follow(view)
             self._check_adapter(view)
             num_tokens = output.num_scheduled_tokens[request_id]
             scheduled.append(ScheduledView(view, tuple(table), num_computed, num_tokens))

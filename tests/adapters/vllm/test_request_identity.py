@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from kvferry.adapters.vllm import request_identity
 from kvferry.adapters.vllm.request_identity import RECHECK_SECONDS, LoraIdentities
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.v1.host import UnknownAdapterError
+from kvferry.v1.host import ADAPTER_SECONDS, HostRequests, UnknownAdapterError
 
 from .fakes import write_model
 
@@ -178,6 +180,7 @@ def test_an_adapter_of_equal_times_that_changed_is_known_by_its_content(
 ):
     """Times of mounts may come from elsewhere."""
     monkeypatch.setattr(request_identity, "newest_change", lambda *_: 0.0)
+    monkeypatch.setattr(request_identity, "shows_its_changes", lambda *_: False)
     assert len(settled(identities, Lora(adapter))) == 129
     clock.advance(RECHECK_SECONDS)
     write_model(adapter, fill=2.0)
@@ -230,3 +233,156 @@ def test_an_adapter_whose_files_stay_has_its_identity_again_after_a_look(
     with pytest.raises(UnknownAdapterError, match="is being hashed"):
         identities(Lora(adapter))
     assert settled(identities, Lora(adapter)) == first
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_look_at_files_whose_times_show_changes_reads_none(
+    shows, adapter, identities, clock, monkeypatch
+):
+    reads = []
+    digest = request_identity.adapter_digest
+    monkeypatch.setattr(request_identity, "adapter_digest", lambda p: reads.append(p) or digest(p))
+    monkeypatch.setattr(request_identity, "shows_its_changes", lambda *_: shows)
+    for _ in range(3):
+        settled(identities, Lora(adapter))
+        clock.advance(RECHECK_SECONDS)
+    assert len(reads) == (1 if shows else 3)
+
+
+def test_files_that_cannot_be_read_now_may_be_later(adapter, identities, clock, caplog):
+    (adapter / "model.safetensors").rename(adapter.parent / "kept")
+    for _ in range(2):
+        assert "cannot be hashed" in settled(identities, Lora(adapter))
+        clock.advance(RECHECK_SECONDS)
+    assert caplog.text.count("are not cached") == 1
+    (adapter.parent / "kept").rename(adapter / "model.safetensors")  # which is a change, here
+    assert "changed on disk" in settled(identities, Lora(adapter))
+
+
+# --- bursts of requests ---------------------------------------------------------------------------
+
+
+def request_under(lora, number):
+    return SimpleNamespace(
+        request_id=f"{lora.lora_path} {number}", lora_request=lora, num_prompt_tokens=400,
+        all_token_ids=[7] * 400, prompt_token_ids=[7] * 400, mm_features=[], cache_salt=None,
+        prompt_embeds=None, kv_transfer_params=None, sampling_params=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["soon", "late"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["again", "first"])
+def test_a_burst_while_an_adapter_is_read_loses_no_cache(
+    is_known, ends, tmp_path, adapter, clock, monkeypatch
+):
+    """Of 40 requests under two adapters, those of the one that is being read wait for a moment;
+    then they are computed, and stored once it was read. The others wait for nothing."""
+    other, slow, look = (
+        Lora(write_adapter(tmp_path / "b", 2.0), 2),
+        Lora(adapter),
+        threading.Event(),
+    )
+    look_at = request_identity._look_at
+
+    def looks(path, *rest):
+        if path == adapter:
+            look.wait(60.0)
+        return look_at(path, *rest)
+
+    monkeypatch.setattr(request_identity, "_look_at", looks)
+    identities = LoraIdentities(clock)
+    requests = HostRequests(identities, str)
+    requests.clock = clock
+    if is_known:
+        look.set()
+        settled(identities, slow)
+    settled(identities, other)
+    clock.advance(RECHECK_SECONDS)
+    look.clear()
+    burst = [request_under(lora, number) for number in range(20) for lora in (slow, other)]
+
+    def look_up(under):
+        views = [
+            requests.view(each, is_lookup=True) for each in burst if each.lora_request is under
+        ]
+        return {(view.extra_keys.cacheable, requests.waits(view)) for view in views}
+
+    assert look_up(slow) == {(False, True)}
+    wait_until(lambda: look_up(other) == {(True, False)}, "the other adapter is looked at")
+    if ends == "late":
+        clock.advance(ADAPTER_SECONDS)
+        assert look_up(slow) == {(False, False)}  # they are computed
+    look.set()
+    wait_until(lambda: look_up(slow) == {(True, False)}, "they are cached")
+    assert {requests.view(each).extra_keys.lora for each in burst} == {
+        settled(identities, slow), settled(identities, other),
+    }  # fmt: skip
+    identities.close()
+
+
+def test_a_look_up_waits_also_if_its_request_was_known_before_the_look(adapter, clock):
+    identities = LoraIdentities(clock)
+    requests = HostRequests(identities, str)
+    requests.clock = clock
+    settled(identities, Lora(adapter))
+    request = request_under(Lora(adapter), 0)
+    assert requests.view(request).extra_keys.cacheable  # as it came
+    clock.advance(RECHECK_SECONDS)  # it queues
+    assert requests.waits(requests.view(request, is_lookup=True))
+    assert requests.view(request).extra_keys.cacheable
+    wait_until(lambda: not requests.waits(requests.view(request, is_lookup=True)), "an answer")
+    identities.close()
+
+
+# --- adapters that came after the start -----------------------------------------------------------
+
+
+def snapshot_of(adapter, cache, commit="c" * 40):
+    """Lay files out as a hub's cache does."""
+    blobs, place = cache / "blobs", cache / "snapshots" / commit
+    blobs.mkdir(parents=True)
+    place.mkdir(parents=True)
+    for path in adapter.iterdir():
+        data = path.read_bytes()
+        is_large = path.suffix == ".safetensors"  # as Git LFS has them
+        name = (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        (place / path.name).symlink_to(f"../../blobs/{name}")
+    return place
+
+
+LATE = {
+    "snapshot": True,
+    "directory": False,
+    "copy of a known one": False,
+    "snapshot with a file of its own": False,
+    "snapshot of which a blob was written again": False,
+    "link to a snapshot": False,
+    "snapshot of no commit": False,
+}
+
+
+@pytest.mark.parametrize(("made", "is_cached"), LATE.items(), ids=LATE)
+def test_an_adapter_that_came_after_the_start_is_cached_if_its_path_names_its_content(
+    made, is_cached, tmp_path, adapter, identities
+):
+    """Elsewhere, the engine may have loaded what lay there before: it loads at a command that
+    connectors are not told of, and before the first request."""
+    commit = "main" if "no commit" in made else "c" * 40
+    path = snapshot_of(adapter, tmp_path / "hub", commit)
+    if made == "directory":
+        path = write_adapter(tmp_path / "late", 3.0)
+    elif made == "copy of a known one":
+        settled(identities, Lora(adapter, 7))
+        path = tmp_path / "copy"
+        shutil.copytree(adapter, path)
+    elif "own" in made and "known" not in made:
+        (path / "more.safetensors").write_bytes(b"more")
+    elif "again" in made:
+        (path / "model.safetensors").resolve().write_bytes(b"other")
+    elif "link" in made:
+        (tmp_path / "now").symlink_to(path)
+        path = tmp_path / "now"
+    found = settled(identities, Lora(path))
+    assert (len(found) == 129) is is_cached
+    assert is_cached or "changed on disk" in found

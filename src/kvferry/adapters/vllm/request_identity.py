@@ -10,28 +10,31 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from kvferry.adapters.vllm.host import prunes_items
-from kvferry.identity import adapter_digest, newest_change
+from kvferry.identity import adapter_digest, is_in_snapshot, newest_change, shows_its_changes
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.v1.host import UnknownAdapterError, UnreadAdapterError
 
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 5.0
-"""How often an adapter's files are hashed again while requests use it."""
+"""How often an adapter's files are looked at again while requests use it."""
 
 
 class LoraIdentities:
-    """Content digests of LoRA adapters. An I/O thread hashes: the scheduler's thread does no I/O.
+    """Content digests of LoRA adapters. I/O threads look: the scheduler's thread does no I/O.
 
     vLLM does not tell connectors when it loads an adapter, nor shows them what it loaded. So an
-    adapter has an identity if its files have not changed since the engine started: then whatever
-    was loaded, and whenever, was these files. It has none while they are hashed.
+    adapter has an identity if its files have not changed since the engine started, or lie in a
+    snapshot of a hub's cache, whose path names their content: then whatever was loaded, and
+    whenever, was these files. It has none before they were looked at, and every
+    `RECHECK_SECONDS` they are looked at again: a request that comes then waits for the answer.
 
     Runs in: scheduler, except for the jobs.
     """
@@ -46,7 +49,8 @@ class LoraIdentities:
         """Return the adapter's identity.
 
         Raises:
-            UnknownAdapterError: it has none, or is being hashed.
+            UnreadAdapterError: its files are being looked at; a later call knows more.
+            UnknownAdapterError: it has none.
         """
         path = getattr(lora_request, "lora_path", None) or getattr(
             lora_request, "lora_local_path", None
@@ -60,12 +64,14 @@ class LoraIdentities:
         if adapter.refused:
             raise UnknownAdapterError(adapter.refused)
         if adapter.job is None and self._clock() >= adapter.next_check:
-            self._pool = self._pool or IOPool(1, "kvferry-lora")
-            adapter.job = self._pool.submit(
-                lambda _job: _look_at(Path(adapter.path), self._started_at)
-            )
-        if adapter.job is not None:  # also while they are hashed again: files may differ
+            self._pool = self._pool or IOPool(_NUM_THREADS, "kvferry-lora")
+            look = partial(_look_at, Path(adapter.path), self._started_at, adapter.digest)
+            # Adapters that were never read leave threads to those that are looked at again.
+            adapter.job = self._pool.submit(lambda _job: look(), can_wait=not adapter.digest)
+        if adapter.job is not None:  # also while they are looked at again: files may differ
             raise UnreadAdapterError("is being hashed")
+        if adapter.fault:
+            raise UnknownAdapterError(adapter.fault)
         return adapter.digest
 
     def close(self) -> None:
@@ -78,47 +84,71 @@ class _Adapter:
 
     Attributes:
         digest: digest of its files; empty before they were hashed.
+        fault: why its files could not be read at the last look; or empty.
         refused: why it has no identity and gets none any more; or empty.
-        job: hashes its files; None: nothing does.
-        next_check: when they are hashed again, in seconds of the clock.
+        job: looks at its files; None: nothing does.
+        next_check: when they are looked at again, in seconds of the clock.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.digest = ""
+        self.fault = ""
         self.refused = ""
-        self.job: Job[tuple[str, str]] | None = None
+        self.job: Job[str] | None = None
         self.next_check = -math.inf
+        self._is_said = False
 
     def collect(self, now: float) -> None:
         """Learn what the job found, if it has ended."""
         if self.job is None or not self.job.poll():
             return
-        digest, why = self.job.result or ("", f"cannot be hashed: {self.job.error}")
-        self.job, self.next_check = None, now + RECHECK_SECONDS
-        if why or digest != (self.digest or digest):
-            self.refuse(why or _CHANGED)
-        self.digest = digest
+        digest, error = self.job.result, self.job.error
+        self.job, self.next_check, self.fault = None, now + RECHECK_SECONDS, ""
+        if isinstance(error, _OtherFilesError) or digest not in (None, self.digest or digest):
+            self.refuse(_CHANGED)
+        elif digest is None:
+            self.fault = f"cannot be hashed: {error}"
+            self._say(self.fault)
+        else:
+            self.digest = digest
 
     def refuse(self, why: str) -> None:
         """Let it have no identity from now on."""
         if not self.refused:
-            logger.warning("requests of LoRA %s are not cached: it %s", self.path, why)
+            self._say(why)
             self.refused = why
 
+    def _say(self, why: str) -> None:
+        if not self._is_said:
+            logger.warning("requests of LoRA %s are not cached: it %s", self.path, why)
+        self._is_said = True
+
+
+_NUM_THREADS = 4
+_SETTINGS_FILE = "adapter_config.json"
 
 _CHANGED = "changed on disk after this engine started, which may have loaded it before or after"
 
 
-def _look_at(path: Path, started_at: float) -> tuple[str, str]:
-    """Return the digest of an adapter, or why it has none. Runs in: I/O thread.
+class _OtherFilesError(Exception):
+    """The files of an adapter changed since the engine started."""
+
+
+def _look_at(path: Path, started_at: float, known: str) -> str:
+    """Return the digest of an adapter, which was `known` at the last look. Runs in: I/O thread.
 
     Raises:
         ConfigError, OSError: its files cannot be read.
+        _OtherFilesError: they changed since the engine started.
     """
-    digest = adapter_digest(path)
-    is_older = newest_change(path, "adapter_config.json") < started_at
-    return (digest, "") if is_older else ("", _CHANGED)
+    # Files are read again only where their times may hide a change.
+    is_known = known and shows_its_changes(path, _SETTINGS_FILE)
+    digest = known if is_known else adapter_digest(path)
+    is_older = newest_change(path, _SETTINGS_FILE) < started_at
+    if is_older or is_in_snapshot(path, _SETTINGS_FILE):
+        return digest
+    raise _OtherFilesError
 
 
 # --- multimodal items -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.accounts import Accounts, Announcer, explained
+from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
@@ -48,7 +48,7 @@ from kvferry.contract.messages import (
 )
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.errors import ContractError
-from kvferry.journal import Journal
+from kvferry.journal import Journal, JournalAnswer
 from kvferry.network import join_host
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
@@ -112,6 +112,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._accounts = Accounts(context, schema, journal)
         # For the next plan, by request; the slots are pinned until that plan is complete.
         self._loads: dict[str, tuple[Load, list[Slot]]] = {}
+        # Running requests that could not be cached when they were admitted, and what they got.
+        self._uncached: dict[str, JournalAnswer] = {}
         self._plan_numbers = count(1)
         self._is_running = True
 
@@ -236,8 +238,10 @@ class SharedStorageScheduler(SchedulerRole):
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
         if not self._follow(request) and num_external_tokens <= 0:
+            self._uncached[request.request_id] = not_cached(request)
             self._accounts.not_cacheable(request)
             return
+        self._uncached.pop(request.request_id, None)
         self._handovers.early.pop(request.request_id, None)
         state = self._track(request)
         state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
@@ -302,6 +306,8 @@ class SharedStorageScheduler(SchedulerRole):
         for item in step.scheduled:
             if not item.request.extra_keys.cacheable:
                 self._follow(item.request)
+            elif item.request.request_id in self._uncached:
+                self._admit_late(item.request)
         self.saves.poll_writes()
         saves = self.saves.plan(step) if self._may_save else ()
         saves += self.audits.plan(step)
@@ -327,6 +333,15 @@ class SharedStorageScheduler(SchedulerRole):
             namespace=self.requests.namespace,
             first_namespace=self._first_namespace,
         )
+
+    def _admit_late(self, request: RequestView) -> None:
+        """Store what a running request computes, as its extra keys became known after it was
+        admitted. It was counted as a miss."""
+        state = self._track(request)
+        state.handover = state.handover._replace(until=0.0, latest=0.0)
+        state.answer = self._uncached.pop(request.request_id)
+        if self._saves(request, state):
+            self.saves.admit(request.request_id, state)
 
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
@@ -400,6 +415,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         self._follow(request)
+        self._uncached.pop(request.request_id, None)
         state = self.requests.by_id.pop(request.request_id, None)
         self.saves.await_reports()
         self.saves.forget(request.request_id)
@@ -452,6 +468,7 @@ class SharedStorageScheduler(SchedulerRole):
             self._end_search(state)
             self._forget_load(request_id)
         self.audits.begin_epoch()
+        self._uncached.clear()
         self.pool.clear()
         self._handovers.early.clear()
         self.requests.begin_epoch(namespace)
