@@ -62,9 +62,10 @@ help:
 
 $(STAMP): pyproject.toml constraints/test.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
+	@echo "installing into $(VENV): about 3 GB of packages, for some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints/test.txt --editable '.[test]'
+	$(BIN)/python -m pip install --constraint constraints/test.txt --editable '.[test]'
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -142,7 +142,8 @@ class Round:
     logprob_diff: float
 
 
-Advance = Callable[[str], None]
+Advance = Callable[[int, int, str], None]
+"""Is told how many requests of how many were answered, and what the last one was."""
 
 
 def prompt_of(options: HandoverOptions, name: str, num_tokens: int) -> list[int]:
@@ -154,8 +155,8 @@ def prompt_of(options: HandoverOptions, name: str, num_tokens: int) -> list[int]
 
 
 def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> list[Round]:
-    """Measure and return all rounds; call `advance` after each. A short round before the others
-    keeps the cost of first forwards and of the connection out of the figures.
+    """Measure and return all rounds; call `advance` after each request. A short round before the
+    others keeps the cost of first forwards and of the connection out of the figures.
 
     Raises:
         ConfigError: the model or its tokenizer cannot be used.
@@ -163,14 +164,31 @@ def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> list[R
     """
     lengths = [_WARM_UP_CHUNKS * options.chunk_tokens] + [options.document_tokens] * options.rounds
     rounds = []
+    num_done = 0
+
+    def answered(what: str) -> None:
+        nonlocal num_done
+        num_done += 1
+        where = f"round {len(rounds)} of {options.rounds}" if rounds else "warm-up"
+        advance(num_done, len(lengths) * len(_REQUESTS), f"{where}, {what}")
+
     for number, length in enumerate(lengths):
         handed, computed = (prompt_of(options, f"{number} {of}", length) for of in ("one", "two"))
-        rounds.append(_measure(options, pair, handed, computed))
-        advance(f"round {number}" if number else "warm-up")
+        rounds.append(_measure(options, pair, handed, computed, answered))
     return rounds[1:]
 
 
-def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: list[int]) -> Round:
+_REQUESTS = ("handed over", "from the decoder's own cache", "computed", "of one engine")
+"""The requests of a round."""
+
+
+def _measure(
+    options: HandoverOptions,
+    pair: Pair,
+    prompt: list[int],
+    other: list[int],
+    answered: Callable[[str], None],
+) -> Round:
     before = pair.prefiller.sums(), pair.decoder.sums()
     if pair.proxy is not None:
         decoded = pair.proxy.ask(prompt, options.max_tokens)
@@ -182,9 +200,13 @@ def _measure(options: HandoverOptions, pair: Pair, prompt: list[int], other: lis
         {name: now[name] - then[name] for name in _SUMS}
         for now, then in zip(after, before, strict=True)
     )
+    answered(_REQUESTS[0])
     local = pair.decoder.ask(prompt, options.max_tokens)
+    answered(_REQUESTS[1])
     computed = pair.decoder.ask(other, options.max_tokens)
+    answered(_REQUESTS[2])
     alone = pair.prefiller.ask(prompt, options.max_tokens)
+    answered(_REQUESTS[3])
     size, chunk = len(prompt), options.chunk_tokens
     whole = min(size // chunk * chunk, size - 1)
     differences = [abs(a - b) for a, b in zip(decoded.logprobs, alone.logprobs, strict=False)]

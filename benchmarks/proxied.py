@@ -107,7 +107,7 @@ def run(options: Options) -> list[Row]:
 def _turn(name: str, options: HandoverOptions) -> Row:
     try:
         with vllm_pair(options, PROXY, CASES[name](options)) as pair:
-            rounds = run_rounds(options, pair, lambda _: None)
+            rounds = run_rounds(options, pair, lambda *_: None)
             figures = [each.figures for each in rounds]
             row: Figures = {
                 column: 1e3 * median(each[figure] for each in figures)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +137,12 @@ def run(given: argparse.Namespace) -> Result:
     is_vllm = given.engine == "vllm"
     with vllm_pair(options, given.proxy) if is_vllm else embedded_pair(options) as pair:
         say("both engines run")
-        rounds = run_rounds(options, pair, lambda what: say(f"{what} done"))
+        started = time.monotonic()
+
+        def advance(done: int, total: int, what: str) -> None:
+            say(f"{done} of {total} requests: {what}; {time.monotonic() - started:.0f} s")
+
+        rounds = run_rounds(options, pair, advance)
         model = options.model_dir.resolve().name
         return Result(model=model, engines=pair.shapes, peer=pair.peer, rounds=rounds)
 
@@ -148,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
     print(json.dumps(as_json(result), indent=2) if given.json else "\n".join(lines(result)))
     return 1 if result.faults() else 0
 

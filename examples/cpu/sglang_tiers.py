@@ -266,7 +266,8 @@ def main() -> None:
         return ask(sys.argv[2], sys.argv[3])
     if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
-    for _ in range(2):
+    for number in (1, 2):
+        print(f"process {number} of 2: SGLang starts", file=sys.stderr, flush=True)
         again = [sys.executable, __file__, "--ask", *sys.argv[1:]]
         if subprocess.run(again, check=False).returncode:
             sys.exit("SGLang failed; the first error above says why")

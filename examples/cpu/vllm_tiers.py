@@ -167,7 +167,8 @@ def main() -> None:
     if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    for _ in range(2):
+    for number in (1, 2):
+        print(f"process {number} of 2: vLLM starts", file=sys.stderr, flush=True)
         again = [sys.executable, __file__, "--ask", *sys.argv[1:]]
         if subprocess.run(again, env=quiet | os.environ, check=False).returncode:
             sys.exit("vLLM failed; the first error above says why")

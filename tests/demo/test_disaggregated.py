@@ -23,8 +23,13 @@ def test_the_handover_demo_moves_every_whole_chunk_and_changes_no_answer(tmp_pat
         ["--model-dir", str(model_dir), "--document-tokens", "300", "--chunk-tokens", "32",
          "--rounds", "1", "--max-tokens", "5", "--dir", str(tmp_path), "--json"]
     )  # fmt: skip
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert code == 0, out
+    # Each request has a line, so that nobody waits without one.
+    assert [line.split(" requests")[0] for line in err.splitlines()[-8:]] == [
+        f"{number} of 8" for number in range(1, 9)
+    ]
+    assert "round 1 of 1, handed over; " in err
     result = json.loads(out)
     assert result["faults"] == []
     assert result["engines"] == ["2 ranks, blocks of 16", "1 rank, blocks of 64"]
@@ -75,6 +80,15 @@ def test_the_table_of_a_run_ends_in_its_verdict():
     assert "2.00 GB/s from p" in "\n".join(shown(right))
     assert shown(right)[-1].startswith("Right: ")
     assert shown(right, replace(right, same_answer=False))[-1] == "Wrong: an answer changed."
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupted(_given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("examples.cpu.disaggregated.run", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 @pytest.mark.parametrize(

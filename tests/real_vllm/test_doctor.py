@@ -15,10 +15,13 @@ from tests.real_vllm.harness import Process, kvferry, wait_for_records
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's, at its import
 
 ENGINES: list[dict[str, Any]] = [
-    {},
+    {"dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "float16", "block_size": 64},
-    {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
+    {
+        "dtype": "float32",
+        "hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    },
 ]
 
 
@@ -55,7 +58,9 @@ def test_nothing_is_wrong_with_the_store_of_an_engine_with_the_same_options(
     assert [each["code"] for each in value["findings"]] == ["other-kernels"]
     assert "config.cpu_blocks" in value["findings"][0]["wrong"]
     # Another option is named as one, whatever the kernels.
-    value = found(capsys, store, models["plain"], **{**engine, "hf_overrides": {"rms_norm_eps": 1}})
+    value = found(
+        capsys, store, models["plain"], **{**engine, "hf_overrides": {"rms_norm_eps": 1.0}}
+    )
     assert [each["code"] for each in value["findings"]] == ["other-model"]
     assert "cpu_blocks" not in value["findings"][0]["wrong"]
 
@@ -65,5 +70,7 @@ def test_options_that_vllm_refuses_are_a_finding(
 ) -> None:
     (store := tmp_path / "store").mkdir(mode=0o700)
     (store / "records").mkdir()
-    value = found(capsys, store, models["plain"], dtype="float99")
-    assert "configuration" in value["findings"][0]["todo"] or "float99" in str(value["findings"])
+    for options in ({"dtype": "float99"}, {"hf_overrides": {"rms_norm_eps": "one"}}):
+        value = found(capsys, store, models["plain"], **options)
+        assert [each["code"] for each in value["findings"]] == ["config"]
+        assert "configuration" not in value["about"]

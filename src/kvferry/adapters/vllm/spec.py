@@ -236,7 +236,7 @@ def hosted_model(
     given |= {"model": str(directory), "skip_tokenizer_init": True}
     try:
         config = arguments(**given).create_engine_config()
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except Exception as error:  # vLLM, Transformers and their hub raise errors of any base
         raise ConfigError(" ".join(str(error).split())) from error
     reader = load_host().load_config
     identity = model_identity(config, weights_version, reader, lambda _: weights)
