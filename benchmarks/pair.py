@@ -163,7 +163,7 @@ def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> list[R
         StoreError: an engine failed.
     """
     lengths = [_WARM_UP_CHUNKS * options.chunk_tokens] + [options.document_tokens] * options.rounds
-    rounds = []
+    rounds: list[Round] = []
     num_done = 0
 
     def answered(what: str) -> None:

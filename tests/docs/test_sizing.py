@@ -44,3 +44,15 @@ def test_the_table_is_what_the_configs_say(tmp_path):
     found = said[start : said.index("", start)]
     assert len(rows) == 10
     assert found == rows, "write this:\n" + "\n".join(rows)
+
+
+def test_the_estimates_of_the_readme_are_those_of_the_table():
+    readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    for name in ("Llama-3.1-8B", "Llama-3.3-70B"):
+        [line] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        token_bytes, *_, break_even, _, _ = (
+            cell.strip() for cell in line.strip("| ").split("|")[1:]
+        )
+        assert f" {int(token_bytes.replace(',', '')) >> 10} KiB" in readme
+        assert f" {break_even} " in readme
