@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.cli.output import Exit
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
 from kvferry.store.file.directory import record_path
@@ -116,11 +117,13 @@ class Ran:
 
     @property
     def error_line(self) -> str:
-        """The one line that a refused command prints; fails if it printed anything else."""
+        """The one line of a command that was refused, or that found nothing; fails if it printed
+        anything else."""
         assert self.out == ""
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
-        assert lines[0].startswith("error: ")
+        nothing = self.code == Exit.NO and lines[0].startswith("nothing found: ")
+        assert nothing or lines[0].startswith("error: ")
         return lines[0]
 
 

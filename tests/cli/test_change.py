@@ -85,7 +85,7 @@ def test_by_model(changed, run, url, tmp_path):
     assert count(url) == 4
     other = make_tiny_model(tmp_path / "other", seed=3)
     ran = run("rm", url, "--model", other, "--yes")
-    assert (ran.code, "no such namespace" in ran.error_line) == (2, True)
+    assert (ran.code, "no such namespace" in ran.error_line) == (1, True)
 
 
 def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
@@ -106,7 +106,7 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
     dry = json.loads(run("rm", url, "--max-bytes", "0", "--dry-run", "--json", "-").out)
     assert dry["records"] == 4
     ours = ["--tenant", "", "--dry-run"]
-    assert changed("rm", url, *ours, "--older-than", "0s") == 0
+    assert "all are pinned" in run("rm", url, *ours, "--older-than", "0s").error_line
     assert changed("rm", url, *ours) == 4
     assert run("rm", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 4
@@ -116,7 +116,7 @@ def test_pins_are_kept_by_gc_and_shown(changed, run, url, tokens_file):
     assert run("rm", url, "--max-bytes", "0", "--yes").code == 0
     assert count(url) == 0
     ran = run("pin", quota, "--tenant", "", "--until", "2999-01-31T08:00")
-    assert (ran.code, ran.out) == (1, "0 records pinned for " + ran.out.partition("for ")[2])
+    assert (ran.code, "no record in" in ran.error_line) == (1, True)
 
 
 def test_more_pins_than_half_of_the_quota_are_one_line(run, url):
@@ -160,7 +160,7 @@ def test_servers_cannot_pin(run, url_of, kind):
 
 
 @pytest.mark.parametrize(
-    "command", ["rm --everything", "rm --tenant x", "rm --max-bytes 0", "rm --older-than 1d"]
+    "command", ["rm --everything", "rm --tenant x", "rm --max-bytes 0", "rm --older-than 0s"]
 )
 def test_without_a_terminal_it_is_refused(run, url, command):
     put_prompt(url, space_of("x"))
@@ -221,7 +221,6 @@ def test_the_answer_decides(url):
         ("rm", "choose the records"),
         ("rm --everything --tenant x", "--everything stands alone"),
         ("rm --namespace zz", "hexadecimal"),
-        ("rm --namespace 00", "no such namespace"),
         ("rm --tokens F", "whose prompt is it"),
         ("rm --namespace 00 --tokens /dev/null --older-than 1d", "do not go together"),
         ("rm --older-than soon", "not a duration"),

@@ -156,7 +156,7 @@ def test_a_description_that_is_not_of_its_namespace_is_not_copied(copied, url, o
 def test_nothing_chosen_makes_no_store(run, url, other, prompt, tmp_path):
     put_prompt(url, tokens=range(50))
     ran = run("copy", url, other, *prompt)
-    assert (ran.code, ran.out) == (1, "nothing to copy\n")
+    assert (ran.code, "no chunk of this prompt" in ran.error_line) == (1, True)
     assert not (tmp_path / "other").exists()
 
 

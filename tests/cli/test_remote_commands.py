@@ -263,7 +263,7 @@ def test_gc_goes_by_last_use(fill, run, set_idle):
 
 def test_gc_of_a_bucket_goes_by_the_time_of_writing(fill, run):
     made = fill("s3")
-    assert asked(run, "rm", made.url, "--older-than", "1h", "--yes")["records"] == 0
+    assert run("rm", made.url, "--older-than", "1h", "--yes").code == 1
     assert asked(run, "rm", made.url, "--older-than", "0s", "--yes")["records"] == 3
 
 
@@ -293,7 +293,7 @@ def test_an_emptied_store_is_told_from_a_wrong_prefix(fill, run, kind):
     made.empty()
     for command in ("ls", "verify", "rm --max-bytes 0 --yes"):
         name, *options = command.split()
-        assert run(name, made.url, *options).code == 0
+        assert run(name, made.url, *options).code == (1 if name == "verify" else 0)
     assert asked(run, "ls", made.url, "--by", "namespace")["num_records"] == 0
     scheme, _, rest = made.url.partition("://")
     host, _, options = rest.partition("?")

@@ -10,7 +10,14 @@ from typing import Annotated
 import typer
 
 from kvferry.cli import stores
-from kvferry.cli.choice import Choice, DryRunOption, choosing, chosen, count
+from kvferry.cli.choice import (
+    Choice,
+    DryRunOption,
+    choosing,
+    chosen,
+    count,
+    why_nothing,
+)
 from kvferry.cli.output import (
     JsonOption,
     JsonRow,
@@ -20,6 +27,7 @@ from kvferry.cli.output import (
     parse_duration,
     progress,
     require_size,
+    say_nothing,
 )
 from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
@@ -51,38 +59,57 @@ def rm(
 
     Asks first. Pinned records stay where age or size chooses; else they are deleted, too. Of a
     prompt, its own chunks are deleted: longer prompts that begin with it miss from then on. A
-    bucket says when a record was written, not used.
+    bucket says when a record was written, not used. Exit code 1 if nothing matches.
 
     Example: kvferry rm file:///var/cache/kvferry --tenant team-a --dry-run
     """
-    if older_than is not None:
-        if choice.token_ids is not None:
-            raise ConfigError("--older-than and a prompt do not go together")
-        choice = replace(choice, age=parse_duration(older_than))
+    choice = _with_age(choice, older_than)
     is_by_use = _is_by_use(choice, max_bytes is not None, everything)
     keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
 
-    def ask(store: Catalogue) -> GcReport:
-        if not is_by_use:
-            return GcReport(*count(store, choice), 0)
-        found = stores.entries(store, store.scan())
-        return maintenance.estimate(store, found, keep_bytes, choice.age)
+    def ask(store: Catalogue) -> tuple[GcReport, str]:
+        if is_by_use:
+            found = stores.entries(store, store.scan())
+            report = maintenance.estimate(store, found, keep_bytes, choice.age)
+        else:
+            report = GcReport(*count(store, choice), 0)
+        return report, explained(store, report)
 
-    report = GcReport(0, 0, 0) if yes and not dry_run else stores.query_store(url, ask)
-    if not dry_run:
-        num_bytes = format_size(report.removed_bytes)
-        question = f"delete {report.removed_records:,} records, {num_bytes}, of {shown_url(url)}?"
-        confirm(question, yes=yes)
+    def explained(store: Catalogue, report: GcReport) -> str:
+        # A store that has at most the wanted size is what was asked for.
+        is_done = report.removed_records > 0 or keep_bytes is not None
+        return "" if is_done else why_nothing(store, choice)
+
+    report, why = GcReport(0, 0, 0), ""
+    if dry_run or not yes:
+        report, why = stores.query_store(url, ask)
+    if not dry_run and not why:
+        confirm(f"delete {_count(report)}, of {shown_url(url)}?", yes=yes)
         with open_existing(url, writable=True) as store:
             report = _shrink(store, keep_bytes, choice.age) if is_by_use else _clear(store, choice)
+            why = explained(store, report)
     value: JsonRow = {"dry_run": dry_run, "records": report.removed_records}
     value |= {"num_bytes": report.removed_bytes}
     verb = "would be deleted" if dry_run else "deleted"
-    said = f"{report.removed_records:,} records, {format_size(report.removed_bytes)} {verb}"
+    said = f"{_count(report)} {verb}"
     if is_by_use:
         value["used_bytes"] = report.used_bytes
         said += f"; {format_size(report.used_bytes)} in use after it"
+    if why:
+        say_nothing(value, json, why)
     emit(value, json, said)
+
+
+def _count(report: GcReport) -> str:
+    return f"{report.removed_records:,} records, {format_size(report.removed_bytes)}"
+
+
+def _with_age(choice: Choice, older_than: str | None) -> Choice:
+    if older_than is None:
+        return choice
+    if choice.prompt is not None:
+        raise ConfigError("--older-than and a prompt do not go together")
+    return replace(choice, age=parse_duration(older_than))
 
 
 def _is_by_use(choice: Choice, has_size: bool, everything: bool) -> bool:
@@ -142,13 +169,14 @@ def pin(
             num_records = _count_pins(store, choice, ends)
         else:
             num_records = store.pin((entry.key for entry in chosen(store, choice)), ends)
+        why = "" if num_records else why_nothing(store, choice)
     is_over = ends <= time.time()
     done = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
     value: JsonRow = {"dry_run": dry_run, "records": num_records}
     value["until"] = None if is_over else ends
+    if why:
+        say_nothing(value, json, why)
     emit(value, json, f"{num_records:,} records {'would be ' if dry_run else ''}{done}")
-    if not num_records:
-        raise typer.Exit(1)
 
 
 def _count_pins(store: Catalogue, choice: Choice, ends: float) -> int:

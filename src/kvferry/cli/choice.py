@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -14,23 +14,25 @@ import typer
 
 from kvferry.cli import stores
 from kvferry.cli.prompts import (
+    AskedPrompt,
+    ChatOption,
+    DateOption,
     LoraOption,
     ModelOption,
     NamespaceOption,
     PromptOption,
+    PromptOptions,
     RawOption,
     SaltOption,
     TokensOption,
     check_digits,
-    lora_identity,
     model_identity,
-    read_tokens,
 )
 from kvferry.errors import ConfigError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue, Entry
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
-from kvferry.types import ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
@@ -43,21 +45,19 @@ class Choice:
 
     Attributes:
         digits: first digits of the namespace's digest.
-        token_ids: tokens of a prompt, whose whole chunks are meant.
-        extra: salt and LoRA adapter of that prompt.
+        prompt: a prompt, whose whole chunks are meant.
         age: seconds since the last use, at least.
     """
 
     digits: str | None
     identity: ModelIdentity | None
     tenant: str | None
-    token_ids: Sequence[int] | None
-    extra: ExtraKeys
+    prompt: AskedPrompt | None
     age: float | None = None
 
     @property
     def is_everything(self) -> bool:
-        parts = (self.digits, self.identity, self.tenant, self.token_ids, self.age)
+        parts = (self.digits, self.identity, self.tenant, self.prompt, self.age)
         return all(part is None for part in parts)
 
 
@@ -67,23 +67,28 @@ def _read_choice(
     model: ModelOption = None,
     tenant: Annotated[str | None, typer.Option(help="All namespaces of this tenant.")] = None,
     prompt_file: PromptOption = None,
+    chat: ChatOption = None,
     tokens: TokensOption = None,
     raw: RawOption = False,
+    date: DateOption = None,
     salt: SaltOption = None,
     lora: LoraOption = None,
 ) -> Choice:
     """Read the options. Raises ConfigError if they cannot be read, or do not go together."""
-    has_prompt = prompt_file is not None or tokens is not None
-    if has_prompt and namespace is None and model is None:
+    prompt = PromptOptions(
+        prompt_file=prompt_file, chat=chat, tokens=tokens, raw=raw, date=date, salt=salt, lora=lora
+    )
+    if prompt.names_prompt and namespace is None and model is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if not has_prompt and (salt is not None or lora is not None):
-        raise ConfigError("--salt and --lora are of a prompt: give --prompt-file or --tokens")
+    if not prompt.names_prompt and (salt is not None or lora is not None):
+        raise ConfigError(
+            "--salt and --lora are of a prompt: give --prompt-file, --chat or --tokens"
+        )
     return Choice(
         digits=None if namespace is None else check_digits(namespace, "a namespace"),
         identity=None if model is None else model_identity(model),
         tenant=tenant,
-        token_ids=read_tokens(model, prompt_file, tokens, raw=raw) if has_prompt else None,
-        extra=ExtraKeys(cache_salt=salt, lora=lora_identity(lora)),
+        prompt=prompt.read(model) if prompt.names_prompt else None,
     )
 
 
@@ -116,9 +121,9 @@ def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
 def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
     """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
     pinned record is never too old. Raises as `stores.entries` and `of_tokens` do, and ConfigError
-    if no such namespace exists, or the store does not know when its records were used."""
-    if choice.token_ids is not None:
-        yield from _of_prompt(store, choice)
+    if the store does not know when its records were used."""
+    if choice.prompt is not None:
+        yield from _of_prompt(store, choice, choice.prompt)
         return
     is_any = choice.digits is None and choice.identity is None and choice.tenant is None
     digests = None if is_any else set(_spaces(store, choice))
@@ -158,7 +163,8 @@ def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Name
 
 
 def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
-    """Return the chosen namespaces by digest; None for one without a readable description."""
+    """Return the chosen namespaces by digest; None for one without a readable description. Raises
+    ConfigError if the digits are those of several."""
     digests = [*store.described(), *(store.namespaces() if choice.digits else ())]
     if choice.digits is not None:
         digests = [each for each in digests if each.hex().startswith(choice.digits)]
@@ -174,18 +180,32 @@ def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
         ):
             continue
         found[holding.digest] = space
-    if not found:
-        raise ConfigError(f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`")
     if choice.digits is not None and len(found) > 1:
         raise ConfigError(f"{len(found)} namespaces start with {choice.digits}; give more digits")
     return found
 
 
-def _of_prompt(store: Catalogue, choice: Choice) -> Iterator[Entry]:
-    for space in of_tokens(store.url, _spaces(store, choice)):
-        keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, choice.extra)
-        keys.extend(choice.token_ids or ())
+def _of_prompt(store: Catalogue, choice: Choice, prompt: AskedPrompt) -> Iterator[Entry]:
+    spaces = _spaces(store, choice)
+    for space in of_tokens(store.url, spaces) if spaces else ():
+        keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, prompt.extra)
+        keys.extend(prompt.token_ids)
         for key in keys.keys:
-            num_bytes = store.of(space.digest).read(key, ())
-            if num_bytes is not None:
-                yield Entry(key, num_bytes, 0.0, space.digest)
+            size = store.of(space.digest).read(key, ())
+            if size is not None:
+                yield Entry(key, size, 0.0, space.digest)
+
+
+def why_nothing(store: Catalogue, choice: Choice) -> str:
+    """Say why `chosen` yields nothing. Raises as `chosen`."""
+    is_any = choice.digits is None and choice.identity is None and choice.tenant is None
+    if not is_any and not _spaces(store, choice):
+        return f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`"
+    if choice.prompt is None:
+        what = "" if choice.age is None else ", or all are pinned or were used since"
+        return f"no record in {store.url} matches{what}"
+    text = f"no chunk of this prompt of {len(choice.prompt.token_ids)} tokens is in {store.url}. "
+    hints = list(choice.prompt.hints)
+    if choice.prompt.extra == NO_EXTRA_KEYS:
+        hints.append("With a salt or an adapter it has other keys: give --salt or --lora.")
+    return text + " ".join(hints)

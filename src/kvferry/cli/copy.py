@@ -8,8 +8,23 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvferry.cli.choice import Choice, DryRunOption, choosing, chosen, count
-from kvferry.cli.output import JsonOption, JsonRow, emit, make_table, progress
+from kvferry.cli.choice import (
+    Choice,
+    DryRunOption,
+    choosing,
+    chosen,
+    count,
+    why_nothing,
+)
+from kvferry.cli.output import (
+    Exit,
+    JsonOption,
+    JsonRow,
+    emit,
+    make_table,
+    progress,
+    say_nothing,
+)
 from kvferry.cli.stores import UrlArgument, await_answer, open_existing, require_writable
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
@@ -45,16 +60,16 @@ def copy(
         _refuse_small(target, num_bytes)
         said = f"{num_records:,} records, {format_size(num_bytes)}"
         facts: JsonRow = {"dry_run": dry_run, "records": num_records, "num_bytes": num_bytes}
-        if dry_run or not num_records:
-            emit(facts, json, f"{said} would be copied" if num_records else "nothing to copy")
-            if not num_records:
-                raise typer.Exit(1)
+        if not num_records:
+            say_nothing(facts, json, why_nothing(source, choice))
+        if dry_run:
+            emit(facts, json, f"{said} would be copied")
             return
         with open_one(target, Opening(index=False)) as store:
             await_answer(store)
             found = bar.track(chosen(source, choice), num_records, description="copying")
             copied = _copy(source, store, found)
-            if choice.token_ids is not None:  # in order, and the start of a prompt is evicted last
+            if choice.prompt is not None:  # in order, and the start of a prompt is evicted last
                 store.touch(copied.keys)
     bad: list[JsonRow] = [{"key": entry.key.hex(), "reason": str(why)} for entry, why in copied.bad]
     num_stored, num_existing = (
@@ -65,7 +80,7 @@ def copy(
     tables = [make_table({"not copied": "key", "reason": "reason"}, bad)] if bad else []
     emit(facts, json, text, *tables)
     if bad:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 class _Copied(NamedTuple):

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.output import (
+    Exit,
     JsonOption,
     JsonRow,
     emit,
@@ -65,7 +66,7 @@ def demo(
     table = make_table(_COLUMNS, rows, title=title)
     emit(value, json, table, verdict(result), f"Store: kvferry ls {result.store}")
     if result.faults():
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def _run(options: DemoOptions, console: Console) -> DemoResult:

@@ -18,6 +18,7 @@ from rich.console import RenderableType
 
 from kvferry.cli import stores
 from kvferry.cli.output import (
+    Exit,
     JsonOption,
     JsonRow,
     emit,
@@ -101,7 +102,7 @@ def doctor(
     about |= {name: getattr(facts, name) for name in names if facts is not None}
     _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
     if findings:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def _right(findings: list[Finding], *, vllm: bool, has_config: bool) -> JsonRow:

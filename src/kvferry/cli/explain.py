@@ -6,6 +6,7 @@ import json as json_module
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,19 +16,29 @@ from rich.console import RenderableType
 
 from kvferry.cli import stores
 from kvferry.cli.choice import of_tokens
-from kvferry.cli.output import JsonOption, JsonRow, emit, format_age, make_table, plain
+from kvferry.cli.output import (
+    JsonOption,
+    JsonRow,
+    NothingFound,
+    emit,
+    format_age,
+    make_table,
+    plain,
+)
 from kvferry.cli.prompts import (
+    AskedPrompt,
+    ChatOption,
+    DateOption,
     LoraOption,
     ModelOption,
     NamespaceOption,
     PromptOption,
+    PromptOptions,
     RawOption,
     SaltOption,
     TokensOption,
     check_digits,
-    lora_identity,
     model_identity,
-    read_tokens,
 )
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, StoreError
@@ -38,7 +49,7 @@ from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
 from kvferry.survey import Differences, differences, differences_of_model, of_hosts, survey
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS
 
 _MAX_TEXT = 200
 """Most characters that are shown of an untrusted value."""
@@ -63,8 +74,10 @@ def explain(
     model: ModelOption = None,
     namespace: NamespaceOption = None,
     prompt_file: PromptOption = None,
+    chat: ChatOption = None,
     tokens: TokensOption = None,
     raw: RawOption = False,
+    date: DateOption = None,
     salt: SaltOption = None,
     lora: LoraOption = None,
     block_size: Annotated[
@@ -88,28 +101,32 @@ def explain(
     if journal is not None:
         _explain_journal(journal, request, limit, json)
         return
+    options = PromptOptions(
+        prompt_file=prompt_file, chat=chat, tokens=tokens, raw=raw, date=date, salt=salt, lora=lora
+    )
     if model is None and namespace is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    digits = "" if namespace is None else check_digits(namespace, "a namespace")
-    token_ids = read_tokens(model, prompt_file, tokens, raw=raw)
-    extra = ExtraKeys(cache_salt=salt, lora=lora_identity(lora))
-    identity = None if digits else model_identity(Path(str(model)))
+    asked, digits = options.read(model), check_digits(namespace or "0", "a namespace")
+    identity = model_identity(Path(str(model))) if namespace is None else None
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
         def of_tiers(tiers: Mapping[str, Catalogue], away: dict[str, str]) -> PromptAnswer:
-            prompt = PromptSearch(tiers, token_ids, extra, block_size, away)
+            prompt = PromptSearch(tiers, token_ids, asked.extra, block_size, away)
             return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
         return _ask_tiers(urls or [], of_tiers)
 
-    answer = ask(token_ids)
-    notes = _notes(answer, extra)
+    answer = ask(asked.token_ids)
+    notes = _notes(answer, asked)
     if prompt_file is not None and answer.reason is LookupMiss.ABSENT:
-        other = ask(read_tokens(model, prompt_file, None, raw=not raw))
-        if other.hit_tokens > answer.hit_tokens:
-            form = "Without --raw, in the chat template," if raw else "With --raw,"
-            notes.append(f"{form} {_hits(other)}.")
+        other = ask(replace(options, raw=not raw).read(model).token_ids)
+        notes += _of_other_form(answer, other, raw=raw)
     _show(answer, notes, json)
+
+
+def _of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> list[str]:
+    form = "Without --raw, in the chat template," if raw else "With --raw,"
+    return [f"{form} {_hits(other)}."] if other.hit_tokens > answer.hit_tokens else []
 
 
 # -- the store ------------------------------------------------------------------------------------
@@ -124,7 +141,7 @@ def _ask_tiers(
         try:
             return question(tiers, away)
         except ConfigError as error:
-            raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
+            raise type(error)("; ".join([str(error), *away_lines(away)])) from error
 
     if len(urls) == 1:
         scheme = parse_store_url(urls[0]).scheme
@@ -173,7 +190,7 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
         raise ConfigError(f"{len(found)} namespaces start with {digits}; give more digits")
     if not found:
         list(prompt.ask(_num_lost))  # raises where it cannot be known
-        raise ConfigError(f"no namespace in {prompt.where} starts with {digits}; see `kvferry ls`")
+        raise NothingFound(f"no namespace in {prompt.where} starts with {digits}; see `kvferry ls`")
     (target,) = of_tokens(prompt.where, found)
 
     def others() -> list[Space]:
@@ -189,7 +206,7 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
+def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
     """Return hints where to look further."""
     notes = away_lines(answer.away)
     other = [] if answer.elsewhere is None else [answer.elsewhere.space]
@@ -207,7 +224,8 @@ def _notes(answer: PromptAnswer, extra: ExtraKeys) -> list[str]:
                 f"The prompt differs from what was stored within tokens {answer.hit_tokens + 1:,}-"
                 f"{last:,}, or nothing longer was stored."
             )
-        if extra == NO_EXTRA_KEYS:
+        notes += asked.hints
+        if asked.extra == NO_EXTRA_KEYS:
             notes.append(
                 "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
             )
@@ -370,8 +388,9 @@ def _about(space: Space, hit_tokens: int) -> JsonRow:
 def _explain_journal(path: Path, request: str | None, limit: int, json: str | None) -> None:
 
     lines = read_journal(path, request, limit)
-    if not lines and request is not None:
-        raise ConfigError(f"journal {path} has no request whose id starts with {request!r}")
+    if not lines:
+        which = "" if request is None else f" whose id starts with {request!r}"
+        raise NothingFound(f"journal {path} has no request{which}")
     misses: Counter[str] = Counter()
     not_stored: Counter[str] = Counter()
     for line in lines:
@@ -401,7 +420,7 @@ def _explain_journal(path: Path, request: str | None, limit: int, json: str | No
     columns = {"reason": "reason", "missed": "tokens", "not stored": "not_stored", "means": "means"}
     tables.append(make_table(columns, reasons))
     value: JsonRow = {"summary": summary, "requests": list(requests), "reasons": list(reasons)}
-    emit(value, json, summary, *(tables if lines else []))
+    emit(value, json, summary, *tables)
 
 
 def _meaning(reason: str) -> str:

@@ -1,6 +1,6 @@
 """The `kvferry` command: collects the sub-commands and turns each expected failure into one line.
 
-`kvferry.cli.__main__` runs `main`. docs/operate.md lists the exit codes.
+`kvferry.cli.__main__` runs `main`. `kvferry.cli.output.Exit` has the exit codes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 import kvferry
 from kvferry.cli.change import pin, rm
@@ -20,20 +21,15 @@ from kvferry.cli.demo import demo
 from kvferry.cli.doctor import doctor
 from kvferry.cli.explain import explain
 from kvferry.cli.generate import generate
+from kvferry.cli.output import Exit, NothingFound
 from kvferry.cli.records import ls, verify
 from kvferry.cli.report import report
 from kvferry.cli.simulate import simulate
 from kvferry.cli.status import status
 from kvferry.cli.warm import warm
 from kvferry.config import printable
-from kvferry.errors import KVError
+from kvferry.errors import ConfigError, KVError
 from kvferry.store.kind import shown_url
-
-EXIT_MISUSE = 2  # it could not run as asked: arguments, files or servers
-EXIT_INTERRUPTED = 130
-EXIT_READER_LEFT = 141
-"""Nothing reads our output any more; a shell reports the same for a command ended by SIGPIPE."""
-
 
 # ClickException, the base of click's errors. Newer releases of typer bundle their own click, so the
 # class is taken from the bases of a public exception of typer. Both classes have what is used here.
@@ -80,6 +76,19 @@ def _root(
     """Look at, check and use a store of KV cache; a record is either right or counts as a miss."""
 
 
+class _Command(TyperCommand):
+    """A command whose options are given once, unless they take a list: of two values, one would be
+    dropped without a word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, bundled
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for param in given:
+            is_option = param.param_type_name == "option" and not getattr(param, "multiple", False)
+            if is_option and given.count(param) > 1:
+                raise ConfigError(f"{param.opts[0]} is given {given.count(param)} times; give one")
+        return super().parse_args(ctx, args)
+
+
 def build_app() -> typer.Typer:
     """Make a new typer application with all commands."""
     app = typer.Typer(
@@ -93,7 +102,7 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     for panel, commands in _COMMANDS.items():
         for command in commands:
-            app.command(command.__name__, rich_help_panel=panel)(command)
+            app.command(command.__name__, cls=_Command, rich_help_panel=panel)(command)
     return app
 
 
@@ -114,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Outside of standalone mode, click and rich raise SystemExit only for a broken pipe.
         return _reader_left()
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return _fail("interrupted", Exit.INTERRUPTED)
     except _CLICK_ERROR as error:
         message = _without_urls(error.format_message(), arguments)
         first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
@@ -122,11 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"`kvferry {first}` is gone; its work does: {_RENAMED[first]}"
         # The message is empty if there were no arguments: then the help was printed.
         return _fail(message, error.exit_code) if message else error.exit_code
+    except NothingFound as error:
+        return _fail(str(error), Exit.NO, "nothing found")
     except (KVError, OSError) as error:
-        return _fail(str(error), EXIT_MISUSE)
-    if code == EXIT_INTERRUPTED:  # what typer makes of Ctrl-C in a command
-        return _fail("interrupted", EXIT_INTERRUPTED)
-    return code if isinstance(code, int) else 0
+        return _fail(str(error), Exit.MISUSE)
+    if code == Exit.INTERRUPTED:  # what typer makes of Ctrl-C in a command
+        return _fail("interrupted", Exit.INTERRUPTED)
+    return code if isinstance(code, int) else Exit.DONE
 
 
 class _Formatter(logging.Formatter):
@@ -144,7 +155,7 @@ def _reader_left() -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-    return EXIT_READER_LEFT
+    return Exit.READER_LEFT
 
 
 def _without_urls(message: str, arguments: Sequence[str] | None) -> str:
@@ -161,6 +172,6 @@ def _without_urls(message: str, arguments: Sequence[str] | None) -> str:
     return message
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+def _fail(message: str, code: int, kind: str = "error") -> int:
+    print(f"{kind}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -23,6 +24,35 @@ from kvferry.config import format_size, parse_size, printable
 from kvferry.errors import ConfigError, install_hint
 from kvferry.filesystem import private
 from kvferry.keys import JsonValue
+
+
+class Exit(IntEnum):
+    """The exit codes of all commands. `meaning` is what docs/operate.md says of each."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> Exit:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    DONE = 0, "done"
+    NO = (
+        1,
+        "nothing was found to do it with, which one line says; or something is wrong: `doctor` has "
+        "findings, `verify`, `ls URL KEY` or `copy` found a bad record, `warm` could not serve a "
+        "prompt, `demo` differs",
+    )
+    MISUSE = 2, "it could not run as asked; one line on stderr says why"
+    INTERRUPTED = 130, "interrupted by Ctrl-C; `status --watch` then ends with 0"
+    READER_LEFT = 141, "the reader of the output closed the pipe, as `head` does"
+    """A shell reports the same for a command ended by SIGPIPE."""
+
+
+class NothingFound(ConfigError):
+    """A command has nothing to do: what it was asked for is not there. Ends it with `Exit.NO` and
+    one line."""
 
 
 def _check_target(context: typer.Context, target: str | None) -> str | None:
@@ -150,6 +180,13 @@ def write_text(path: Path | str, text: str) -> None:
     so a new one is for this user alone. Raises ConfigError if it cannot be written."""
     with writing(path), open(path, "w", encoding="utf-8", opener=private) as file:
         file.write(text)
+
+
+def say_nothing(value: JsonRow, json_target: str | None, why: str) -> NoReturn:
+    """End a command that found nothing to do: `emit` its result for programs alone, and raise
+    NothingFound with `why`."""
+    emit(value, json_target)
+    raise NothingFound(why)
 
 
 def read_text(what: str, path: Path) -> str:

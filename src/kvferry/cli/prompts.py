@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 import re
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
+from kvferry.cli.body import Prompt, encode, prints_date, read_prompt
 from kvferry.cli.output import progress, read_text, require_extra
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.store.kind import shown_url
+from kvferry.types import ExtraKeys
 
 NamespaceOption = Annotated[
     str | None, typer.Option(metavar="DIGEST", help="This namespace: its digest, or first digits.")
@@ -28,6 +32,14 @@ TokensOption = Annotated[
     typer.Option(metavar="FILE", help="Its token ids instead: a JSON list, or by spaces."),
 ]
 RawOption = Annotated[bool, typer.Option("--raw", help="Use text without the chat template.")]
+ChatOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Body of its request instead: JSON with messages."),
+]
+DateOption = Annotated[
+    str | None,
+    typer.Option(metavar="DATE", help="Day of the request, if the chat template prints the date."),
+]
 SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
 ChunkTokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens per record.")]
 LoraOption = Annotated[
@@ -56,27 +68,106 @@ def lora_identity(lora: str | None) -> str | None:
         raise ConfigError(f"--lora {lora} holds no adapter: {error}") from None
 
 
-def read_tokens(
-    model: Path | None, prompt_file: Path | None, tokens: Path | None, *, raw: bool
-) -> list[int]:
-    """Return the token ids of the prompt that the options name. Raises ConfigError if neither or
-    both files are given, or the prompt cannot be read."""
-    if (prompt_file is None) == (tokens is None):
-        raise ConfigError("give --prompt-file FILE or --tokens FILE")
-    if tokens is not None:
-        return _parse_tokens(tokens, read_text("token ids", tokens))
-    if model is None:
-        raise ConfigError("--prompt-file needs --model DIR, whose tokenizer reads the text")
-    text = read_text("prompt", Path(str(prompt_file)))
-    require_extra("--prompt-file", "transformers", "transformers")
-    from kvferry.engine.model import encode_message, load_tokenizer
+class AskedPrompt(NamedTuple):
+    """The prompt that the options of a command name."""
 
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise ConfigError(f"{model} holds no tokenizer; give the token ids by --tokens")
-    if raw:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-    return encode_message(tokenizer, text)
+    token_ids: list[int]
+    extra: ExtraKeys
+    """Its salt and LoRA adapter."""
+    hints: tuple[str, ...] = ()
+    """Sentences on what other tokens or keys the request may have had, for where nothing is found.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The options that name a prompt; at most one of the three files."""
+
+    prompt_file: Path | None = None
+    tokens: Path | None = None
+    chat: Path | None = None
+    raw: bool = False
+    date: str | None = None
+    salt: str | None = None
+    lora: str | None = None
+
+    @property
+    def names_prompt(self) -> bool:
+        return (self.prompt_file, self.tokens, self.chat) != (None, None, None)
+
+    def read(self, model: Path | None) -> AskedPrompt:
+        """Read the prompt. Raises ConfigError unless exactly one file is given, if it cannot be
+        read, or if its text needs a model or a tokenizer that is not there."""
+        if [self.prompt_file, self.tokens, self.chat].count(None) != 2:
+            raise ConfigError("give --prompt-file FILE, --chat FILE or --tokens FILE")
+        extra = ExtraKeys(cache_salt=self.salt, lora=lora_identity(self.lora))
+        if self.tokens is not None:
+            return AskedPrompt(
+                _parse_tokens(self.tokens, read_text("token ids", self.tokens)), extra
+            )
+        option = "--chat" if self.prompt_file is None else "--prompt-file"
+        if model is None:
+            raise ConfigError(f"{option} needs --model DIR, whose tokenizer reads the text")
+        prompt = self._prompt(model)
+        if prompt.salt is not None:
+            if self.salt not in (None, prompt.salt):
+                raise ConfigError(f"{self.chat} has another cache_salt than --salt; give one")
+            extra = replace(extra, cache_salt=prompt.salt)
+        require_extra(option, "transformers", "transformers")
+        from kvferry.engine.model import load_tokenizer
+
+        tokenizer = load_tokenizer(model)
+        if tokenizer is None:
+            raise ConfigError(f"{model} holds no tokenizer; give the token ids by --tokens")
+        day = parse_day(self.date)
+        token_ids = encode(tokenizer, prompt, raw=self.raw, day=day)
+        hints = []
+        if not self.raw and day is None and prints_date(tokenizer, prompt):
+            hints.append("The chat template prints the date, here today's: give --date DATE.")
+        if not self.raw and self.chat is None:
+            hints.append(
+                "A chat with a system message or tools has other tokens: give --chat FILE."
+            )
+        return AskedPrompt(token_ids, extra, tuple(hints))
+
+    def _prompt(self, model: Path) -> Prompt:
+        if self.chat is None:
+            return Prompt(content=read_text("prompt", Path(str(self.prompt_file))))
+        try:
+            prompt = read_prompt(parse_json(read_text("chat", self.chat)))
+        except ConfigError as error:
+            raise ConfigError(f"{self.chat}: {error}") from None
+        check_model_name(prompt, model, has_lora=self.lora is not None)
+        return prompt
+
+
+def parse_json(text: str) -> JsonValue:
+    """Parse JSON that a user wrote. Raises ConfigError."""
+    try:
+        value: JsonValue = json_module.loads(text)
+    except (ValueError, RecursionError):
+        raise ConfigError("no JSON") from None
+    return value
+
+
+def check_model_name(prompt: Prompt, model: Path, *, has_lora: bool = False) -> None:
+    """Raise ConfigError if the body of a request asks for another model than the directory, or for
+    an adapter that is not given: its keys would be others."""
+    name = prompt.model
+    if name is None or has_lora or Path(name).name.lower() == model.resolve().name.lower():
+        return
+    raise ConfigError(
+        f"the body asks for model {name!r}, and --model is {model}: if that is its name on the "
+        "server, leave `model` out; if it is a LoRA adapter, give --lora"
+    )
+
+
+def parse_day(date: str | None) -> datetime | None:
+    """Parse a date, or date and time. Raises ConfigError."""
+    try:
+        return None if date is None else datetime.fromisoformat(date)
+    except ValueError:
+        raise ConfigError(f"--date {date!r}: write 2027-01-31 or 2027-01-31T08:00") from None
 
 
 def _parse_tokens(path: Path, text: str) -> list[int]:

@@ -14,6 +14,7 @@ import typer
 from rich.console import RenderableType
 
 from kvferry.cli.output import (
+    Exit,
     JsonOption,
     JsonRow,
     emit,
@@ -23,6 +24,7 @@ from kvferry.cli.output import (
     make_table,
     make_tables,
     progress,
+    say_nothing,
 )
 from kvferry.cli.stores import (
     UrlArgument,
@@ -238,7 +240,7 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
         tables.append(make_table(columns, components, title=title))
     emit({**facts, "components": list(components)}, json, *tables)
     if fault is not None:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
@@ -282,7 +284,7 @@ def verify(
     """Check every checksum of every record; quarantine wrong ones, or delete them from a server.
 
     A record that is evicted meanwhile is not counted; one that cannot be read stays. Exit code 1 if
-    any record was bad or could not be read.
+    any record was bad or could not be read, or there is none.
 
     Example: kvferry verify file:///var/cache/kvferry --dry-run
     """
@@ -298,6 +300,7 @@ def verify(
             {"key": entry.key.hex(), "reason": str(why), "action": _action(store, entry, dry_run)}
             for entry, why in report.bad
         ]
+    num_seen = report.num_records + report.num_unreadable
     value: JsonRow = {
         "dry_run": dry_run,
         "records": report.num_records,
@@ -306,12 +309,14 @@ def verify(
         "bad": list(bad),
         "reasons": dict(Counter(str(why) for _, why in report.bad)),
     }
+    if not num_seen:
+        say_nothing(value, json, f"no record in {shown_url(url)} to verify")
     columns = {"key": "key", "reason": "reason", "action": "action"}
     tables = [make_table(columns, bad)] if bad else []
     checked = f"{report.num_records:,} records, {format_size(report.num_bytes)} checked"
     emit(value, json, *tables, f"{checked}: {len(bad)} bad, {report.num_unreadable} unreadable")
     if report.bad or report.num_unreadable:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 def _action(store: Catalogue, entry: Entry, dry_run: bool) -> str:

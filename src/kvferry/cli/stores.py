@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from kvferry.cli.output import NothingFound
 from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Catalogue, Entry
@@ -128,13 +129,14 @@ def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
 
 
 def find(store: Catalogue, key_prefix: str) -> Entry:
-    """Return the one record whose key starts with `key_prefix` (hexadecimal). Raises ConfigError if
-    none or several do."""
+    """Return the one record whose key starts with `key_prefix` (hexadecimal). Raises NothingFound
+    if none does, ConfigError if several do."""
     prefix = check_digits(key_prefix, "a key")
     found = (entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix))
     matches = list(found)
     if len(matches) == 1:
         return matches[0]
-    number = f"{len(matches)} records" if matches else "no record"
-    hint = "give more digits" if matches else "`kvferry ls` lists them"
-    raise ConfigError(f"{number} in {store.url} with a key that starts with {prefix}; {hint}")
+    what = f"in {store.url} with a key that starts with {prefix}"
+    if not matches:
+        raise NothingFound(f"no record {what}; `kvferry ls` lists them")
+    raise ConfigError(f"{len(matches)} records {what}; give more digits")

@@ -6,6 +6,7 @@ import contextlib
 import json as json_module
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,16 +15,26 @@ from urllib.parse import urlsplit
 
 import typer
 
+from kvferry.cli.body import Prompt, encode, read_prompt
 from kvferry.cli.output import (
+    Exit,
     JsonOption,
     JsonRow,
+    NothingFound,
     emit,
     make_table,
     progress,
     read_text,
     require_extra,
 )
-from kvferry.cli.prompts import ChunkTokensOption, RawOption
+from kvferry.cli.prompts import (
+    ChunkTokensOption,
+    DateOption,
+    RawOption,
+    check_model_name,
+    parse_day,
+    parse_json,
+)
 from kvferry.cli.stores import await_answer
 from kvferry.config import build_config
 from kvferry.errors import ConfigError
@@ -62,6 +73,7 @@ def warm(
         typer.Option(metavar="URL", help="OpenAI-compatible server, e.g. http://host:8000/v1."),
     ] = None,
     raw: RawOption = False,
+    date: DateOption = None,
     dtype: Annotated[str, typer.Option(help="Of the embedded engine, as for generate.")] = "auto",
     chunk_tokens: ChunkTokensOption = None,
     timeout: Annotated[
@@ -78,12 +90,15 @@ def warm(
     """
     if (store is None) == (openai is None):
         raise ConfigError("give --store URL for the embedded engine, or --openai URL for a server")
-    wanted = _read_prompts(prompts)
+    wanted = _read_prompts(prompts, model, renders=openai is None)
+    if not wanted:
+        raise NothingFound(f"{prompts} has no prompts")
     serving: contextlib.AbstractContextManager[Serve]
     if openai is not None:
         serving = contextlib.nullcontext(_server(openai, model, timeout, raw=raw))
     else:
-        serving = _engine(model, str(store), dtype, chunk_tokens, raw=raw)
+        encoding = partial(encode, raw=raw, day=parse_day(date))
+        serving = _engine(model, str(store), dtype, chunk_tokens, encoding)
     failed, total, before = list[JsonRow](), 0, 0
     with serving as serve, progress() as bar:
         for number, prompt in enumerate(bar.track(wanted, description="warming"), 1):
@@ -101,50 +116,40 @@ def warm(
     table = make_table({"prompt": "prompt", "failed": "why"}, failed[:_MAX_SHOWN])
     emit(value, json, summary, *([table] if failed else []))
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.NO)
 
 
 # -- prompts --------------------------------------------------------------------------------------
 
-Prompt = str | list[int] | list[dict[str, str]]
-"""A text, token ids, or the messages of a chat."""
 
-
-def _read_prompts(path: Path) -> list[Prompt]:
-    """Read one prompt per line: a JSON text, a list of token ids, or an object with one of these as
-    `prompt`, or with `messages`. Raises ConfigError."""
+def _read_prompts(path: Path, model: str | None, *, renders: bool) -> list[Prompt]:
+    """Read one prompt of each line, as `kvferry.cli.body` does; empty lines are skipped. What asks
+    for another model than `model` is refused, and a salt, if the embedded engine renders it. Raises
+    ConfigError."""
     found = []
     for number, line in enumerate(read_text("prompts", path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            value = json_module.loads(line)
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{path}, line {number}: no JSON") from None
-        prompt = _prompt_of(value)
-        if prompt is None:
-            raise ConfigError(
-                f"{path}, line {number}: no prompt; write a text, a list of token ids, or "
-                '{"prompt": ...} or {"messages": [...]}'
-            )
+            prompt = read_prompt(parse_json(line), renders=renders)
+            _check_identity(prompt, model, renders=renders)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
         found.append(prompt)
         if len(found) > MAX_PROMPTS:
             raise ConfigError(f"{path} has more than {MAX_PROMPTS} prompts; split it")
     return found
 
 
-def _prompt_of(value: object) -> Prompt | None:
-    if isinstance(value, dict):
-        messages = value.get("messages")
-        if not isinstance(messages, list):
-            return _prompt_of(value.get("prompt")) if "prompt" in value else None
-        texts = [_at(each, name) for each in messages for name in ("role", "content")]
-        return messages if messages and all(isinstance(each, str) for each in texts) else None
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return value
-    return None
+def _check_identity(prompt: Prompt, model: str | None, *, renders: bool) -> None:
+    if not renders:
+        if model is not None and prompt.model not in (None, model):
+            raise ConfigError(f"it asks for model {prompt.model!r}, and MODEL is {model!r}")
+        return
+    if prompt.salt is not None:
+        raise ConfigError("the embedded engine has no cache_salt; warm a server, by --openai")
+    if model is not None:
+        check_model_name(prompt, Path(model))
 
 
 # -- the embedded engine --------------------------------------------------------------------------
@@ -155,7 +160,11 @@ Serve = Callable[[Prompt], Warmed]
 
 @contextlib.contextmanager
 def _engine(
-    model: str | None, url: str, dtype: str, chunk_tokens: int | None, *, raw: bool
+    model: str | None,
+    url: str,
+    dtype: str,
+    chunk_tokens: int | None,
+    encoding: Callable[[Any, Prompt], list[int]],
 ) -> Iterator[Serve]:
     """Serve by the embedded engine, which loads its weights at the first prompt to compute."""
     if model is None:
@@ -177,7 +186,7 @@ def _engine(
             return all(store.read(key, ()) is not None for key in keys.keys)
 
         def serve(prompt: Prompt) -> Warmed:
-            token_ids = _encode(tokenizer, prompt, raw=raw)
+            token_ids = encoding(tokenizer, prompt)
             if is_stored(token_ids):
                 return Warmed(len(token_ids), len(token_ids) // size * size)
             if not opened:
@@ -206,18 +215,6 @@ def _namespace(model: Path, dtype: str, chunk_tokens: int | None) -> tuple[bytes
     return Namespace.of(spec.identity, spec.groups, chunk_tokens).digest, chunk_tokens
 
 
-def _encode(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:  # noqa: ANN401 - a host's
-    from kvferry.engine.model import encode_chat, encode_message
-
-    if not isinstance(prompt, str) and isinstance(prompt[0], int):
-        return [each for each in prompt if isinstance(each, int)]
-    if tokenizer is None:
-        raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
-    if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt)) if raw else encode_message(tokenizer, prompt)
-    return encode_chat(tokenizer, [each for each in prompt if isinstance(each, dict)])
-
-
 # -- a server -------------------------------------------------------------------------------------
 
 
@@ -231,11 +228,11 @@ def _server(url: str, model: str | None, timeout: float, *, raw: bool) -> Serve:
         raise ConfigError(f"{where}/models names no model; give its name as MODEL")
 
     def serve(prompt: Prompt) -> Warmed:
-        if isinstance(prompt, str) and not raw:
-            prompt = [{"role": "user", "content": prompt}]
-        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
-        path, kind = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
-        body = {"model": name, "max_tokens": 1, "temperature": 0, kind: prompt}
+        body = dict(prompt.body)
+        if isinstance(prompt.content, str) and not raw:
+            body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        path = "chat/completions" if "messages" in body else "completions"
+        body = {"model": name, **body, "max_tokens": 1, "temperature": 0}
         answer = _answer(f"{where}/{path}", body, timeout)
         total = _at(answer, "usage", "prompt_tokens")
         cached = _at(answer, "usage", "prompt_tokens_details", "cached_tokens")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -333,24 +334,57 @@ def encode_message(tokenizer: Any, message: str) -> list[int]:
     return encode_chat(tokenizer, [{"role": "user", "content": message}])
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    has_special: bool = False,
+) -> list[int]:
     """Return the token ids of a chat's messages and of the beginning of the answer. Each message
     has `role` and `content`.
+
+    Args:
+        arguments: what the template gets besides the messages, or instead of what it would get.
+        has_special: whether the tokenizer adds special tokens to what the template wrote.
 
     Raises:
         ConfigError: the model has no chat template, or the template cannot be rendered.
     """
     from jinja2 import TemplateError
 
-    if not tokenizer.chat_template:
+    given = {"add_generation_prompt": True, **(arguments or {})}
+    if not (tokenizer.chat_template or given.get("chat_template")):
         raise ConfigError("the model has no chat template for messages; give a text")
     try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
+        rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
     except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(f"the model's chat template cannot be rendered: {error}") from error
-    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(rendered, add_special_tokens=has_special, verbose=False)["input_ids"])
+
+
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""A statement of Transformers' own, which prints nothing."""
+
+
+def goes_through_parts(template: str) -> bool:
+    """Whether a template goes through the parts of a content, instead of printing one text."""
+    from jinja2 import Environment, TemplateError, nodes
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", template))
+    except TemplateError:
+        return False  # rendering it says what is wrong
+    return any(_is_content(loop.iter, nodes) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: Any, nodes: Any) -> bool:
+    if isinstance(node, nodes.Filter):
+        return node.node is not None and _is_content(node.node, nodes)
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    is_attribute = isinstance(node, nodes.Getattr) and node.attr == "content"
+    return is_attribute or (isinstance(node, nodes.Name) and node.name == "content")
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
