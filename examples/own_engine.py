@@ -42,7 +42,7 @@ class Request:  # B: what the scheduler role reads of a request
 
 
 class Engine:
-    def __init__(self, model_dir: Path, store: str) -> None:
+    def __init__(self, model_dir: Path, store: str, *, strict: bool = False) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         config = self.model.config
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -53,10 +53,13 @@ class Engine:
         identity = identify(model_dir, dtype="float32", deviations={}, name=str(model_dir))
         shard = tensor_parallel_shard((group,), rank=0, world_size=1)
         spec = EngineSpec(identity=identity, groups=(group,), shard=shard, host_recomputes=True)
-        self.cache = PrefixCache(spec, {"store": store}, Counters())
+        self.counters = Counters()
+        self.cache = PrefixCache(spec, {"store": store}, self.counters)
         self.cache.wait_ready(10.0)
-        self.scheduler = GuardedScheduler(self.cache.scheduler(), block_size=BLOCK)
-        self.driver = StepDriver(self.cache.worker())
+        self.scheduler = GuardedScheduler(
+            self.cache.scheduler(), self.counters, block_size=BLOCK, strict=strict
+        )
+        self.driver = StepDriver(self.cache.worker(), self.counters, strict=strict)
         pool = (NUM_BLOCKS, heads, BLOCK, 2 * dim)
         self.kv = {f"layer.{layer}": torch.zeros(pool) for layer in range(layers)}
         self.driver.role.register_kv_caches(self.kv)

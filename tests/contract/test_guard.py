@@ -496,6 +496,7 @@ def test_whatever_fails_the_host_finishes_with_the_right_tokens(
         FaultyScheduler(DictScheduler(store, is_async=is_async, delay_free=delay_free), faulty),
         observer,
         block_size=4,
+        strict=not faults,
     )
     worker = FaultyWorker(DictWorker(store), faulty)
     host = TinyHost(scheduler, worker, num_blocks=num_blocks, observer=observer)

@@ -100,7 +100,7 @@ def test_the_engine_reads_what_it_stored_and_so_does_the_embedded_engine(model_d
     store = (tmp_path / "store").as_uri()
 
     def run_own():
-        engine = own_engine.Engine(model_dir, store)
+        engine = own_engine.Engine(model_dir, store, strict=True)
         hit, request = engine.generate("request", PROMPT, 4)
         engine.close()
         return hit, tuple(request.all_token_ids[len(PROMPT) :])

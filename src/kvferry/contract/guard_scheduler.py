@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvferry.contract.host_rules import HostRules
 from kvferry.contract.messages import (
     ASK_AGAIN,
     FREE_NOW,
@@ -48,6 +49,7 @@ class GuardedScheduler(SchedulerRole):
         observer: Observer | None = None,
         *,
         block_size: int | None = None,
+        strict: bool = False,
     ) -> None:
         """Wrap `role`.
 
@@ -56,9 +58,14 @@ class GuardedScheduler(SchedulerRole):
             block_size: tokens to which hits are rounded down. With several groups: the least common
                 multiple of their block sizes. None: hits are not rounded, and a load that is lost
                 fails all blocks of its request.
+            strict: also check what the host does, count a rule that it breaks (`HostRules`), raise
+                ContractError for any broken rule, and raise what the role raises: for tests.
         """
         self._role = role
-        self._faults = HookFaults(type(role).__name__, observer or Observer())
+        observer = observer or Observer()
+        self._faults = HookFaults(type(role).__name__, observer, strict=strict)
+        host_faults = HookFaults("the host", observer, strict=strict)
+        self._host = HostRules(host_faults, block_size) if strict else None
         self._block_size = block_size
         self._promises = role.rules(block_size)
         self._empty_plan = self._faults.call(
@@ -66,9 +73,13 @@ class GuardedScheduler(SchedulerRole):
         )
 
     def on_new_request(self, request: RequestView) -> None:
+        if self._host is not None:
+            self._host.on_new_request(request)
         self._faults.run(self._role.on_new_request, request, then="the request goes on")
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if self._host is not None:
+            self._host.lookup(request, num_local_tokens)
         if self._promises.has_failed(request.request_id):
             return MISS
         try:
@@ -87,6 +98,8 @@ class GuardedScheduler(SchedulerRole):
             return MISS
         if answer.num_tokens:
             self._promises.offer(request.request_id, num_local_tokens, answer.is_async)
+            if self._host is not None:
+                self._host.promised(request.request_id, answer.num_tokens)
         return answer
 
     def _corrected(
@@ -117,6 +130,8 @@ class GuardedScheduler(SchedulerRole):
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
         request_id = request.request_id
+        if self._host is not None:
+            self._host.update_after_alloc(request, block_ids, num_external_tokens)
         self._promises.allocate(request_id, block_ids, num_external_tokens)
         try:
             self._role.update_after_alloc(request, block_ids, num_external_tokens)
@@ -125,6 +140,8 @@ class GuardedScheduler(SchedulerRole):
             self._promises.lose(request_id)
 
     def build_plan(self, step: StepView) -> Plan:
+        if self._host is not None:
+            self._host.build_plan(step)
         try:
             plan = self._role.build_plan(step)
             if not isinstance(plan, Plan):
@@ -147,12 +164,16 @@ class GuardedScheduler(SchedulerRole):
             return False
 
     def update_output(self, output: WorkerOutput) -> None:
+        if self._host is not None:
+            self._host.update_output(output)
         self._promises.learn(output)
         then = "the role did not learn what the workers did"
         self._faults.run(self._role.update_output, output, then=then)
 
     def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
         request_id = request.request_id
+        if self._host is not None:
+            self._host.request_finished(request)
         is_loading = self._promises.end(request_id)
         try:
             result = FinishResult(*self._role.request_finished(request, block_ids))
