@@ -1,6 +1,7 @@
 """Compiles `record/hash_leaves.c` when kvferry is installed, if the machine has a C compiler.
 
-The library hashes without the interpreter's lock. Without it kvferry hashes in Python.
+The library hashes, and looks for values that are not finite, without the interpreter's lock.
+Without it kvferry does both in Python.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def compile_leaves(root: Path) -> Path | None:
     source = root / SOURCE
     library = source.with_suffix(".so")
     alone = ["-nostdlib"] if sys.platform == "linux" else []
-    command = [compiler, "-O2", "-shared", "-fPIC", *alone, "-o", str(library), str(source)]
+    command = [compiler, "-O3", "-shared", "-fPIC", *alone, "-o", str(library), str(source)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -146,7 +146,7 @@ class Copies:
 
         def work() -> None:
             for group, each in rows.items():
-                self.copies.paged.digests_later(group, each, LEAF_BYTES)
+                self.copies.paged.leaves_later(group, each, LEAF_BYTES)
 
         return device_seconds(work) if DEVICE == "cuda" else None
 

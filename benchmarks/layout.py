@@ -34,6 +34,7 @@ from benchmarks.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, 
 from benchmarks.limits import timed
 from benchmarks.report import Row
 from kvferry.errors import LayoutError
+from kvferry.record.leaves import FLOAT_BITS
 from kvferry.record.schema import LEAF_BYTES, digest
 from kvferry.types import KVGroup
 
@@ -215,11 +216,11 @@ class DeviceCopies:
         self._paged.scatter(rows, 0, self._runs, 0)
 
     def _hashed(self, rows: torch.Tensor) -> bytes | None:
-        later = self._paged.digests_later(rows, LEAF_BYTES)
+        later = self._paged.digests_later(rows, LEAF_BYTES, *FLOAT_BITS["BF16"].words)
         if later is None:
             return None
         torch.cuda.current_stream().synchronize()
-        return later()
+        return later()[0]
 
 
 def device_rows(

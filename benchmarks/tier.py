@@ -36,6 +36,7 @@ from benchmarks.limits import PlainFiles, bring_into_cache, timed
 from benchmarks.report import Row
 from kvferry.errors import ConfigError
 from kvferry.filesystem import file_system
+from kvferry.record.leaves import Leaves
 from kvferry.record.schema import DIGEST_BYTES, Component
 from kvferry.testing.models import make_tiny_model
 
@@ -192,12 +193,12 @@ def hashed_as(case: str) -> Iterator[None]:
         yield
         return
 
-    def no_digests(component: Component, payload: memoryview) -> bytes:
+    def no_leaves(component: Component, payload: memoryview) -> Leaves:
         num_rows = len(payload) // component.row_bytes
-        return bytes(DIGEST_BYTES * num_rows * component.leaves_per_row)
+        return Leaves(bytes(DIGEST_BYTES * num_rows * component.leaves_per_row), True)
 
     with (
-        patch("kvferry.store.record_client.leaf_digests", no_digests),
+        patch("kvferry.store.record_client.leaves_of", no_leaves),
         patch("kvferry.store.recordio.check_rows", lambda *_: True),
     ):
         yield

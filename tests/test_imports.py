@@ -160,6 +160,7 @@ THIRD_PARTIES = {
     "transformers": ["engine", "testing", "adapters", "demo"],
     "triton": ["layout/kernels.py"],
     "numpy": [
+        "record/leaves.py",
         "layout/ops.py",
         "layout/kernels.py",
         "engine",
@@ -190,6 +191,8 @@ THIRD_PARTIES = {
 
 # Imports inside functions: each loads something heavy or optional, where it is used.
 LAZY = {
+    # Where nothing was compiled.
+    "record/leaves.py": {"numpy"},
     "layout/ops.py": {"kvferry.layout.kernels"},
     # After the check that its master is there, which takes less time.
     "store/servers/mooncake_child.py": {"mooncake"},

@@ -36,6 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     "loaded_tokens": Family("Tokens copied from the cache into KV blocks, per rank."),
     "saved_bytes": Family("Bytes stored, per rank."),
     "save_failed": Family("Chunks that could not be stored."),
+    "save_not_finite": Family("Chunks not stored, as their KV has NaN or Inf."),
     "save_no_slot": Family("Saves put off because the host pool had no slot."),
     "load_failed_chunks": Family("Chunks that could not be brought after they were promised."),
     "audits": Family("Hits compared and found right; in Transformers, all compared."),

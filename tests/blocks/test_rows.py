@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.blocks.rows import RankRows
 from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.record.leaves import Leaves
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
 from kvferry.types import GroupShard, KVGroup, RankShard
 
@@ -130,7 +131,7 @@ def test_digests_of_all_ranks_are_the_leaf_table_of_the_record(case, chunk: int)
     table = bytearray(DIGEST_BYTES * schema.num_leaves)
     named = np.zeros(len(table), dtype=int)
     for rows in ranks_of(groups, world_size, schema):
-        digests = rows.digests(memoryview(slot_of(rows, schema, record)), {})
+        digests = rows.leaves(memoryview(slot_of(rows, schema, record)), {}).digests
         at = 0
         for written, _, _ in rows.spans():
             where = schema.leaf_slice(written)
@@ -153,8 +154,9 @@ def test_what_a_device_has_hashed_is_not_hashed_again():
     schema = schema_of(groups, 4)
     (rows,) = ranks_of(groups, 1, schema)
     slot = memoryview(slot_of(rows, schema, record_of(schema)))
-    known = b"d" * DIGEST_BYTES * schema.num_leaves
-    assert rows.digests(slot, {0: lambda: known}) == known
+    for are_finite in (True, False):
+        known = Leaves(b"d" * DIGEST_BYTES * schema.num_leaves, are_finite)
+        assert rows.leaves(slot, {0: lambda known=known: known}) == known
 
 
 @pytest.mark.parametrize("chunk", [1, 128])

@@ -22,6 +22,7 @@ from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
 from tests.cache.pools import check_pool, held_keys, slot_at
+from tests.simulated_host import prefix_seeds
 
 from .keeping import (
     NUM_CHUNKS,
@@ -342,6 +343,7 @@ class ForwardFailed(Exception):
 def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) -> None:
     """A step whose forward fails on some ranks. The host computes its tokens again later."""
     request.num_scheduled_tokens = tokens
+    host.grow(request, request.num_computed_tokens + tokens)
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     outputs = []
     for number, rank in enumerate(host.ranks):
@@ -350,6 +352,8 @@ def fail_step(host: Any, request: Any, tokens: int, failing: Collection[int]) ->
             with driver.step(plan, set()) as step:
                 if number in failing:
                     raise ForwardFailed
+                start = request.num_computed_tokens
+                rank.compute(request, prefix_seeds(request), start, start + tokens)
         except ForwardFailed:
             pass
         outputs.append(step.output)

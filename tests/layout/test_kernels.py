@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import subprocess
@@ -14,6 +15,8 @@ import xxhash
 
 from kvferry.layout.device import INT_OF, TorchCopies
 from kvferry.layout.ops import MakeCopies, PagedKV
+from kvferry.record.leaves import FLOAT_BITS, NO_FLOATS
+from kvferry.record.schema import SAFETENSORS_DTYPE
 from kvferry.types import GroupShard, KVGroup
 from tests.layout.paging import LAYOUTS, MLA_LAYOUTS, Cache, expected_rows
 
@@ -79,11 +82,17 @@ def test_some_layers_in_memory_of_their_own(triton_copies):
     assert np.array_equal(rows.cpu().numpy(), expected[1:] + 1)
 
 
-def hashed(paged, rows, leaf_bytes):
-    later = paged.digests_later(rows, leaf_bytes)
+def leaves_of(paged, rows, leaf_bytes, dtype="U8"):
+    later = paged.digests_later(rows, leaf_bytes, *FLOAT_BITS.get(dtype, NO_FLOATS).words)
     if rows.is_cuda:
         torch.cuda.synchronize()
     return later()
+
+
+def hashed(paged, rows, leaf_bytes):
+    digests, are_finite = leaves_of(paged, rows, leaf_bytes)
+    assert are_finite  # as they are no floats
+    return digests
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,26 @@ def test_leaves_the_kernel_cannot_hash_are_left_to_the_host(triton_copies):
     cache = make_cache("BHNC")
     paged = cache.paged(copies=triton_copies)
     rows = torch.zeros((2, 3, 3, 12), dtype=torch.int32, device=DEVICE)  # rows of 144 bytes
-    assert paged.digests_later(rows, 65536) is None
+    assert paged.digests_later(rows, 65536, 0, 0) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 448.0])
+def test_one_value_that_is_not_finite_is_found_in_every_leaf(dtype, value, triton_copies):
+    kind = getattr(torch, dtype)
+    cache = make_cache("B2NHD", num_layers=1, num_heads=2, head_dim=8, block_size=8, num_blocks=3)
+    paged = cache.paged(copies=triton_copies)
+    rows = torch.zeros((1, 2, 20, 16), dtype=torch.int32, device=DEVICE)  # leaves of 1024 and 256
+    values = rows.view(-1).view(kind)
+    bits = torch.tensor([value]).to(kind).view(INT_OF[kind.itemsize]).to(DEVICE)
+    is_finite = bool(bits.view(kind).float().isfinite())  # float8_e4m3fn has no Inf
+    numbers = values.view(INT_OF[kind.itemsize])
+    for at in (0, 1, 7, len(numbers) // 2 - 1, len(numbers) // 2, len(numbers) - 1):
+        numbers.zero_()
+        numbers[at] = bits[0]
+        digests, are_finite = leaves_of(paged, rows, 1024, SAFETENSORS_DTYPE[dtype])
+        assert are_finite == is_finite
+        assert digests == hashed(paged, rows, 1024)
 
 
 @pytest.mark.parametrize("options", [{"head_dim": 1}, {"head_dim": 3, "dtype": "bfloat16"}])
@@ -235,6 +263,7 @@ for kernel, warps, constants in [
 ]:
     names = kernel.arg_names
     types = {name: "*i64" if name in POINTERS else "i32" for name in names}
+    types |= dict.fromkeys({"exponent", "lowest"} & types.keys(), "i64")
     source = ASTSource(
         fn=kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),

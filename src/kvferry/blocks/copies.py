@@ -31,11 +31,12 @@ from typing import NamedTuple
 import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
-from kvferry.blocks.rows import GroupDigests, RankRows
+from kvferry.blocks.rows import GroupLeaves, RankRows
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import TransferError
 from kvferry.layout.ops import MakeCopies
 from kvferry.layout.streams import REACHED, DeviceStream, Mark, Streams, pinned
+from kvferry.record.leaves import Leaves
 from kvferry.record.schema import LEAF_BYTES
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ class Gathered(NamedTuple):
 
     mark: Mark
     """Reached when the slot holds the chunk."""
-    digests: GroupDigests
-    """Leaf digests of the groups that the device hashes; valid once `mark` is reached."""
+    leaves: GroupLeaves
+    """Leaves of the groups that the device hashes; valid once `mark` is reached."""
 
 
 @dataclass(slots=True)
@@ -200,8 +201,8 @@ class BlockCopies:
     def _out(self, chunk: ChunkCopy) -> None:
         (gathered,) = self.gather(iter((chunk,)))
         _await(gathered.mark)
-        digests = (self._rows.digests(chunk.slot, known) for known in (gathered.digests, {}))
-        if len(set(digests)) > 1:
+        leaves = (self._rows.leaves(chunk.slot, known) for known in (gathered.leaves, {}))
+        if len(set(leaves)) > 1:
             raise TransferError("the device hashes rows wrongly")
 
     def unregister(self, timeout: float) -> None:
@@ -279,7 +280,7 @@ class BlockCopies:
         self, streams: Streams, chunk: ChunkCopy, piece: _Piece, gathered: Mark
     ) -> Gathered:
         groups = self.paged.groups_in(chunk.runs)
-        digests: dict[int, Callable[[], bytes]] = {}
+        leaves: dict[int, Callable[[], Leaves]] = {}
 
         def copy() -> None:
             for group in groups:
@@ -288,14 +289,14 @@ class BlockCopies:
 
         def digest() -> None:
             for group in groups:
-                later = self.paged.digests_later(group, piece.rows[group], LEAF_BYTES)
+                later = self.paged.leaves_later(group, piece.rows[group], LEAF_BYTES)
                 if later is not None and self._rows.writes_group(group):
-                    digests[group] = later
+                    leaves[group] = later
 
         # Loads from the same slot have read it: their scatter came before this gather.
         piece.free = _submit(streams.outward, copy, gathered)
         piece.free = _submit(streams.hashing, digest, piece.free)
-        return Gathered(piece.free, digests)
+        return Gathered(piece.free, leaves)
 
     def slots_read(self) -> Mark:
         """Return a mark behind the device's reads of slots so far."""

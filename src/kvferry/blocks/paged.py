@@ -20,6 +20,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import MakeCopies, PagedKV
 from kvferry.layout.plan import BlockRun
+from kvferry.record.leaves import Leaves
 from kvferry.types import NULL_BLOCK, GroupShard
 
 Runs = Mapping[int, Sequence[BlockRun]]
@@ -215,11 +216,13 @@ class PagedTables:
             if parts
         }
 
-    def digests_later(
+    def leaves_later(
         self, group: int, rows: torch.Tensor, leaf_bytes: int
-    ) -> Callable[[], bytes] | None:
+    ) -> Callable[[], Leaves] | None:
         """See `PagedKV.digests_later`; `rows` come from `new_rows`."""
-        return self._of_group[group][0].paged.digests_later(rows, leaf_bytes)
+        words = self._rows.schema.components[group].float_bits.words
+        later = self._of_group[group][0].paged.digests_later(rows, leaf_bytes, *words)
+        return None if later is None else lambda: Leaves(*later())
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
         """Copy the tokens of `runs` from a group's rows into the blocks. The rows begin at

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.record.leaves import Leaves, joined
+from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.types import KVGroup, RankShard
 
-GroupDigests = Mapping[int, Callable[[], bytes]]
-"""By group, a function that returns the digests of the leaves of all its rows. A leaf is a piece of
-a row that has its own checksum."""
+GroupLeaves = Mapping[int, Callable[[], Leaves]]
+"""By group, a function that returns the leaves of all its rows. A leaf is a piece of a row that has
+its own checksum."""
 
 
 class RankRows:
@@ -119,16 +120,16 @@ class RankRows:
         These are all but those that another rank replicates and writes."""
         return self._written
 
-    def digests(self, slot: memoryview, known: GroupDigests) -> bytes:
-        """Return the leaf digests of a slot's chunk, for the ranges of `spans` in their order. The
-        device has hashed the groups in `known`; the others are hashed here."""
+    def leaves(self, slot: memoryview, known: GroupLeaves) -> Leaves:
+        """Return the leaves of a slot's chunk, for the ranges of `spans` in their order. The device
+        has hashed the groups in `known`; the others are hashed here."""
         parts = []
         for group, component in enumerate(self.schema.components):
             if self.writes_group(group):
                 found = known.get(group)
                 rows = self.group_rows(slot, group)
-                parts.append(leaf_digests(component, rows) if found is None else found())
-        return b"".join(parts)
+                parts.append(leaves_of(component, rows) if found is None else found())
+        return joined(parts)
 
 
 def _rows_of(

@@ -27,6 +27,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
     chunk: SlotChunk
     groups: tuple[int, ...]
+    looks_at_values: bool = False
+    """Whether NaN and Inf are wrong. Nothing with them is stored, but it was by older releases."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -117,7 +119,9 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     leaf_digests: bytes | None = b""
     """If several ranks hold a record: the digests of the rows that this rank contributes, in the
-    record's order. None if the rank failed to hash its rows."""
+    record's order. None if the rank failed to hash its rows, or they are not finite."""
+    is_finite: bool = True
+    """False: the rank's rows have NaN or Inf, so nothing of the chunk is stored or served."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):

@@ -175,6 +175,7 @@ def _counted(recent: Reading) -> list[RenderableType]:
     for name, text in (
         ("records_corrupt", "records found wrong"),
         ("save_failed", "saves failed"),
+        ("save_not_finite", "chunks with NaN or Inf"),
         ("load_failed_chunks", "loads failed"),
         ("hook_failed", "faults of kvferry"),
     ):

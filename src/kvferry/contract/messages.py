@@ -57,6 +57,7 @@ class LookupMiss(StrEnum):
     )
     NOT_STORING = "not_storing", "This engine only loads, or the request asked to store nothing."
     REFUSED = "refused", "No store took it: full, read-only, or not answering."
+    NOT_FINITE = "not_finite", "It has NaN or Inf, so it is neither stored nor served."
 
 
 class LookupResult(NamedTuple):

@@ -132,8 +132,9 @@ def _copy_kernel(
 
 
 @triton.jit
-def _hash_kernel(rows, digests, constants, row_words, leaf_words):
-    """Compute the digest of one leaf of one row."""
+def _hash_kernel(rows, digests, constants, row_words, leaf_words, exponent, lowest):
+    """Compute the digest of one leaf of one row, and count its words with a value that is not
+    finite: all bits of its exponent are set, so that `lowest` carries into the bit of its sign."""
     row = tl.program_id(0)
     start = tl.program_id(1) * leaf_words
     size = tl.minimum(leaf_words, row_words - start)
@@ -144,10 +145,13 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
     lanes = tl.load(constants + 48 + tl.arange(0, 8)).to(tl.uint64, bitcast=True)
     # The last stripe has its own keys and is never scrambled, so it is left out of the blocks.
     num_blocks = (size - 1) // 128
+    exponents, ones = exponent.to(tl.uint64), lowest.to(tl.uint64)
+    sums = tl.zeros([16, 8], tl.uint64)
     for block in range(0, num_blocks + 1):
         offsets = block * 128 + stripe * 8 + lane
         inside = offsets < size
         words = tl.load(leaf + offsets, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        sums |= (words & exponents) + ones
         is_last = offsets >= size - 8
         lanes += _stripe_sums(words, keys, inside & (is_last == 0))
         if block < num_blocks:
@@ -156,7 +160,9 @@ def _hash_kernel(rows, digests, constants, row_words, leaf_words):
             final_keys = tl.load(constants + 24 + lane + stripe * 0).to(tl.uint64, bitcast=True)
             lanes += _stripe_sums(words, final_keys, inside & is_last)
     at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    _store_digest(digests + at * 2, lanes, size * 8, constants)
+    _store_digest(digests + at * 3, lanes, size * 8, constants)
+    carries = ((sums & (exponents + ones)) != 0).to(tl.int64)
+    tl.store(digests + at * 3 + 2, tl.sum(tl.sum(carries, axis=1), axis=0))
 
 
 # -- running them --------------------------------------------------------------------------------
@@ -220,7 +226,9 @@ class TritonCopies:
         if target is not rows:
             rows.copy_(target)
 
-    def digests_later(self, rows: torch.Tensor, leaf_bytes: int) -> Callable[[], bytes] | None:
+    def digests_later(
+        self, rows: torch.Tensor, leaf_bytes: int, exponent: int, lowest: int
+    ) -> Callable[[], tuple[bytes, bool]] | None:
         num_layers, num_heads = rows.shape[:2]
         row_bytes = rows.nbytes // (num_layers * num_heads)
         leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
@@ -228,13 +236,19 @@ class TritonCopies:
             return None
         words = rows.view(-1).view(torch.int64)
         grid = (num_layers * num_heads, triton.cdiv(row_bytes, leaf_bytes))
-        digests = torch.empty((*grid, 2), dtype=torch.int64, device=rows.device)
+        digests = torch.empty((*grid, 3), dtype=torch.int64, device=rows.device)
         _hash_kernel[grid](
-            words, digests, self._constants, row_bytes // WORD, leaf_bytes // WORD, num_warps=1
-        )
+            words, digests, self._constants, row_bytes // WORD, leaf_bytes // WORD,
+            exponent, lowest, num_warps=1,
+        )  # fmt: skip
         found = torch.empty(digests.shape, dtype=torch.int64, pin_memory=digests.is_cuda)
         found.copy_(digests, non_blocking=True)
-        return lambda: found.numpy().astype(">i8").tobytes()
+
+        def ended() -> tuple[bytes, bool]:
+            numbers = found.numpy()
+            return numbers[..., :2].astype(">i8").tobytes(), not numbers[..., 2].any()
+
+        return ended
 
     def _slots(
         self, rows: torch.Tensor, runs: Sequence[BlockRun], first_token: int

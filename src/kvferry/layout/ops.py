@@ -126,17 +126,26 @@ class PagedKV:
         self._check(rows, layer, runs, first_token)
         self._copies.gather(rows, layer, runs, first_token)
 
-    def digests_later(self, rows: Any, leaf_bytes: int) -> Callable[[], bytes] | None:
+    def digests_later(
+        self, rows: Any, leaf_bytes: int, exponent: int, lowest: int
+    ) -> Callable[[], tuple[bytes, bool]] | None:
         """Have the device compute checksums of rows (from `as_rows`, on the device), after the work
         in the current stream. Each row has leaves of `leaf_bytes`; the last may be shorter.
 
+        Args:
+            exponent: a word of eight bytes with the bits that are all set only in values that are
+                not finite; 0: no value is looked at.
+            lowest: the same with the lowest of these bits alone.
+
         Returns:
             A function to call once the stream has done this. It returns XXH3-128 of each leaf in
-            the order of the rows, 16 bytes each, high word first. None: the caller must hash.
+            the order of the rows, 16 bytes each, high word first; and whether all values are
+            finite. None: the caller must hash.
         """
         if self._digests_later is None:
             return None
-        later: Callable[[], bytes] | None = self._digests_later(rows, leaf_bytes)
+        later: Callable[[], tuple[bytes, bool]] | None
+        later = self._digests_later(rows, leaf_bytes, exponent, lowest)
         return later
 
     def _check(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:

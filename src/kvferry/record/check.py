@@ -24,6 +24,7 @@ from kvferry.record.schema import (
     RowRange,
     digest,
     leaf_digests,
+    leaves_of,
 )
 from kvferry.types import FORMAT_VERSION, ChunkKey
 
@@ -38,6 +39,8 @@ class MissReason(StrEnum):
     OTHER_RECORD = "other_record"
     """It is a record, but of another key, namespace, shape or position in a prompt."""
     BAD_CHECKSUM = "bad_checksum"
+    NOT_FINITE = "not_finite"
+    """It is what its writer wrote, but has NaN or Inf: no model computes that rightly."""
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
@@ -102,7 +105,7 @@ def check_head(
 
 def check_rows(component: Component, payload: memoryview, leaf_table: bytes | memoryview) -> bool:
     """Whether `payload`, whole rows of `component`, matches `leaf_table`: exactly the digests of
-    these rows in a trusted table, `table[schema.leaf_slice(rows)]`."""
+    these rows in a trusted table, `table[schema.leaf_slice(rows)]`. Values are not looked at."""
     if len(payload) % component.row_bytes:
         return False
     return leaf_digests(component, payload) == bytes(leaf_table)
@@ -111,9 +114,9 @@ def check_rows(component: Component, payload: memoryview, leaf_table: bytes | me
 def check_record(
     schema: RecordSchema, key: ChunkKey, value: memoryview, size: int
 ) -> MissReason | None:
-    """Verify a whole record, which may have any namespace and any position in a prompt, but must
-    have this key and the shape of `schema`. `value` has the first `schema.record_bytes` bytes of
-    the stored value, or all that there are; `size` is the size of the stored value."""
+    """Verify a whole record and its values. It may have any namespace and any position in a prompt,
+    but must have this key and the shape of `schema`. `value` has the first `schema.record_bytes`
+    bytes of the stored value, or all that there are; `size` is the size of the stored value."""
     info = parse_head(value, size)
     if isinstance(info, MissReason):
         return info
@@ -124,12 +127,15 @@ def check_record(
     if reason is not None:
         return reason
     table = value[found.header_bytes + DIGEST_BYTES : found.head_bytes]
-    for index, component in enumerate(found.components):
+    for index, component in enumerate(schema.components):  # which know what opaque bytes are
         rows = RowRange(index, 0, component.num_rows)
         start = found.offset_of(rows)
         payload = value[start : start + component.num_bytes]
-        if not check_rows(component, payload, table[found.leaf_slice(rows)]):
+        digests, are_finite = leaves_of(component, payload)
+        if digests != bytes(table[found.leaf_slice(rows)]):
             return MissReason.BAD_CHECKSUM
+        if not are_finite:
+            return MissReason.NOT_FINITE
     return None
 
 

@@ -15,13 +15,20 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import xxhash
 
 from kvferry.errors import ConfigError, ContractError
-from kvferry.record.leaves import native_leaves
+from kvferry.record.leaves import (
+    FLOAT_BITS,
+    NO_FLOATS,
+    FloatBits,
+    Leaves,
+    are_finite,
+    native_leaves,
+)
 from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
 
 FORMAT_NAME = "kvferry"
@@ -50,6 +57,9 @@ SAFETENSORS_DTYPE = {
     "float8_e4m3fn": "F8_E4M3",
     "uint8": "U8",
 }
+
+_VALUES = SAFETENSORS_DTYPE | {"float8_e5m2": "F8_E5M2"}
+"""Dtypes that the bytes of an opaque record may be, too."""
 
 OPAQUE_COMPONENT = "row"
 
@@ -87,6 +97,10 @@ class Component:
 
     A *row* is one head of one layer: `tokens * content` contiguous elements.
 
+    Attributes:
+        values: dtype of the values that the bytes are, for this process alone: no record says it.
+            Empty: `dtype`.
+
     Raises:
         ConfigError: a name, dtype or shape that no record can have.
     """
@@ -94,6 +108,7 @@ class Component:
     name: str
     dtype: str
     shape: tuple[int, int, int, int]
+    values: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in _RESERVED:
@@ -128,6 +143,11 @@ class Component:
     @property
     def leaves_per_row(self) -> int:
         return -(-self.row_bytes // LEAF_BYTES)
+
+    @property
+    def float_bits(self) -> FloatBits:
+        """How to tell values that are not finite."""
+        return FLOAT_BITS.get(self.values or self.dtype, NO_FLOATS)
 
 
 class RowRange(NamedTuple):
@@ -202,9 +222,17 @@ class RecordSchema:
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=tuple(components))
 
     @classmethod
-    def for_rows(cls, *, namespace: bytes, chunk_tokens: int, row_bytes: int) -> RecordSchema:
-        """Make the schema of opaque records: one component of bytes that only a host can read."""
-        row = Component(name=OPAQUE_COMPONENT, dtype="U8", shape=(1, 1, 1, row_bytes))
+    def for_rows(
+        cls, *, namespace: bytes, chunk_tokens: int, row_bytes: int, values: str = ""
+    ) -> RecordSchema:
+        """Make the schema of opaque records: one component of bytes that only a host can read.
+        `values` is the dtype of all that they are, as `KVGroup` names it; empty if not known."""
+        row = Component(
+            name=OPAQUE_COMPONENT,
+            dtype="U8",
+            shape=(1, 1, 1, row_bytes),
+            values=_VALUES.get(values, ""),
+        )
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=(row,))
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
@@ -308,7 +336,10 @@ class RecordSchema:
 def leaf_spans(component: Component, num_rows: int) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each leaf in a buffer that holds `num_rows` rows of `component`. No
     leaf crosses a row, so any range of rows can be verified alone."""
-    row_bytes = component.row_bytes
+    return _spans(num_rows, component.row_bytes)
+
+
+def _spans(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     for row in range(0, num_rows * row_bytes, row_bytes):
         for start in range(row, row + row_bytes, LEAF_BYTES):
             yield start, min(start + LEAF_BYTES, row + row_bytes)
@@ -320,7 +351,21 @@ def leaf_digests(component: Component, payload: memoryview) -> bytes:
     Raises:
         ContractError: `payload` ends inside a row: its last bytes would go unverified.
     """
-    row_bytes = component.row_bytes
+    return _leaves(component, payload, component.row_bytes, NO_FLOATS).digests
+
+
+def leaves_of(component: Component, payload: memoryview) -> Leaves:
+    """Return the same with whether all values are finite: for what is about to be stored, and for
+    checks of what is. Raises as `leaf_digests`."""
+    return _leaves(component, payload, component.row_bytes, component.float_bits)
+
+
+def one_leaf(component: Component, leaf: memoryview) -> Leaves:
+    """Return the same of a single leaf of `component`."""
+    return _leaves(component, leaf, len(leaf), component.float_bits)
+
+
+def _leaves(component: Component, payload: memoryview, row_bytes: int, bits: FloatBits) -> Leaves:
     num_rows, rest = divmod(len(payload), row_bytes)
     if rest:
         raise ContractError(
@@ -329,6 +374,7 @@ def leaf_digests(component: Component, payload: memoryview) -> bytes:
         )
     native = native_leaves()
     if native is not None and num_rows:
-        return native(payload, row_bytes, LEAF_BYTES)
-    spans = leaf_spans(component, num_rows)
-    return b"".join([digest(payload[start:stop]) for start, stop in spans])
+        return native(payload, row_bytes, LEAF_BYTES, bits)
+    leaves = [payload[start:stop] for start, stop in _spans(num_rows, row_bytes)]
+    digests = b"".join([digest(leaf) for leaf in leaves])
+    return Leaves(digests, all(are_finite(leaf, bits) for leaf in leaves))

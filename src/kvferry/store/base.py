@@ -48,6 +48,8 @@ class PutResult(StrEnum):
     """Quota (nothing left to evict), ENOSPC or EDQUOT."""
     FAILED = "failed"
     """Read-only, permission, EIO, a store that was fenced off or closed."""
+    NOT_FINITE = "not_finite"
+    """The value has NaN or Inf, so that its writer asked no store to take it."""
 
     @property
     def is_there(self) -> bool:

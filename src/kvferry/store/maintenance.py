@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
-from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, digest, leaf_spans
+from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, leaf_spans, one_leaf
 from kvferry.store.base import Catalogue, Entry, GcReport
 from kvferry.types import ChunkKey
 
@@ -101,8 +101,9 @@ def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
 
 
 def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
-    """Check the key and every checksum of an untrusted record. Its first bytes are in `window`,
-    which has room for the longest header, and for a leaf: the bytes that share one checksum."""
+    """Check the key, every checksum and all values of an untrusted record. Its first bytes are in
+    `window`, which has room for the longest header, and for a leaf: the bytes that share one
+    checksum."""
     info = parse_head(window[:size], size)
     if isinstance(info, MissReason):
         return info
@@ -126,8 +127,11 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
                 if store.read(key, [(offset + start, wanted)]) != size:
                     return MissReason.WRONG_SIZE
             leaf = window[start - start_of_window : stop - start_of_window]
-            if digest(leaf) != trusted[at : at + DIGEST_BYTES]:
+            found = one_leaf(component, leaf)
+            if found.digests != trusted[at : at + DIGEST_BYTES]:
                 return MissReason.BAD_CHECKSUM
+            if not found.are_finite:
+                return MissReason.NOT_FINITE
             at += DIGEST_BYTES
     return None
 

@@ -24,11 +24,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
-from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
+from kvferry.record.leaves import joined
+from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.store.backoff import Backoff
 from kvferry.store.base import NO_DEADLINE, PutResult, Store, Value
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import RecordRead, read_record, seal_record
+from kvferry.store.recordio import NOT_FINITE, RecordRead, read_record, seal_record
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class RecordClient:
         self._spare: deque[memoryview] = deque()  # as many images as were ever used at once
         self._stalls = Backoff(time.monotonic, STALLED_SECONDS)
         self._writes: deque[Batch[PutResult]] = deque()  # of `put_all`, under way
+        self._has_told = False  # of values that are not finite
         # Records that this `put_all` stored; writes under way of earlier calls that gave up.
         self._num_stored = self._num_old = 0
 
@@ -344,21 +346,35 @@ class RecordClient:
         filled: Mapping[int, tuple[_Named, memoryview]],
         deadline: float,
     ) -> None:
-        """Seal and store images, given by place in the batch. Runs in: I/O thread."""
-        values: list[Value] = []
-        for record, image in filled.values():
-            digests = b"".join(
-                leaf_digests(record.schema.components[rows.component], image[start:stop])
-                for rows, start, stop in self._parts()
+        """Seal and store the images whose values are finite, given by place in the batch. Runs in:
+        I/O thread."""
+        values: dict[int, Value] = {}
+        for place, (record, image) in filled.items():
+            digests, are_finite = joined(
+                [
+                    leaves_of(record.schema.components[rows.component], image[start:stop])
+                    for rows, start, stop in self._parts()
+                ]
             )
-            seal_record(record.schema, record.key, record.first_token, digests, image)
-            values.append((record.key, [image]))
-        results = self._store.put_all(values, deadline)
-        for (place, (_, image)), result in zip(filled.items(), results, strict=True):
+            if are_finite:
+                seal_record(record.schema, record.key, record.first_token, digests, image)
+                values[place] = record.key, [image]
+            else:
+                self._refuse(record)
+                batch.end(place, PutResult.NOT_FINITE)
+        results = self._store.put_all(list(values.values()), deadline) if values else ()
+        for place, result in zip(values, results, strict=True):
             self._observer.count(f"put_{result}")
             if result is PutResult.STORED:
-                self._observer.count("saved_bytes", len(image))
+                self._observer.count("saved_bytes", len(filled[place][1]))
             batch.end(place, result)
+
+    def _refuse(self, record: _Named) -> None:
+        """Note that a record is not stored, because it has NaN or Inf."""
+        self._observer.count("save_not_finite")
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("%s, first at token %d", NOT_FINITE, record.first_token)
 
     def put_all(self, images: Iterable[tuple[ChunkKey, int, memoryview]], deadline: float) -> int:
         """Hash and store chunks, given as key, first token and image. Writes each image's head.

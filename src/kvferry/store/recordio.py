@@ -15,9 +15,16 @@ from functools import partial
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason, check_head, check_record, check_rows
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange
+from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaves_of
 from kvferry.store.base import NO_DEADLINE, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
+
+NOT_FINITE = (
+    "what was computed has NaN or Inf: it is not stored, and nothing behind it is found. A step of "
+    "the device went wrong, or numbers became too large for their dtype, as in float16; the host's "
+    "own prefix cache may still hold them"
+)
+"""For logs; a position follows."""
 
 WRITE_SECONDS = 30.0
 """Deadline of a write of one record while an engine goes on. It holds only the record's memory."""
@@ -38,6 +45,7 @@ class RecordRead:
         rows: the wanted rows, each with a buffer for their bytes, in which the runs lie one behind
             the other.
         image: `head` and `rows` as one buffer, if together they are a whole record as it is stored.
+        looks_at_values: whether values that are not finite are wrong.
     """
 
     key: ChunkKey
@@ -45,6 +53,7 @@ class RecordRead:
     head: memoryview
     rows: Sequence[tuple[RowRange, memoryview]]
     image: memoryview | None = None
+    looks_at_values: bool = False
 
 
 def read_record(
@@ -100,6 +109,8 @@ def _read(
         component = schema.components[runs[0][0].component]
         if not check_rows(component, buffer, leaves):
             return MissReason.BAD_CHECKSUM
+        if read.looks_at_values and not leaves_of(component, buffer).are_finite:
+            return MissReason.NOT_FINITE
     return None
 
 

@@ -59,12 +59,20 @@ class Engine:
         number = self.in_place[blocks]
         self.in_slot.pop(slot, None)
         num_missed, num_saved = len(self.host.missed), len(self.host.saved)
+        num_sealed = len(self.host.sealed)
         self._step(saves=(Save(chunk(slot, number), slices(blocks)),))
         if self.host.missed[num_missed:]:
             assert self.host.missed[num_missed].missed == MissReason.CANCELLED
             return
         self.device.run_until(lambda: self.device.is_idle("hashing"))
-        self._await(lambda: len(self.host.saved) > num_saved)
+
+        def is_refused() -> bool:
+            return any(not each.is_finite for each in self.host.sealed[num_sealed:])
+
+        self._await(lambda: len(self.host.saved) > num_saved or is_refused())
+        if is_refused():  # it has bytes that nobody computed
+            self._num_lost += 1
+            return
         self.in_slot[slot] = number
         if number not in self.stored:
             self.stored.append(number)

@@ -14,6 +14,7 @@ from kvferry.blocks.audit import Difference, compare
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING
 from kvferry.observe import Observer
+from kvferry.record.check import MissReason
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
@@ -24,7 +25,8 @@ class Auditor:
     """Decides whether a hit may be used: some of its records are compared with what the model
     computes. `StoredKV` stores only what it computed itself, so a record that differs shows another
     model under this name, or broken hardware: it is taken out, and nothing is read or written any
-    more.
+    more. A record with NaN or Inf shows a bad step of an older release: it goes with those behind
+    it, and the cache goes on.
 
     Args:
         rows: the record layout.
@@ -68,6 +70,12 @@ class Auditor:
         """
         if not self._is_due():
             return True
+        bad = next((at for at, each in enumerate(images) if not self._is_finite(each)), None)
+        if bad is not None:
+            self._observer.count("records_corrupt")
+            for key in keys[bad:]:
+                self._store.discard(key, MissReason.NOT_FINITE)
+            return False
         self._observer.count("audits")
         numbers = [0]
         if len(images) > 1:
@@ -75,6 +83,8 @@ class Auditor:
         differences = []
         for number in numbers:
             difference = self._difference(images, number, token_ids)
+            if difference is None:
+                return False
             if difference.excess > 1:
                 self._fail(keys[number], difference)
                 return False
@@ -92,14 +102,20 @@ class Auditor:
 
     def _difference(
         self, images: list[memoryview], number: int, token_ids: list[int]
-    ) -> Difference:
-        """Compare a chunk, computed on top of the stored ones before it, with its record."""
+    ) -> Difference | None:
+        """Compare a chunk, computed on top of the stored ones before it, with its record. None if
+        it was computed with NaN or Inf, which shows nothing of the record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
         cache = cache_of(images[:number], self._rows, self._model)
         self._model.compute(torch.tensor([token_ids[first : first + size]]), cache)
         computed = gather(self._rows, cache, self._model, 0, first)
+        if not self._is_finite(computed):
+            return None
         return compare(self._rows, computed, images[number], self._model.tolerances)
+
+    def _is_finite(self, image: memoryview) -> bool:
+        return self._rows.leaves(image, {}).are_finite
 
     def _doubt(self, difference: Difference) -> None:
         """Note a difference that is nearly a mismatch."""

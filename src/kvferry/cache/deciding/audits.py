@@ -9,7 +9,9 @@ From then on a share of hits is audited (option `audit`).
 
 kvferry stores only what it saw computed, so a mismatch shows another model or broken hardware: the
 record is taken out of the store, and nothing is loaded or saved until the next epoch
-(`begin_epoch`, when weights change).
+(`begin_epoch`, when weights change). NaN or Inf in a record shows no other model, only a bad step
+of its writer, an older release: the record goes, with all behind it in the prompt. In what was
+computed they show nothing of the record. Both ways the cache goes on.
 
 A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFUL`).
 """
@@ -31,7 +33,8 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
-from kvferry.store.io_pool import IOPool
+from kvferry.record.check import MissReason
+from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Audit:
         copy: pinned slot for what the engine computes.
         is_at_end: False if chunks that this engine did not save follow the compared one in the hit.
             Faults that grow with the position, such as other rotary frequencies, may not show then.
+        behind: keys of the prompt, from that of the compared chunk on.
         load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
             compute it again.
         results: results of the ranks that have compared their part.
@@ -64,6 +68,7 @@ class Audit:
     record: Slot
     copy: Slot
     is_at_end: bool
+    behind: Sequence[ChunkKey]
     load: Load | None = None
     results: list[Filled] = field(default_factory=list)
 
@@ -146,7 +151,7 @@ class Audits:
         if copy is None:
             return None
         self._pool.pin(record)
-        return Audit(record, copy, is_at_end)
+        return Audit(record, copy, is_at_end, keys[number:])
 
     def release(self, audit: Audit) -> None:
         """Give up an audit: its hit is not promised any more, or it has ended."""
@@ -245,6 +250,10 @@ class Audits:
     def _conclude(self, audit: Audit) -> None:
         """Judge an audit of which all ranks have compared their parts."""
         observer = self._context.observer
+        if any(each.missed == MissReason.NOT_FINITE for each in audit.results):
+            observer.count("records_corrupt")
+            self.take_out(audit.behind, MissReason.NOT_FINITE)
+            return
         if audit.copy.failed:
             # For example, a rank whose load failed spoils what the others compute in that step.
             observer.count("audit_failed")
@@ -262,9 +271,22 @@ class Audits:
         observer.count("audit_mismatch")
         if not self.has_failed:
             self.has_failed = True
-            store = self._context.store
-            self._thread.submit(lambda _job: store.discard(key, OTHER_KV))
+            self.take_out((key,), OTHER_KV)
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.detail, REMEDY)
+
+    def take_out(self, keys: Sequence[ChunkKey], why: str) -> None:
+        """Give up chunks, and take their records out of the store."""
+        for key in keys:
+            slot = self._pool.find(key)
+            if slot is not None:
+                self._pool.give_up(slot)
+        store = self._context.store
+
+        def discard(_job: Job[None]) -> None:
+            for key in keys:
+                store.discard(key, why)
+
+        self._thread.submit(discard)
 
     def _doubt(self, where: str, difference: str) -> None:
         """Note a difference that is nearly a mismatch."""

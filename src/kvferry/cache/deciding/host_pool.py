@@ -161,8 +161,18 @@ class HostPool:
 
     # -- assignment -----------------------------------------------------------------------------
 
-    def fetch(self, key: ChunkKey, first_token: int, groups: frozenset[int]) -> Slot | None:
+    def fetch(
+        self,
+        key: ChunkKey,
+        first_token: int,
+        groups: frozenset[int],
+        *,
+        looks_at_values: bool = False,
+    ) -> Slot | None:
         """Have every rank read some groups of a chunk. One fetch serves all requests for the chunk.
+
+        Args:
+            looks_at_values: whether the fetch fails if there are values that are not finite.
 
         Returns:
             The slot, not pinned for the caller; None if every slot is pinned, busy or lent.
@@ -174,7 +184,7 @@ class HostPool:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
         chunk = SlotChunk(slot.index, key, first_token)
-        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)))
+        self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)), looks_at_values)
         return slot
 
     def save(self, key: ChunkKey, first_token: int) -> Slot | None:
@@ -226,7 +236,7 @@ class HostPool:
         if old is not None:
             if old.pins or old.is_busy:
                 return None
-            self._give_up(old)
+            self.give_up(old)
         return self._assign(key, first_token)
 
     def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
@@ -371,16 +381,17 @@ class HostPool:
         """Give up all chunks. Operations that a plan has carried continue, and a pinned slot is
         free only after its last pin."""
         for slot in list(self._by_key.values()):
-            self._give_up(slot)
+            self.give_up(slot)
 
     def drop(self, key: ChunkKey) -> None:
         """Give up a chunk that cannot be loaded, or has to be read again, unless its slot is pinned
         or busy."""
         slot = self._by_key.get(key)
         if slot is not None and not slot.pins and not slot.is_busy:
-            self._give_up(slot)
+            self.give_up(slot)
 
-    def _give_up(self, slot: Slot) -> None:
+    def give_up(self, slot: Slot) -> None:
+        """Give up a chunk whatever its slot is used for, as `clear` does."""
         self._forget(slot)
         if slot.index in self._fetches:  # else a plan has carried it: its result is dropped
             self._cancel(slot)

@@ -249,6 +249,8 @@ class Lookup:
                 miss = LookupMiss.AWAY
                 if any(key in search.fetched and search.reads_again() for search in waiting):
                     continue
+            elif reason == MissReason.NOT_FINITE:
+                miss = LookupMiss.NOT_FINITE
             is_sound = reason in SOUND
             seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
             self._unreadable.add((key,), seconds, miss, filled.detail if is_sound else reason)
@@ -597,7 +599,8 @@ class Lookup:
             if self._pool.holds(key, groups):
                 continue
             before = self._pool.find(key)
-            slot = self._pool.fetch(key, number * self._chunk, groups)
+            looks = search.wanted.place is not None  # what is audited is looked at altogether
+            slot = self._pool.fetch(key, number * self._chunk, groups, looks_at_values=looks)
             if slot is None:
                 break
             if before is None:

@@ -89,6 +89,15 @@ class Requests:
         state.keys.extend(request.all_token_ids)
         return state
 
+    def behind(self, key: bytes) -> list[ChunkKey]:
+        """Return the chunks of live requests from this one on. Rare; walks all live requests."""
+        found: dict[ChunkKey, None] = {}
+        for state in self.by_id.values():
+            keys = state.keys.keys
+            if key in keys:
+                found.update(dict.fromkeys(keys[keys.index(ChunkKey(key)) :]))
+        return list(found)
+
     def begin_epoch(self, namespace: bytes) -> None:
         """Forget all requests. New ones get keys of that namespace."""
         self.namespace = namespace

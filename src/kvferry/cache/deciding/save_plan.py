@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
@@ -26,6 +26,7 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
+from kvferry.store.recordio import NOT_FINITE
 from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class SavePlan:
     Args:
         pool: assigns the slots.
         announcer: makes events of what is saved; None: the host publishes none.
+        take_out: gives up chunks and takes their records out of the store; also gets why.
 
     Attributes:
         shared_writes: writes the records that several ranks hold together.
@@ -52,12 +54,15 @@ class SavePlan:
         requests: Requests,
         shared_writes: SharedWrites,
         announcer: Announcer | None,
+        take_out: Callable[[Sequence[ChunkKey], str], None],
     ) -> None:
         self._context = context
         self._pool = pool
         self._requests = requests
         self.shared_writes = shared_writes
         self.announcer = announcer
+        self._take_out = take_out
+        self._has_told = False  # of KV that is not finite
         self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
         self._await_until = 0.0
@@ -241,19 +246,46 @@ class SavePlan:
     def _learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
         if sealed.leaf_digests is None:
             if slot.is_writing:
-                self._context.observer.count("save_failed")
+                name = "save_failed" if sealed.is_finite else "save_not_finite"
+                self._context.observer.count(name)
             self._pool.end_write(slot)
             self.shared_writes.abort(slot)
             self._announce_failed(slot.key)
+            if not (sealed.is_finite or slot.failed):  # else it is computed again
+                self._refuse(slot)
         elif self._is_alone:
             self._pool.seal(slot)
         else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
+    def _refuse(self, slot: Slot) -> None:
+        """Neither offer nor store a chunk with NaN or Inf, nor what requests computed on it."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("%s, first at token %d", NOT_FINITE, slot.first_token)
+        behind = self._requests.behind(slot.key) or [slot.key]
+        why = f"computed at token {slot.first_token}"
+        self._requests.refused.add(behind, REFUSED_SECONDS, LookupMiss.NOT_FINITE, why)
+        for request_id, state in self._requests.by_id.items():
+            if slot.key in state.keys.keys:
+                state.saves_blocked = True
+                self.forget(request_id)
+        found = map(self._pool.find, behind)
+        saved = [each for each in found if each is not None and each.is_save]
+        for each in saved:
+            each.failed = True  # if its write is under way, see `_learn_saved`
+            if self.shared_writes.abort(each):
+                self._pool.end_write(each)
+            self._announce_failed(each.key)
+        self._take_out([each.key for each in saved], MissReason.NOT_FINITE)
+
     def _learn_saved(self, index: int, result: str, why: str) -> None:
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
+            return
+        if slot.failed:
+            self._take_out((slot.key,), MissReason.NOT_FINITE)
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused

@@ -107,7 +107,9 @@ class SharedStorageScheduler(SchedulerRole):
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
-        self.saves = SavePlan(context, pool, self.requests, shared_writes, announcer)
+        self.saves = SavePlan(
+            context, pool, self.requests, shared_writes, announcer, self.audits.take_out
+        )
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
         # For the next plan, by request; the slots are pinned until that plan is complete.
@@ -392,6 +394,9 @@ class SharedStorageScheduler(SchedulerRole):
         if missed:
             searches = (state.search for state in self.requests.by_id.values())
             self._lookup.learn_missed(missed, searches)
+        for key, filled in missed.items():
+            if filled.missed == MissReason.NOT_FINITE:
+                self.audits.take_out(self.requests.behind(key), MissReason.NOT_FINITE)
         self.saves.learn(report)
         if report.failed_keys:
             self.audits.forget_all()

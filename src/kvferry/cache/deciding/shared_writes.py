@@ -67,9 +67,13 @@ class SharedWrites:
             if len(record.digests) == self._world_size:
                 record.job = self._threads.submit(lambda _job: self._write(record))
 
-    def abort(self, slot: Slot) -> None:
-        """Drop a record because a rank could not copy or hash its part."""
-        self._records.pop(slot.index, None)
+    def abort(self, slot: Slot) -> bool:
+        """Drop a record whose write has not begun. Whether there was one."""
+        record = self._records.get(slot.index)
+        is_early = record is not None and record.job is None
+        if is_early:
+            del self._records[slot.index]
+        return is_early
 
     def poll(self) -> list[tuple[Slot, PutResult]]:
         """Seal the slots that have their head. Return the writes that ended since the last call."""

@@ -64,6 +64,10 @@ class Comparisons:
             if record is None or not is_held or not gathered.mark.wait(self._bounds.device_seconds):
                 return Filled(slot, MissReason.IO_ERROR)
             computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
+            if not self._rows.leaves(stored, {}).are_finite:
+                return Filled(slot, MissReason.NOT_FINITE)
+            if not self._rows.leaves(computed, {}).are_finite:
+                return Filled(slot, MissReason.CANCELLED)
             found = compare(self._rows, computed, stored, self._tolerances)
             what = found.describe(self._rows)
             return Filled(slot, excess=found.excess, detail=what)

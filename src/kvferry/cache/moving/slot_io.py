@@ -68,6 +68,8 @@ class SlotIO:
         # A single rank holds whole records and writes them. The scheduler role writes those of
         # several ranks.
         self._is_alone = context.spec.shard.world_size == 1
+        # With several tables, a host ends at a load that failed.
+        self._loads_may_fail = len(context.tables.tables) == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
         self._contents: dict[int, tuple[bytes, frozenset[int]]] = {}
         self._used_by_device: dict[int, Mark] = {}
@@ -123,6 +125,7 @@ class SlotIO:
             head=self._rows.head_of(memory),
             rows=self._rows.rows_of(memory, fetch.groups),
             image=self._rows.image_of(memory) if is_whole else None,
+            looks_at_values=fetch.looks_at_values,
         )
 
         def run(job: Job[Filled]) -> Filled:
@@ -183,7 +186,9 @@ class SlotIO:
         if not gathered.mark.wait(self._bounds.device_seconds):
             raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
         image = self._rows.image_of(self._memory.slot(chunk.slot))
-        digests = self._rows.digests(image, gathered.digests)
+        digests, are_finite = self._rows.leaves(image, gathered.leaves)
+        if not are_finite:
+            return Sealed(chunk.slot, None, is_finite=False)
         if not self._is_alone:
             return Sealed(chunk.slot, digests)
         key = ChunkKey(chunk.key)
@@ -229,7 +234,10 @@ class SlotIO:
                 return False
             if save.hash.result is None:
                 logger.error("hashing a chunk failed", exc_info=save.hash.error)
-            sealed.append(save.hash.result or Sealed(slot, None))
+            found = save.hash.result or Sealed(slot, None)
+            if not found.is_finite and self._loads_may_fail:
+                self.overwrite(slot)  # a load that was promised meanwhile fails
+            sealed.append(found)
             save.hash = None
         if save.write is None:
             return True
