@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -524,12 +525,20 @@ def slots_that_are_all_being_written(engines):
     return host
 
 
+def values_that_are_not_finite(engines):
+    host = engines.recording()
+    for rank in host.ranks:
+        rank.values = lambda layer, seeds, right=rank.values: right(layer, seeds) * math.inf
+    return ends(host, lambda: host.observer["save_not_finite"])
+
+
 NOT_STORED: dict[Callable[[Engines], Any], dict[str, int]] = {
     an_option: {LookupMiss.NOT_STORING: 40, LookupMiss.PARTIAL: 1},
     a_role: {LookupMiss.NOT_STORING: 40, LookupMiss.PARTIAL: 1},
     less_than_a_chunk: {LookupMiss.PARTIAL: 3},
     a_store_that_is_full_or_gone: {LookupMiss.REFUSED: 40, LookupMiss.PARTIAL: 1},
     slots_that_are_all_being_written: {LookupMiss.NO_MEMORY: 16, LookupMiss.PARTIAL: 1},
+    values_that_are_not_finite: {LookupMiss.NOT_FINITE: 40, LookupMiss.PARTIAL: 1},
 }
 
 
@@ -542,8 +551,8 @@ def test_the_journal_says_what_was_not_stored(run, make_host, url, kind, tmp_pat
     (asked,) = value["requests"]
     assert asked["not_stored"] == NOT_STORED[happens]
     cause = {"file": "no_space|no room", "valkey": "valkey", "s3": "s3"}[kind]
-    is_refused = happens is a_store_that_is_full_or_gone
-    assert re.search(cause if is_refused else "^$", asked["not_stored_why"])
+    causes = {a_store_that_is_full_or_gone: cause, values_that_are_not_finite: "at token 0$"}
+    assert re.search(causes.get(happens, "^$"), asked["not_stored_why"])
     counted = {each["reason"]: each["not_stored"] for each in value["reasons"]}
     assert {reason: tokens for reason, tokens in counted.items() if tokens} == NOT_STORED[happens]
 
