@@ -6,12 +6,14 @@ import json
 import re
 import shlex
 
+import msgspec
 import pytest
 import typer
 
 from kvferry.cli.main import build_app
-from kvferry.cli.output import emit, format_age, parse_duration, require_size
+from kvferry.cli.output import emit, format_age, make_table, parse_duration, require_size
 from kvferry.errors import ConfigError
+from kvferry.journal import JournalLine
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.url import open_store
 from kvferry.types import KVGroup
@@ -66,7 +68,7 @@ def test_ages_are_in_one_unit(seconds, age):
     ["ls", "ls --sort token", "ls --removed", "ls --by namespace", "ls KEY", "verify --dry-run",
      "rm --max-bytes 1KiB --dry-run"],
 )  # fmt: skip
-def test_tables_in_a_pipe_fit_80_columns_and_cut_nothing(make_store, run, command):
+def test_tables_in_a_pipe_fit_80_columns_and_break_no_id(make_store, run, command):
     group = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=16)
     model = "/srv/models/organisation/a-model-with-a-name-that-is-longer-than-the-line-it-is-on"
     space = Namespace.of(ModelIdentity(weights=bytes(32), config={}, name=model), (group,), 7)
@@ -81,13 +83,79 @@ def test_tables_in_a_pipe_fit_80_columns_and_cut_nothing(make_store, run, comman
     assert max(map(len, out.splitlines())) <= 80 or made.url in out
     assert "…" not in out
     whole = "".join(re.split(r"\s+", out))
-    if command in ("ls", "ls --by namespace"):
+    if command == "ls":
         assert model in whole
+    if command == "ls --by namespace":
+        assert " ...longer-than-the-line-it-is-on\n" in out
     if command == "ls KEY":
         assert made.keys[0].hex() in out
+    elif "rm" not in command:
+        shown = {key.hex()[:16] for key in made.keys} if "namespace" not in command else set()
+        assert shown & {*out.split()} or space.digest.hex()[:16] in out.split()
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.3-70B"),
+        (".demo/SmolLM2-135M-Instruct", ".demo/SmolLM2-135M-Instruct"),
+        ("/srv/models/organisation/SmolLM2-135M-Instruct", ".../SmolLM2-135M-Instruct"),
+        ("/a/b/c/d/e/f/g/h/i/j/k/l/m/n/o/p/q/r", ".../e/f/g/h/i/j/k/l/m/n/o/p/q/r"),
+        ("x" * 33, "..." + "x" * 29),
+        ("x" * 32, "x" * 32),
+    ],
+)
+def test_a_table_shows_the_end_of_a_path(capsys, path, shown):
+    emit(None, None, make_table({"model": "model"}, [{"model": path}]))
+    assert capsys.readouterr().out.split() == ["model", shown]
+
+
+def test_a_journal_at_80_columns_breaks_no_id(run, tmp_path):
+    ids = ["cmpl-ab94386118ef23cc-0-9ac5fc35", "chatcmpl-0123456789abcdef0123456789abcdef", "7"]
+    lines = [
+        JournalLine(
+            time=0.0, chunk_tokens=16, num_tokens=120_000, keys=[], request=each,
+            hits={"memory": 4096, "file": 65536}, misses={"absent": 50_000, "partial": 368},
+            not_stored={"refused": 50_000}, not_stored_why="the disk is full",
+        )
+        for each in ids
+    ]  # fmt: skip
+    journal = tmp_path / "requests.jsonl"
+    journal.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    out = run("explain", "--journal", journal).out
+    assert max(map(len, out.splitlines())) <= 80
+    shown = [each[:24] for each in ids]
+    assert {*shown} <= {*out.split()}
+    assert "\n".join(out.split()).count("absent") >= 3  # no word is broken, either
+    assert f" {shown[1]} " in run("explain", "--journal", journal, "--request", shown[1]).out
 
 
 COMMANDS = typer.main.get_command(build_app()).commands
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_the_help_fits_80_columns_and_names_no_type_of_python(run, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(*name.split(), "--help").out
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.findall(r"<(?!=)[a-z ]+|\[\[|\b(?:bool|str|int|float|list|path)\b\]?>", out) == []
+    assert re.search(r"Usage: kvferry ", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ex"], ["explain"]),
+        (["s"], ["status", "simulate"]),
+        (["rm", "--ten"], ["--tenant"]),
+    ],
+)
+def test_a_shell_completes_commands_and_options(run, monkeypatch, words, offered):
+    monkeypatch.setenv("_KVFERRY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["kvferry", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    ran = run()
+    assert (ran.code, ran.out.split(), ran.err) == (0, offered, "")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -46,7 +46,7 @@ _MAX_TEXT = 400
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="Stores to look at.")
+        list[str] | None, typer.Argument(metavar="URL", help="Stores to look at.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Model whose KV is stored.")

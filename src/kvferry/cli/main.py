@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, cast
 
 import typer
@@ -93,7 +95,6 @@ def build_app() -> typer.Typer:
     """Make a new typer application with all commands."""
     app = typer.Typer(
         name="kvferry",
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",  # others keep the line breaks of docstrings
@@ -106,6 +107,33 @@ def build_app() -> typer.Typer:
     return app
 
 
+def build_command() -> Any:  # noqa: ANN401 - of click, which may be typer's own
+    """Make the command line of `build_app`. Newer releases of typer show types of Python in the
+    help; here a flag takes nothing, an option a number or a text, and an argument has its name."""
+    root: Any = typer.main.get_command(build_app())
+    for command in (root, *root.commands.values()):
+        command.get_help_option = partial(_help_option, command.get_help_option)
+        for each in command.params:
+            _hide_type(each)
+    return root
+
+
+def _help_option(make: Callable[[Any], Any], context: Any) -> Any:  # noqa: ANN401 - of click
+    option = make(context)
+    _hide_type(option)
+    return option
+
+
+def _hide_type(parameter: Any) -> None:  # noqa: ANN401 - of click
+    if not hasattr(parameter, "display_type"):
+        return  # this release of typer shows none
+    if not parameter.opts[0].startswith("-"):
+        parameter.display_type = lambda _context: None
+    elif parameter.metavar is None:
+        is_number = re.search("int|float", parameter.display_type(None)) is not None
+        parameter.metavar = "" if parameter.is_flag else "N" if is_number else "TEXT"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; expected failures become one line on stderr.
 
@@ -115,13 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    app = build_app()
+    command = build_command()
     try:
-        code = app(args=arguments, prog_name="kvferry", standalone_mode=False)
+        code = command(args=arguments, prog_name="kvferry", standalone_mode=False)
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):
-        # Outside of standalone mode, click and rich raise SystemExit only for a broken pipe.
-        return _reader_left()
+    except (BrokenPipeError, SystemExit) as end:
+        # Outside of standalone mode, click and rich raise SystemExit only for a broken pipe, and
+        # without an error when they have completed a line for a shell.
+        is_over = isinstance(end, SystemExit) and not end.code
+        return 0 if is_over else _reader_left()
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", Exit.INTERRUPTED)
     except _CLICK_ERROR as error:

@@ -138,6 +138,15 @@ _KEY_DIGITS = 16
 
 _DIGEST_DIGITS = 64
 
+_REQUEST_CHARACTERS = 24
+"""Characters of a request's id in a table; `kvferry explain --request` finds it by them."""
+
+_PATH_CHARACTERS = 32
+"""Most characters of a model's name in a table, which is often a path."""
+
+_IDS = ("key", "namespace", "request")
+"""Facts that people copy: no line ends within them."""
+
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
@@ -208,7 +217,8 @@ def plain(text: str) -> Text:
 def make_table(
     columns: Mapping[str, str], rows: Iterable[Mapping[str, JsonValue]], *, title: str | None = None
 ) -> Table:
-    """A table of facts. Numbers are right-aligned; a long text wraps, so that nothing is cut off.
+    """A table of facts. Numbers are right-aligned, ids stand on one line, paths keep their end, and
+    other long texts wrap.
 
     Args:
         columns: name of the fact in each column, by heading.
@@ -222,6 +232,8 @@ def make_table(
     for heading, name in columns.items():
         if any(isinstance(row.get(name), int | float) for row in rows):
             table.add_column(heading, justify="right", no_wrap=True)
+        elif name in _IDS:
+            table.add_column(heading, no_wrap=True)
         else:
             table.add_column(heading, overflow="fold")
     for row in rows:
@@ -262,7 +274,17 @@ def _readable(name: str, value: JsonValue) -> str:
         return f"{format_age(value)} ago"
     if name in ("key", "namespace") and len(str(value)) == _DIGEST_DIGITS:
         return str(value)[:_KEY_DIGITS]
-    return str(value)
+    if name == "request":
+        return str(value)[:_REQUEST_CHARACTERS]
+    return _end_of(str(value)) if name == "model" else str(value)
+
+
+def _end_of(path: str) -> str:
+    """The last parts of a path, as many as fit; all of a short name."""
+    if len(path) <= _PATH_CHARACTERS:
+        return path
+    tail = path[3 - _PATH_CHARACTERS :]
+    return f"...{tail[max(0, tail.find('/')) :]}"
 
 
 def make_fact_table(facts: Mapping[str, JsonValue]) -> Table:

@@ -86,7 +86,7 @@ def ls(
     url: UrlArgument,
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", help="Show this record in full: its key, or first digits."),
+        typer.Argument(metavar="KEY", help="Show this record in full: its key, or first digits."),
     ] = None,
     by: Annotated[
         By | None, typer.Option(help="Count records by namespace, and removals by reason.")
@@ -174,8 +174,8 @@ def _show_records(
     tables = make_tables(columns, rows)
     if models:
         # Beside each record, a long name would leave no room for the rest.
-        names = [{"namespace": digest, "model": name} for digest, name in models.items()]
-        tables.append(make_table({"namespace": "namespace", "model": "model"}, names))
+        names = [{"namespace": digest, "name": name} for digest, name in models.items()]
+        tables.append(make_table({"namespace": "namespace", "model": "name"}, names))
     emit(list(facts), json, *tables, f"{len(facts):,} of {num_records:,} records")
 
 

@@ -38,7 +38,7 @@ View = Callable[[], tuple[JsonRow, list[RenderableType]]]
 def status(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="An engine's http://host:port/metrics, or a store."),
+        typer.Argument(metavar="URL", help="An engine's http://host:port/metrics, or a store."),
     ] = None,
     journal: Annotated[
         Path | None,

@@ -63,7 +63,7 @@ def warm(
     prompts: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines: see docs/operate.md.")],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Model directory; with --openai, the served name."),
+        typer.Argument(metavar="MODEL", help="Model directory; with --openai, the served name."),
     ] = None,
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="Store that the embedded engine fills.")
