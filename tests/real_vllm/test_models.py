@@ -211,6 +211,17 @@ def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warn
     assert log.count("kvferry is off for this model") == 1
 
 
+def test_a_model_that_keeps_no_kv_is_served_and_one_line_says_so(
+    tmp_path: Path, models: dict[str, Path], second: Process
+) -> None:
+    embeds = {"runner": "pooling", "hf_overrides": {"is_causal": False}}
+    before = len(second.log.read_text(errors="replace"))
+    second.start(models["plain"], kvferry(tmp_path / "store"), **embeds)
+    second.call("stop", 30)
+    log = second.log.read_text(errors="replace")[before:]
+    assert log.count("kvferry is off for this model: it keeps no KV") == 1
+
+
 FP8_BUT_FOR_ONE = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
 
 

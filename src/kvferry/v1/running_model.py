@@ -53,20 +53,37 @@ _LORA_SETTINGS = (
 read."""
 
 _NUMERIC_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_BATCH_INVARIANT",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
     "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_USE_DEEP_GEMM_E8M0",
 )
 """Environment variables of vLLM that quantise weights, activations or messages between ranks, or
-choose the experts of a token: they change KV by more than rounding. Or they promise equal bits,
-which records of engines without that promise would break."""
+choose the experts of a token: they change KV by more than rounding. Others promise equal bits,
+which records of engines without that promise would break, or give blocks that are stored whole
+another order."""
+
+_QUERY_SETTINGS = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")
+"""Fields of vLLM's attention configuration that decide whether queries are quantised."""
+
+_KERNEL_SETTINGS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+"""Fields of vLLM's kernel configuration. Of quantised weights, some kernels quantise activations,
+too."""
 
 ConfigReader = Callable[..., Any]
 """vLLM's `get_config`: the configuration of a model as it is written."""
@@ -355,6 +372,12 @@ def _options(vllm_config: Any) -> dict[str, str]:  # noqa: ANN401 - the host's
         f"lora_{name}": getattr(getattr(vllm_config, "lora_config", None), name, None)
         for name in _LORA_SETTINGS
     }
+    attention = getattr(vllm_config, "attention_config", None)
+    found |= {f"attention_{name}": getattr(attention, name, None) for name in _QUERY_SETTINGS}
+    if getattr(vllm_config.model_config, "quantization", None) is not None:
+        kernels = getattr(vllm_config, "kernel_config", None)
+        chosen = {name: getattr(kernels, name, None) for name in _KERNEL_SETTINGS}
+        found |= {name: value for name, value in chosen.items() if value != "auto"}
     # Third-party platforms read this, in ways that only they know.
     found["additional_config"] = getattr(vllm_config, "additional_config", None)
     overrides = getattr(vllm_config.model_config, "hf_overrides", None)

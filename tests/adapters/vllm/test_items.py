@@ -51,6 +51,19 @@ def test_the_same_item_read_otherwise_is_another(model, settings):
     assert identities(model, **settings)("hash") == identities(model, **settings)("hash")
 
 
+def test_what_reads_videos_and_the_scales_of_the_encoder_count(model, tmp_path, monkeypatch):
+    path = tmp_path / "scales.json"
+    path.write_text("{}")
+    scaled = {"mm_encoder_fp8_scale_path": str(path)}
+    found = {identities(model)("hash"), identities(model, **scaled)("hash")}
+    path.write_text('{"layer": 2}')  # at the same path
+    found.add(identities(model, **scaled)("hash"))
+    for reader in ("opencv", "identity"):
+        monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", reader)
+        found.add(identities(model)("hash"))
+    assert len(found) == 5
+
+
 @pytest.mark.parametrize(("rate", "is_known"), [(None, True), (0.0, True), (0.25, False)])
 def test_items_that_are_pruned_have_no_identity(model, rate, is_known):
     pruned = identities(model, video_pruning_rate=rate, video_pruning_method="evs")

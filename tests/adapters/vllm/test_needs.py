@@ -1,4 +1,4 @@
-"""Engines that need every token of a prompt computed store, and load nothing."""
+"""Engines that need every token of a prompt computed load nothing; some models are not cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from kvferry.adapters.vllm.host import needs_all_tokens
 
 from .fakes import make_config, write_model
 from .released import Release
-from .versioned_config import NUM_TOKENS, options, prompt, whole_blocks
+from .versioned_config import (
+    NUM_TOKENS,
+    make_kv_cache_config,
+    options,
+    prompt,
+    whole_blocks,
+)
 from .versioned_config import make_config as make_released_config
 from .versioned_host import VersionedHost
 
@@ -80,3 +86,37 @@ def test_an_engine_that_needs_every_token_loads_nothing_and_stores(
     assert [run("needs", 1, **needs), run("needs", 2, **needs)] == [0, 0]
     assert run("of those that it computed", 2) == stored
     assert caplog.text.count("only stores, and loads nothing: it returns the experts") == 2
+
+
+def test_a_diffusion_model_is_neither_stored_nor_loaded(release, plugin, model, tmp_path, caplog):
+    config = make_released_config(release, model, extra=options(tmp_path))
+    config.model_config.is_diffusion = True
+    host = VersionedHost(release, plugin.KVFerryConnector, config)
+    try:
+        assert [host.run(f"{turn}", prompt()).hit for turn in range(2)] == [0, 0]
+    finally:
+        host.shutdown()
+    assert caplog.text.count("kvferry is off for this model: a diffusion model") == 1
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_a_model_that_keeps_no_kv_is_served_and_one_line_says_so(
+    release, plugin, model, tmp_path, role, caplog
+):
+    groups = make_kv_cache_config(release, 8, 1)
+    if groups is None:
+        return
+    groups.kv_cache_groups = []
+    config = make_released_config(release, model, extra=options(tmp_path))
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    half = plugin.KVFerryConnector(
+        config, release.types["KVConnectorRole"][role], *release.construction(groups)[-1]
+    )
+    try:
+        if role == "WORKER":
+            half.register_kv_caches({})
+            assert not any(half.get_finished(set()))
+    finally:
+        half.shutdown()
+    said = "it keeps no KV (as encoders and most embedders do), so there is nothing to do"
+    assert caplog.text.count(said) == (role == "SCHEDULER")

@@ -54,14 +54,6 @@ def test_one_group_is_one_table(model):
     assert part.layer_names == tuple(names(0, 1))
 
 
-def test_a_model_without_kv_is_refused_in_these_words_and_one_whose_host_is_silent_is_not(model):
-    config = make_config(model)
-    with pytest.raises(ConfigError, match="this model keeps no KV") as caught:
-        layers_of(config, KVCacheConfig([]), "cuda")
-    assert "\n" not in str(caught.value)
-    assert spec_of(config).groups[0].num_layers == 6
-
-
 def test_layers_spread_over_groups_are_one_component_in_layer_order(model):
     spec = spec_of(
         make_config(model),

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import (
     Host,
-    computes_like_others,
+    computes_otherwise,
     cpu_kernels,
     needs_all_tokens,
     own_report,
@@ -137,9 +137,16 @@ class FerryConnector(OneRole):
                 config, options.weights_version, self.host.load_config, self._weights.hashed
             ),
         )
-        if not computes_like_others(config):
+        if self._why_off:
             spec = replace(spec, loads=False, saves=False, disabled=True)
         return spec
+
+    @property
+    def _why_off(self) -> str:
+        """Why nothing of this model is loaded or saved, whatever requests ask for; or empty."""
+        if self._layers is not None and not self._layers:
+            return "it keeps no KV (as encoders and most embedders do), so there is nothing to do"
+        return computes_otherwise(self._host_config)
 
     def _why_unread(self) -> str:
         """Take up the weights' digest if it has become known. Return why there is none, or empty
@@ -185,7 +192,12 @@ class FerryConnector(OneRole):
         )
         if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
-            log_start(spec, self._cache, needs_all_tokens(config))
+            no_load = needs_all_tokens(config)
+            if self._why_off:
+                logger.warning("kvferry is off for this model: %s", self._why_off)
+            elif no_load:
+                logger.warning("kvferry: this engine only stores, and loads nothing: %s", no_load)
+            log_start(spec, self._cache)
 
     # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
     # its workers: its half takes their description before the first request.
@@ -259,6 +271,8 @@ class FerryConnector(OneRole):
                 "process: shut that engine down first, or set VLLM_ENABLE_V1_MULTIPROCESSING=1"
             )
         self._kv_caches = dict(kv_caches)
+        if self._layers is not None and not self._layers:
+            return
         modules = self._host_config.compilation_config.static_forward_context
         layout = self._cache.spec.kv_layout
         super().register_kv_caches(layer_views(kv_caches, modules, self._layers or (), layout))
@@ -371,16 +385,8 @@ def log_as(host: logging.Logger, ours: logging.Logger) -> None:
 # --- the log of the start -------------------------------------------------------------------------
 
 
-def log_start(spec: EngineSpec, cache: PrefixCache, not_loading: str) -> None:
-    """Log store, namespace and layout, and how many tokens are held and computed at once; and why
-    nothing is loaded, if so."""
-    if not_loading:
-        logger.warning("kvferry: this engine only stores, and loads nothing: %s", not_loading)
-    if spec.disabled:
-        logger.warning(
-            "kvferry is off for this model: on a CPU, vLLM's latent attention (MLA) gives other "
-            "results after a prefix hit"
-        )
+def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
+    """Log store, namespace and layout, and how many tokens are held and computed at once."""
     store, schema = cache.store, cache.schema
     stat = store.stat()
     logger.info(

@@ -118,14 +118,19 @@ def cpu_kernels(vllm_config: Any, block_sizes: Collection[int]) -> str | None:  
     return "+".join(sorted({str(choose(model.dtype, size, *more)) for size in block_sizes}))
 
 
-def computes_like_others(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
-    """Whether this vLLM computes the KV that other engines compute, also after a hit.
+def computes_otherwise(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
+    """Say why this vLLM computes KV that other engines do not, or not after a hit; empty: it does.
 
-    Not for latent attention on a CPU, where vLLM switches its own prefix cache off: even with right
-    KV in its blocks, a prefill after a hit disagrees with one of the whole prompt, and the latter
-    disagrees with Transformers (seen with 0.32).
+    For latent attention on a CPU, vLLM switches its own prefix cache off: even with right KV in its
+    blocks, a prefill after a hit disagrees with one of the whole prompt, and the latter disagrees
+    with Transformers (seen with 0.32).
     """
-    return not (_on_cpu() and vllm_config.model_config.use_mla)
+    model = vllm_config.model_config
+    if _on_cpu() and model.use_mla:
+        return "on a CPU, vLLM's latent attention (MLA) gives other results after a prefix hit"
+    if getattr(model, "is_diffusion", False) is True:
+        return "a diffusion model writes the KV of a block of tokens that see each other"
+    return ""
 
 
 def needs_all_tokens(vllm_config: Any) -> str:  # noqa: ANN401 - the host's

@@ -95,8 +95,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
         platform: name of the device that vLLM runs on.
 
     Raises:
-        ConfigError: a kind of layer that is not served, whether or not the host would transfer it;
-            or there is none.
+        ConfigError: a kind of layer that is not served, whether or not the host would transfer it.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation = getattr(vllm_config, "compilation_config", None)
@@ -121,11 +120,6 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                     whole_blocks=_whole_blocks(spec, modules.get(name), platform),
                 )
             )
-    if not found:
-        raise ConfigError(
-            "this model keeps no KV (as encoders and most embedders do), so there is nothing to "
-            "store: leave out --kv-transfer-config"
-        )
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -165,6 +166,10 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 """Files of the model that say how items are prepared."""
 
 
+_VIDEO_READER = "VLLM_VIDEO_LOADER_BACKEND"
+"""Chooses what reads a video, and so which frames and pixels the model sees of it."""
+
+
 class ItemIdentities:
     """Identities of the multimodal items of one engine: vLLM's hash of an item's content, and a
     digest of how this engine reads items. vLLM's hash covers the item and the request's options,
@@ -196,7 +201,11 @@ def _reading(config: Any, source: Path | None) -> str | None:  # noqa: ANN401 - 
         if value:
             found[name] = json.dumps(value, sort_keys=True, default=repr)
     paths = [] if source is None else [source / name for name in _FILES]
+    if getattr(config, "mm_encoder_fp8_scale_path", None):
+        paths.append(Path(config.mm_encoder_fp8_scale_path))
     for path in paths:
         if path.is_file():
             found[path.name] = blake3(path.read_bytes()).hexdigest()
+    if _VIDEO_READER in os.environ:
+        found[_VIDEO_READER] = os.environ[_VIDEO_READER]
     return blake3(json.dumps(found, sort_keys=True).encode()).hexdigest(16) if found else None

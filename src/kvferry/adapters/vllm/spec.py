@@ -40,7 +40,8 @@ def engine_spec(
 
     Args:
         layers: from `layers_of`; None for hosts that do not pass a `kv_cache_config`. All layers
-            then form one full-attention group.
+            then form one full-attention group, as the configuration has it also for a model that
+            keeps no KV.
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them; None: not set.
         model_identity: reads the model's files; not called before all else is checked.
@@ -49,11 +50,11 @@ def engine_spec(
         ConfigError: a model that cannot be described, or records that would end within blocks that
             can only be stored whole.
     """
-    if layers is not None:
+    if layers:
         groups, tables = _sorted_layers(layers)
     else:
-        groups, tables, layers = (_only_group(vllm_config),), None, ()
-    layout, whole_blocks, multiple = _order_in_blocks(layers, groups, tables, cpu_kernels)
+        groups, tables = (_only_group(vllm_config),), None
+    layout, whole_blocks, multiple = _order_in_blocks(layers or (), groups, tables, cpu_kernels)
     if chunk_tokens is not None and chunk_tokens % multiple:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is no multiple of the block size {multiple}, and these "

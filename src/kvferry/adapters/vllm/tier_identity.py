@@ -13,7 +13,10 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm.host import Host, conv_state_layout, cpu_kernels, device_name
@@ -190,6 +193,12 @@ def _without(names: Collection[str], value: JsonValue) -> JsonValue:
     return value
 
 
+def _scales(items: Any) -> str:
+    """Return the digest of the file of scales that the configuration of items names, if any."""
+    path = getattr(items, "mm_encoder_fp8_scale_path", None)
+    return blake3(Path(path).read_bytes()).hexdigest() if path else ""
+
+
 def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
     """Return what a block hash leaves out, or covers by name and not by content."""
     drafts = getattr(vllm_config, "speculative_config", None)
@@ -207,5 +216,5 @@ def _more(vllm_config: Any, options: RowsOptions) -> dict[str, JsonValue]:
         if drafts is None
         else [str(getattr(drafts, each)) for each in ("method", "model", "num_speculative_tokens")],
         "keeps_adapters": keeps_adapters if has_adapters else None,
-        "items": None if items is None else repr(items),
+        "items": None if items is None else repr(items) + _scales(items),
     }
