@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 import sys
 from contextlib import suppress
@@ -51,12 +53,48 @@ def shows_changes(directory: str | Path) -> bool:
 
 def why_untrusted(root: str) -> str | None:
     """Say why others may be able to change this directory; None if only this user and root can."""
-    status = os.stat(root)
+    return why_shared(os.stat(root), 0o022)
+
+
+def why_shared(status: os.stat_result, rights: int) -> str | None:
+    """Say who else has one of these rights to a file: 0o022 to change it, 0o077 also to read it.
+    None if only this user and root have them, or a group that only they are in."""
     if status.st_uid not in (os.getuid(), 0):
         return f"belongs to user {status.st_uid}"
-    if status.st_mode & 0o022:
-        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    taken = status.st_mode & rights
+    if taken & ~0o070 or (taken and not _is_own_group(status.st_gid)):
+        verb = "written" if taken & 0o022 else "read"
+        mode = f"{stat.S_IMODE(status.st_mode):o}"
+        group = "" if taken & ~0o070 else f", group {status.st_gid}"
+        return f"can be {verb} by others (mode {mode}{group})"
     return None
+
+
+def _is_own_group(group_id: int) -> bool:
+    """Whether no account but this user and root is in a group of this process. A pod's `fsGroup` is
+    such a group: at each mount, the kubelet gives it every file of the volume. It has no name."""
+    if group_id == 0:
+        return True  # who is in it was made an equal of root
+    if group_id not in {os.getegid(), *os.getgroups()}:
+        return False
+    try:
+        named = set(grp.getgrgid(group_id).gr_mem)
+    except KeyError:
+        return True
+    accounts = pwd.getpwall()
+    is_listed = os.getuid() in {each.pw_uid for each in accounts}
+    if not is_listed and _has_account():
+        return False  # a directory service that knows it lists no accounts
+    members = {each.pw_name: each.pw_uid for each in accounts if each.pw_gid == group_id}
+    members |= {each.pw_name: each.pw_uid for each in accounts if each.pw_name in named}
+    return named <= members.keys() and set(members.values()) <= {os.getuid(), 0}
+
+
+def _has_account() -> bool:
+    try:
+        return bool(pwd.getpwuid(os.getuid()))
+    except KeyError:
+        return False  # as in most containers
 
 
 def why_refused(path: str) -> str:

@@ -90,7 +90,9 @@ class Fault(Enum):
                           "of {longest}", "raise max_bytes to at least {needed}")
     FEW_FILES = (_W, "its file system has room for {free} more files",
                  "remove small files, or make a file system with more inodes")
-    UNTRUSTED = (_W, "the directory {why}: others can change it", "chown it, and chmod 700")
+    UNTRUSTED = (_W, "the directory {why}: others can change it",
+                 "chown it to this user, and chmod go-w; in a pod, let fsGroup be a group that no "
+                 "other account of the image is in")
     CLOCK = (_W, "its clock differs from that of this machine by {skew} s, so ages are wrong",
              "synchronise both (chrony, systemd-timesyncd)")
     # What it holds.

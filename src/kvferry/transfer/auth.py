@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.errors import ConfigError
-from kvferry.filesystem import user_cache, why_untrusted
+from kvferry.filesystem import user_cache, why_shared, why_untrusted
 from kvferry.network import load_pem
 
 KEY_BYTES = 32
@@ -67,10 +67,10 @@ def read_key(path: str | Path) -> SharedKey:
             content = file.read(MAX_KEY_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the key of peers cannot be read: {error.strerror}; {_ADVICE}") from None
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o027:
+    if (why := why_shared(status, 0o027)) is not None:
         raise ConfigError(
-            f"the key of peers belongs to user {status.st_uid}, with mode "
-            f"{stat.S_IMODE(status.st_mode):o}; others must not read or change it: chmod 600"
+            f"the key of peers {why}; others must not read or change it: chown it to this user, "
+            "and chmod 600"
         )
     # A copied text may gain or lose its last newline. Random bytes may end like one, so they stay.
     return SharedKey(content.strip() if content.isascii() else content)
@@ -103,7 +103,7 @@ def _read_own(path: Path) -> SharedKey:
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-        if not is_ours or status.st_mode & 0o077:
+        if not is_ours or why_shared(status, 0o077) is not None:
             raise ConfigError(
                 f"{path} is not a file that this user alone can read; remove it, and it is made "
                 "again"
