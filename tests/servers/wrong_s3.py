@@ -65,6 +65,9 @@ FAULTS: dict[str, dict[str, Answer]] = {
 get, head, put or delete. All other answers are honest. In the bucket `replaced`, another value
 stands behind the name at each request for a part of it."""
 
+REFUSED = "ab" * 32
+"""Key to which a bucket `one-403` answers with status 403; `all-403` does so to every key."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
@@ -76,6 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, last = self.headers.get("Range", "bytes=0-0")[6:].partition("-")
         start, end = int(first), int(last) + 1
         answer = FAULTS.get(bucket, {}).get(kind) or honest(kind, start, end)
+        scope, _, status = bucket.partition("-")
+        is_refused = scope == "all" or self.path.partition("?")[0].endswith(REFUSED)
+        if scope in ("one", "all") and kind in ("get", "head", "put") and is_refused:
+            answer = Answer(int(status))
         if bucket == "replaced" and kind == "get":
             answer = answer._replace(span=f"{start}-{end - 1}/{SIZE + start}")
         self.send_response(answer.status)

@@ -34,6 +34,9 @@ Value = tuple[ChunkKey, Sequence[Buffer]]
 
 NO_DEADLINE = math.inf
 
+_NO_KEY = ChunkKey(b"\xff" * 32)
+"""A key of no value."""
+
 ASK_SECONDS = 0.25
 """How long a look-up waits for the answer to a probe."""
 
@@ -199,6 +202,12 @@ class Store(ABC):
         Raises:
             StoreError: the medium failed, or the deadline passed.
         """
+
+    def check_medium(self, deadline: float) -> None:
+        """Raise StoreError unless the medium answers. A failed call does not tell that: one value
+        alone may be at fault."""
+        # Asked for bytes of a value, a server says more than of its size, such as "no bucket".
+        self.read(_NO_KEY, [(0, memoryview(bytearray(1)))], deadline)
 
     @abstractmethod
     def put(

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvferry.store.base import Catalogue, Store
 
-_OF_EACH = ("put_all", "values_per_put")
-"""What a wrapper keeps: `put_all` becomes one `put` after another."""
+_OF_EACH = ("check_medium", "put_all", "values_per_put")
+"""What a wrapper keeps: these become one `read`, and one `put` after another."""
 
 
 class _OfInner:

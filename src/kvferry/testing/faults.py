@@ -105,6 +105,11 @@ class FaultyStore(WrapperStore):
             raise StoreError(f"injected: read of {key.hex()[:16]} failed")
         return self.inner.read(key, ranges, deadline)
 
+    def check_medium(self, deadline: float) -> None:
+        if not self.enter("read"):
+            raise StoreError("injected: the medium failed")
+        self.inner.check_medium(deadline)
+
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
     ) -> PutResult:

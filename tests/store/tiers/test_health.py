@@ -27,7 +27,9 @@ def make(*events, clock=None):
 
 
 FAIL = ("failed", "down")
-GO_AWAY = [FAIL] * PATIENCE.max_failures
+DOUBT = [FAIL] * PATIENCE.max_failures
+LOST = ("is_lost", "down")
+GO_AWAY = [*DOUBT, LOST]
 COME_BACK = ("trial_answered",)
 LATE = ("is_left_out", "did not open")
 
@@ -39,6 +41,12 @@ LATE = ("is_left_out", "did not open")
         ([FAIL] * 2, State.UP, True, math.inf),
         ([FAIL, FAIL, ("answered",), FAIL, FAIL], State.UP, True, math.inf),
         ([FAIL, FAIL, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
+        (DOUBT, State.UP, True, -math.inf),
+        ([*DOUBT, ("answered",)], State.UP, True, -math.inf),
+        ([*DOUBT, COME_BACK], State.UP, True, math.inf),
+        ([*DOUBT, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
+        ([("write_failed", "why"), *DOUBT, COME_BACK], State.REFUSING, False, math.inf),
+        ([LOST], State.AWAY, False, 0.5),
         (GO_AWAY, State.AWAY, False, 0.5),
         ([*GO_AWAY, FAIL], State.AWAY, False, 0.5),
         ([*GO_AWAY, ("answered",)], State.AWAY, False, 0.5),
@@ -76,9 +84,12 @@ def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
     assert health.next_try - clock() == seconds_to_try
 
 
-def test_one_failure_that_took_long_is_enough():
+def test_one_failure_that_took_long_is_enough_for_a_trial():
     health = make()
-    assert "not used until it answers: down" in health.failed("down", is_long=True)
+    health.failed("down", is_long=True)
+    assert health.next_try == -math.inf
+    assert health.state is State.UP
+    assert "not used until it answers: down" in health.is_lost("down")
     assert health.state is State.AWAY
 
 
@@ -169,7 +180,7 @@ def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little():
         clock.advance(0.1)
         if health.is_up:
             num_away += 1
-            logged += [health.failed("why") for _ in GO_AWAY]
+            logged.append(health.is_lost("why"))
         elif health.claim_try():
             logged.append(health.trial_answered())
     assert num_away < 20

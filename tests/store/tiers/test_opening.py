@@ -243,6 +243,9 @@ def test_what_a_server_answers_counts(opened, is_late):
         def on_result(self, heard):
             self.heard = heard
 
+        def check_medium(self, deadline):
+            raise StoreError("down")
+
     opening = Opening()
     opening.store = Server()
     if not is_late:
@@ -252,7 +255,7 @@ def test_what_a_server_answers_counts(opened, is_late):
     wait_until(lambda: is_open(store), "it is open")
     for _ in range(Patience().max_failures):
         opening.store.heard(StoreError("down"))
-    assert "away" in repr(store)
+    wait_until(lambda: "away" in repr(store), "it was tried")
 
 
 def test_credentials_are_shown_nowhere(caplog, monkeypatch):

@@ -82,15 +82,9 @@ class OfNearest(TieredStore):
         return self.stores[0].stat()._replace(url=self.url)
 
 
-class Probed(MemoryStore):
-    """Tells its tier what a test has its probes answer."""
-
-    def on_result(self, heard):
-        self.answer = heard
-
-    def fail(self):
-        for _ in range(MAX_FAILURES):
-            self.answer(StoreError("down"))
+def lose(store, number=0):
+    """Have a tier find that its medium does not answer."""
+    store._tiers[number]._event(lambda health: health.is_lost("down"))
 
 
 @pytest.fixture
@@ -217,7 +211,7 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     client.down = True
     for _ in range(10):
         assert store.read(make_key(), ()) == 5
-    rest(store)  # the last failure may be that of a copy, which logs it
+        rest(store)  # the last failure may be that of a copy, and then comes a trial
     num_failed = counts["tier_reads/near/failed"]
     assert 1 <= num_failed <= MAX_FAILURES  # copies fail, too
     assert num_failed + counts["tier_reads/near/away"] == 10
@@ -279,9 +273,9 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
 
 
 def test_trials_that_hang_do_not_pile_up(make_tiers):
-    gate, clock, inner = Gate(), FakeClock(), Probed()
+    gate, clock, inner = Gate(), FakeClock(), MemoryStore()
     store = make_tiers(StallingStore(inner, gate=gate, operations={"read"}), clock=clock)
-    inner.fail()
+    lose(store)
     clock.advance(6.0)
     assert gate.wait_for_arrival()
     for _ in range(100):
@@ -395,13 +389,13 @@ def test_closing_does_not_wait_for_a_tier_that_takes_nothing():
 
 
 def test_closing_does_not_wait_for_a_trial_that_hangs():
-    gate, clock, far = Gate(), FakeClock(), Probed()
+    gate, clock, far = Gate(), FakeClock(), MemoryStore()
     store = TieredStore(
         [MemoryStore(), StallingStore(far, gate=gate, operations={"read"})],
         clock=clock,
         patience=Patience(look_seconds=0.01, close_seconds=300.0),
     )
-    far.fail()
+    lose(store, 1)
     clock.advance(1.0)
     assert gate.wait_for_arrival()
     started = time.monotonic()
@@ -458,9 +452,9 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers):
 
 
 def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, caplog):
-    class GoesAway(Probed):
+    class GoesAway(MemoryStore):
         def put(self, *args):
-            self.fail()
+            lose(store)
             return PutResult.FAILED
 
     store = make_tiers(GoesAway(), clock=FakeClock())
@@ -471,9 +465,9 @@ def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, capl
 
 
 def test_what_a_close_cuts_short_is_not_said(caplog):
-    inner = Probed()
-    TieredStore([inner]).close()
-    inner.fail()
+    store = TieredStore([MemoryStore()])
+    store.close()
+    lose(store)
     assert not caplog.records
 
 
@@ -555,14 +549,14 @@ def test_closing_waits_for_what_is_behind_but_not_for_ever():
 
 
 def test_a_read_that_began_before_the_fault_does_not_use_the_store_again(make_tiers, caplog):
-    gate, near = Gate(), Probed()
+    gate, near = Gate(), MemoryStore()
     near.put(make_key(), [b"value"])
     store = make_tiers(StallingStore(near, gate=gate, operations={"read"}), clock=FakeClock())
     found = []
     reader = threading.Thread(target=lambda: found.append(store.read(make_key(), ())))
     reader.start()
     assert gate.wait_for_arrival()
-    near.fail()
+    lose(store)
     gate.release()
     reader.join()
     assert found == [len(b"value")]
@@ -600,18 +594,19 @@ def test_a_read_that_takes_long_costs_one_wait(make_tiers, given, took, num_fail
     clock = FakeClock()
     slow = Slow(clock)
     store = make_tiers(slow, clock=clock)
-    slow.seconds, num_tried = took, 0
+    slow.seconds, num_tried = took, 0  # of a trial, too
     while state(store) == "up" and num_tried < 10:
         with pytest.raises(StoreError):
             store.read(make_key(), (), clock() + given)
         num_tried += 1
+        rest(store)
     assert num_tried == (num_failures or 10)
 
 
 def test_while_a_tier_is_away_nothing_waits_for_it(make_tiers):
-    far, clock, counts = Probed(), FakeClock(), Counters()
+    far, clock, counts = MemoryStore(), FakeClock(), Counters()
     store = make_tiers(MemoryStore(), far, observer=counts, clock=clock)
-    far.fail()
+    lose(store, 1)
     for number in range(20):
         assert store.put(make_key(number), [b"value"]) is PutResult.STORED
     assert num_waiting(store, 1) == 0
@@ -630,12 +625,12 @@ def test_a_tier_has_a_thread_only_while_there_is_work(make_tiers):
         new = [thread for thread in threading.enumerate() if thread not in before]
         return sum(thread.name == "kvferry-tier" for thread in new)
 
-    far, clock = Probed(), FakeClock()
+    far, clock = MemoryStore(), FakeClock()
     store = make_tiers(MemoryStore(), far, clock=clock)
     store.put(make_key(), [b"value"])
     wait_until(lambda: held(far), "it is copied")
     wait_until(lambda: num_at_work() == 0, "nothing is to be done")
-    far.fail()
+    lose(store, 1)
     assert num_at_work() == 1
     clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: state(store, 1) == "up", "it is used again")
@@ -762,7 +757,7 @@ def test_what_waits_for_a_full_tier_is_copied_once_it_has_room_and_the_source_an
     for _ in range(MAX_FAILURES):
         with pytest.raises(StoreError):
             store.read(make_key(), ())
-    assert state(store) == "away"
+    wait_until(lambda: state(store) == "away", "it was tried")
     clock.advance(QUICK.longest_pause_seconds)
     rest(store)
     assert num_waiting(store, 1) == 18, "there is room, but the source does not answer"
@@ -853,6 +848,7 @@ def test_a_store_that_fails_as_soon_as_it_is_open_stays_open():
                 for _ in range(MAX_FAILURES):
                     with pytest.raises(StoreError):
                         self.ask(make_key(), (), math.inf)
+                self.try_if_due()
                 store.fails = False
 
     store.fails = True
@@ -871,8 +867,7 @@ def test_a_store_that_may_not_be_asked_yet_accepts_no_writes():
     """Another thread looks between the event that takes it back and the moment that it is used."""
     clock, during = FakeClock(), []
     tier = Tier(MemoryStore(), "memory", 0, Observer(), clock, QUICK)
-    for _ in range(MAX_FAILURES):
-        tier._event(lambda health: health.failed("down"))
+    tier._event(lambda health: health.is_lost("down"))
     clock.advance(QUICK.longest_pause_seconds)
 
     def taken_back(health):
@@ -898,15 +893,9 @@ def test_a_tier_that_got_no_thread_when_its_store_failed_gets_one_later(make_tie
         for _ in range(MAX_FAILURES):
             with pytest.raises(StoreError):
                 store.read(make_key(), ())
-    assert state(store) == "away"
-    inner.fails = False
-    clock.advance(QUICK.longest_pause_seconds)
-
-    def is_up():
-        store.probe([make_key()])
-        return state(store) == "up"
-
-    wait_until(is_up, "it was tried")
+    assert "at work" in repr(store)  # a trial is due
+    store.put(make_key(), [b"value"])
+    wait_until(lambda: state(store) == "away", "it was tried")
 
 
 def test_tiers_share_the_time_to_wait_for_their_indexes(make_tiers):

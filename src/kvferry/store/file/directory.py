@@ -316,7 +316,7 @@ def _open_file(path: str) -> tuple[int, int] | None:
     except _ABSENT:
         return None
     except OSError as error:
-        if error.errno not in _NOT_A_FILE:
+        if error.errno not in _NOT_A_FILE or not _is_no_file(path):
             raise
         raise NotAFile(error.errno, "not a regular file", path) from error
     try:
@@ -327,6 +327,14 @@ def _open_file(path: str) -> tuple[int, int] | None:
         os.close(fd)
         raise
     return fd, status.st_size
+
+
+def _is_no_file(path: str) -> bool:
+    """Whether something else than a file is seen at this path. A mount that fails may say so of a
+    file, too, in its own words."""
+    with suppress(OSError):
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    return False
 
 
 def _read(path: str, limit: int) -> bytes | None:

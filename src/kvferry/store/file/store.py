@@ -37,7 +37,7 @@ from kvferry.store.base import (
 )
 from kvferry.store.faults import Faults, outcome_of
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import NUM_SHARDS, NotAFile, open_root, record_name
+from kvferry.store.file.directory import MARKER, NUM_SHARDS, NotAFile, open_root, record_name
 from kvferry.store.file.fileio import OpenRecord, as_views
 from kvferry.store.file.index import (
     NO_QUOTA,
@@ -212,6 +212,11 @@ class FileStore(Catalogue):
             with OpenRecord(*opened, direct=self._settings.direct_io != "off") as record:
                 record.read(ranges, deadline)
                 return record.size
+
+    def check_medium(self, deadline: float) -> None:
+        with self._faults.guard("check", "does not answer", is_logged=False):
+            self.directory.start_of(MARKER, 1)
+            self.directory.listed("records")
 
     def put(
         self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE

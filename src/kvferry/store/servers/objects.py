@@ -203,7 +203,7 @@ class ObjectClient(RemoteClient):
         if not names:
             return []
         self._first_check(names[0], deadline)
-        return self._run("look up", _gather(self._find(name) for name in names), deadline)
+        return self._run("look up", self._find_all(names), deadline)
 
     def delete(self, name: str, deadline: float) -> bool:
         """See `RemoteClient.delete`. Several processes that delete at once may all get True."""
@@ -249,12 +249,25 @@ class ObjectClient(RemoteClient):
     async def _size(self, name: str) -> int:
         return int((await obstore.head_async(self._store, name))["size"])
 
-    async def _find(self, name: str) -> bool:
+    async def _find_all(self, names: Sequence[str]) -> list[bool]:
+        """Whether each object is there. One that this user may not read is not, but if the server
+        refuses all, that is an error."""
+        found = await _gather(self._find(name) for name in names)
+        refused = [each for each in found if isinstance(each, BaseError)]
+        if len(refused) == len(found):
+            raise refused[0]
+        return [each is True for each in found]
+
+    async def _find(self, name: str) -> bool | BaseError:
         async with self._heads:
             try:
                 await self._size(name)
             except FileNotFoundError:
                 return False
+            except BaseError as error:
+                if not _DENIED.search(f"{type(error).__name__} {error}"):
+                    raise
+                return error
             return True
 
     async def _put(self, name: str, content: bytes, replaces: bool) -> PutResult:

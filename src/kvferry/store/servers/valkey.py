@@ -145,7 +145,11 @@ class ValkeyClient(RemoteClient):
         return PutResult.STORED if reply else PutResult.EXISTS
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
+        """See `RemoteClient.exists`. A key that this user may not read is not there, but if the
+        server refuses all, that is an error."""
         replies = self._ask([command("EXISTS", name) for name in names], deadline)
+        if any(isinstance(reply, int) for reply in replies):
+            replies = [0 if code_of(reply) == "NOPERM" else reply for reply in replies]
         return [
             self._number(reply, "exists", name) > 0
             for name, reply in zip(names, replies, strict=True)

@@ -24,9 +24,10 @@ class Patience:
 
     Attributes:
         start_seconds: how long a start waits for stores to open.
-        max_failures: number of quick failures in a row after which a store is away.
-        long_seconds: after one failure that took this long, the store is away. A read that was
-            given less, and took all of it, says nothing about the store.
+        max_failures: number of quick failures in a row after which a store is tried: one record may
+            be at fault, or the medium.
+        long_seconds: after one failure that took this long, the store is tried; if its deadline
+            passed, it is away. A read that was given less, and took all of it, says nothing.
         hang_seconds: a read that has not ended so long after its deadline hangs: the store is away.
             Longer than a busy machine stalls.
         first_pause_seconds: pause before an away store is tried, and before a store that refused a
@@ -94,8 +95,9 @@ class Health:
     """State machine of one tier. The caller lets one thread in at a time. Methods that return text
     return a line to log, or "".
 
-    Reads, probes and trials decide whether the store is away. A failed write does not: the store
-    may be full or read-only, and still be read. It asks for a trial, and the next writes pause.
+    Calls that hang and trials decide whether the store is away. A call that failed does not, since
+    one record may be at fault, nor a failed write: the store may be full or read-only, and still be
+    read. Both ask for a trial; after a failed write, the next writes pause.
 
     Args:
         what: name of the store in log lines, such as "store s3://bucket".
@@ -120,6 +122,7 @@ class Health:
         self._tries = Backoff(clock, *pauses)  # of opening or trying the store
         self._writes = Backoff(clock, *pauses)
         self._num_failures = 0  # in a row
+        self._is_in_doubt = False  # calls failed, until a trial ends
         self._num_again = 0  # how often in a row it went away soon after it had come back
         self._back_at = -math.inf
         self._unexplained: str | None = None  # why a write failed, until a trial ends
@@ -151,7 +154,8 @@ class Health:
         """When the store is to be opened or tried next; infinite if it need not be."""
         if self.state in (State.OPENING, State.AWAY):
             return self._tries.until
-        return -math.inf if self._unexplained is not None and self.is_up else math.inf
+        is_asked_for = self._is_in_doubt or self._unexplained is not None
+        return -math.inf if is_asked_for and self.is_up else math.inf
 
     def claim_try(self) -> bool:
         """Whether a try is due. If so, the caller makes it, and the next is due after a pause."""
@@ -204,21 +208,26 @@ class Health:
         if self.is_up:
             self._num_failures, self.fault = 0, ""
 
-    def failed(self, why: object, *, is_long: bool = False) -> str:
-        """A call failed, which is enough if it took long."""
+    def failed(self, why: object, *, is_long: bool = False) -> None:
+        """A call failed. The last of several in a row asks for a trial, or one that took long."""
         if not self.is_up:
-            return ""
+            return
         self._num_failures += 1
         self.fault = str(why)[:_MAX_BECAUSE]
-        if self._num_failures < self._patience.max_failures and not is_long:
+        self._is_in_doubt |= is_long or self._num_failures >= self._patience.max_failures
+
+    def is_lost(self, why: object) -> str:
+        """A trial failed, or a call hangs: the medium does not answer."""
+        if not self.is_up:
             return ""
+        self.fault = str(why)[:_MAX_BECAUSE]
         is_again = self._clock() - self._back_at < self._patience.soon_seconds
         # A store that answers trials and fails otherwise is tried after longer and longer pauses.
         self._num_again = self._num_again + 1 if is_again else 0
         if not is_again:
             self._tries.succeeded()
         self._tries.failed()
-        self._unexplained = None
+        self._unexplained, self._is_in_doubt = None, False
         self._stand(State.AWAY, why)
         if not is_again:
             return f"{self._what}: not used until it answers: {why}"
@@ -227,8 +236,9 @@ class Health:
         return ""
 
     def trial_answered(self) -> str:
-        """A trial got its answer: an away store is used again, and a failed write was refused."""
-        why = self._unexplained
+        """A trial got its answer: an away store is used again, failed calls were of single records,
+        and a failed write was refused."""
+        why, self._is_in_doubt = self._unexplained, False
         if self.state is State.AWAY:
             self._back_at = self._clock()
             seconds = self._back_at - self.standing.since

@@ -14,7 +14,6 @@ from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.processors import begin_io_thread
 from kvferry.store.base import PutResult, ValueCheck
-from kvferry.store.faults import Faults
 from kvferry.store.tiers.tier import Tier
 from kvferry.types import ChunkKey
 
@@ -39,7 +38,6 @@ class TierThread:
         self._target = target
         self._observer = observer
         self._check = check
-        self._faults = Faults(target.given.url, observer, target.clock)
         # Keys that wait, oldest first, and the tier that has the value.
         self._waiting: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._copying: ChunkKey | None = None  # None, too, once the value is removed
@@ -93,7 +91,7 @@ class TierThread:
         while True:
             is_last = self._closing.is_set()
             try:
-                with self._faults.guard("copy"):
+                with self._target.faults.guard("copy"):
                     self.run_due()
             except StoreError:  # of a store that broke its contract; after a while, others go on
                 self._closing.wait(self._target.patience.look_seconds)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Catalogue, PutResult, ReadRange, StoreStat, TierStatus, Value
+from kvferry.store.faults import Faults
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
@@ -26,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.5
 """Longest single wait of a start: an interrupt just before a wait is seen only after it."""
-
-_TRIAL_KEY = ChunkKey(b"\xff" * 32)
-"""A key of no record: a trial reads it to see whether a store answers."""
 
 
 class Unopened(NamedTuple):
@@ -58,6 +56,7 @@ class Tier:
         store: the store; None until it is open.
         up: the store while it may be asked, else None. Look-ups only read this, once.
         opening: done after the first try to open the store; has the error if that failed.
+        faults: boundary of the tier's thread.
         when_due: called when the store is to be opened or tried, now or later.
     """
 
@@ -81,8 +80,9 @@ class Tier:
         self.patience = patience
         self.when_due: Callable[[], object] = lambda: None
         self._observer = observer
+        self.faults = Faults(given.url, observer, clock)
         self._health = Health(f"store {given.url}", clock, patience)
-        self._reading: dict[object, float] = {}  # by read under way, its deadline
+        self._reading: dict[object, float] = {}  # by read or trial under way, its deadline
         self._lock = threading.Lock()
         if not isinstance(given, Unopened):
             self.try_if_due()
@@ -116,12 +116,17 @@ class Tier:
         if is_due and self.store is None:
             self._try_open()
         elif is_due and self.store is not None:
+            until, call = self.clock() + self.patience.trial_seconds, object()
+            self._reading[call] = until
             try:
-                self.store.read(_TRIAL_KEY, (), self.clock() + self.patience.trial_seconds)
+                with self.faults.guard("trial", passes=StoreError):
+                    self.store.check_medium(until)
             except StoreError as error:
-                self._event(partial(Health.failed, why=error, is_long=True))
+                self._event(partial(Health.is_lost, why=error))
             else:
                 self._event(Health.trial_answered)
+            finally:
+                self._reading.pop(call, None)
 
     def _try_open(self) -> None:
         try:
@@ -167,7 +172,7 @@ class Tier:
         overdue = self.clock() - self.patience.hang_seconds
         for call, deadline in tuple(self._reading.items()) if self._reading else ():
             if deadline < overdue and self._reading.pop(call, None) is not None:
-                self._event(partial(Health.failed, why="a read does not end", is_long=True))
+                self._event(partial(Health.is_lost, why="a read does not end"))
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -215,8 +220,10 @@ class Tier:
             is_long = now - started >= self.patience.long_seconds
             is_counted = self._reading.pop(call, None) is None  # it was overdue
             # A read that had little time and took all of it says nothing about the store.
-            if not is_counted and (is_long or now < deadline):
+            if not is_counted and now < deadline:
                 self._event(partial(Health.failed, why=error, is_long=is_long))
+            elif not is_counted and is_long:
+                self._event(partial(Health.is_lost, why=error))
             raise
         finally:
             self._reading.pop(call, None)
