@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import StoreError
-from kvferry.keys import ChunkKeys, Namespace
+from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.store.base import Catalogue, Removal
 from kvferry.store.maintenance import read_header
@@ -252,7 +252,23 @@ class PromptSearch:
         runs = [
             self._ask(digest, key, Run(number * size, size)) for number, key in enumerate(keys.keys)
         ]
+        parts = space.namespace.state_parts
+        if parts:
+            self._end_at_a_state(digest, keys.keys, runs, parts)
         return Explanation(space, _merged(self._judged(runs)))
+
+    def _end_at_a_state(
+        self, namespace: bytes, keys: Sequence[ChunkKey], runs: list[Run], parts: int
+    ) -> None:
+        """Where a model keeps states, a hit ends with a chunk at whose end one is stored: mark the
+        leading chunks behind that."""
+        leading = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
+        for number in range(leading - 1, -1, -1):
+            states = state_keys(keys[number], parts)
+            if all(self._ask(namespace, each, Run(0, 0)).why is None for each in states):
+                return
+            missing = "no state is stored at its end"
+            runs[number] = runs[number]._replace(why=LookupMiss.BEHIND, detail=missing)
 
     def _judged(self, runs: list[Run]) -> list[Run]:
         """Complete the runs of the whole chunks. Only leading chunks are hits, and of these only

@@ -29,7 +29,7 @@ from kvferry.cli.prompts import (
     model_identity,
 )
 from kvferry.errors import ConfigError
-from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, state_keys
 from kvferry.store.base import Catalogue, Entry
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
 from kvferry.types import NO_EXTRA_KEYS
@@ -45,7 +45,7 @@ class Choice:
 
     Attributes:
         digits: first digits of the namespace's digest.
-        prompt: a prompt, whose whole chunks are meant.
+        prompt: a prompt, whose whole chunks are meant, and the states behind them.
         age: seconds since the last use, at least.
     """
 
@@ -190,10 +190,11 @@ def _of_prompt(store: Catalogue, choice: Choice, prompt: AskedPrompt) -> Iterato
     for space in of_tokens(store.url, spaces) if spaces else ():
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, prompt.extra)
         keys.extend(prompt.token_ids)
-        for key in keys.keys:
-            size = store.of(space.digest).read(key, ())
-            if size is not None:
-                yield Entry(key, size, 0.0, space.digest)
+        for chunk in keys.keys:
+            for key in (chunk, *state_keys(chunk, space.state_parts)):
+                size = store.of(space.digest).read(key, ())
+                if size is not None:
+                    yield Entry(key, size, 0.0, space.digest)
 
 
 def why_nothing(store: Catalogue, choice: Choice) -> str:

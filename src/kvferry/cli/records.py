@@ -79,6 +79,8 @@ class _Listed(NamedTuple):
             return cls(entry.namespace, (b"", 0), {**facts, "error": str(found)})
         space, first = found.schema.namespace, found.first_token
         facts |= {"namespace": space.hex(), "first_token": first}
+        if found.schema.is_of_state:
+            return cls(space, (space, first), {**facts, "num_tokens": 0, "is_state": True})
         return cls(space, (space, first), {**facts, "num_tokens": found.schema.chunk_tokens})
 
 
@@ -169,6 +171,7 @@ def _show_records(
         columns["pinned"] = "pinned_until"
     rows = [
         {**row, "namespace": row.get("namespace", f"unreadable: {row.get('error')}")}
+        | ({"num_tokens": "state"} if row.get("is_state") else {})
         for row in facts
     ]
     tables = make_tables(columns, rows)
@@ -216,7 +219,8 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
             "format_version": FORMAT_VERSION,
             "namespace": schema.namespace.hex(),
             "first_token": record.first_token,
-            "num_tokens": schema.chunk_tokens,
+            "num_tokens": 0 if schema.is_of_state else schema.chunk_tokens,
+            **({"is_state": True} if schema.is_of_state else {}),
             "head_bytes": schema.head_bytes,
             "payload_bytes": schema.payload_bytes,
             "num_leaves": schema.num_leaves,

@@ -43,7 +43,7 @@ class LookupMiss(StrEnum):
     AUDIT = "audit", "It was stored, but was computed too, to check the stored record."
     OTHER_NAMESPACE = "other_namespace", "These tokens are stored under another namespace."
     OTHER_KEYS = "other_keys", "These tokens are stored without this salt and LoRA adapter."
-    BEHIND = "behind", "It is stored, but an earlier chunk is missing."
+    BEHIND = "behind", "It is stored, but an earlier chunk or the state at its end is missing."
     OTHER_MODEL = "other_model", "An audit found records of another model; no more are read."
     NOT_PRODUCED = "not_produced", "Another engine had to compute it and did not store it in time."
     OTHER_PRODUCER = "other_producer", "The engine that prefilled it runs another version or model."

@@ -70,7 +70,7 @@ class ModelConfig:
 
     def __init__(self, model_dir: Path, engine: EngineConfig) -> None:
         self.model_dir = model_dir
-        self.transformers_config = _read_config(model_dir)
+        self.transformers_config = read_config(model_dir)
         for refusal in self._refusals():
             what = f"{model_dir} holds a {self.transformers_config.model_type!r} model"
             raise ConfigError(what + refusal)
@@ -163,7 +163,12 @@ class ModelConfig:
         )
 
 
-def _read_config(model_dir: Path) -> Any:
+def read_config(model_dir: Path) -> Any:
+    """Return Transformers' config of a model directory.
+
+    Raises:
+        ConfigError: it is none, or it needs code of its own.
+    """
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a directory; give one with config.json and weights")
     if not (model_dir / "config.json").is_file():

@@ -1,6 +1,6 @@
 """Makes keys of token ids and a model's identity. Keys are equal wherever the KV bytes are."""
 
-from kvferry.keys.chain import KEY_VERSION, ChunkKeys
+from kvferry.keys.chain import KEY_VERSION, ChunkKeys, state_keys
 from kvferry.keys.encoding import JsonValue
 from kvferry.keys.namespace import (
     HOST_FIELDS,
@@ -22,4 +22,5 @@ __all__ = [
     "opaque_key",
     "opaque_namespace",
     "relevant_config",
+    "state_keys",
 ]

@@ -26,6 +26,19 @@ CHUNK_TAG = b"kvferry.chunk.1\0"
 """16 bytes that no namespace encoding starts with, so no chunk key equals a namespace's digest."""
 
 
+STATE_TAG = b"kvferry.state.1\0"
+"""16 bytes that neither a namespace encoding nor the hash of a chunk starts with."""
+
+
+def state_keys(chunk: ChunkKey, num_parts: int) -> list[ChunkKey]:
+    """Return the keys of the parts of the state behind a chunk: what a model keeps, besides the KV
+    of chunks, after the tokens that end with it."""
+    return [
+        ChunkKey(blake3(b"".join((STATE_TAG, chunk, part.to_bytes(4, "little")))).digest())
+        for part in range(num_parts)
+    ]
+
+
 class ChunkKeys:
     """The keys of the whole chunks of one token sequence, such as a request. Each chunk is hashed
     once, and the keys grow as tokens arrive.

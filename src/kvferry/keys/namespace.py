@@ -27,6 +27,9 @@ OPAQUE = "opaque"
 
 _MAX_TITLE_CHARACTERS = 200
 
+MAX_STATE_PARTS = 4096
+"""Most records of one state: a description that says more is hostile."""
+
 IRRELEVANT_FIELDS = frozenset(
     {
         # where the config came from, and which library wrote it
@@ -112,13 +115,36 @@ class Namespace:
         that has no canonical encoding."""
         if not groups:
             raise ConfigError("a namespace needs at least one KV group")
+        described: list[JsonValue] = [describe_group(group) for group in groups]
+        return cls._of_model(identity, {"groups": described}, chunk_tokens, tenant)
+
+    @classmethod
+    def of_cache(
+        cls,
+        identity: ModelIdentity,
+        cache: Mapping[str, JsonValue],
+        chunk_tokens: int,
+        tenant: str = "",
+    ) -> Namespace:
+        """Make the namespace of a cache that has more than KV groups; `cache` describes it. Raises
+        ConfigError as `of`."""
+        return cls._of_model(identity, {"cache": cache}, chunk_tokens, tenant)
+
+    @classmethod
+    def _of_model(
+        cls,
+        identity: ModelIdentity,
+        form: Mapping[str, JsonValue],
+        chunk_tokens: int,
+        tenant: str,
+    ) -> Namespace:
         description: dict[str, JsonValue] = {
             "format_version": FORMAT_VERSION,
             "key_version": KEY_VERSION,
             "weights": identity.weights.hex(),
             "weights_version": identity.weights_version,
             "config": identity.config,
-            "groups": [describe_group(group) for group in groups],
+            **form,
             "chunk_tokens": chunk_tokens,
             "tenant": tenant,
         }
@@ -162,6 +188,13 @@ class Namespace:
         first = names[0] if isinstance(names, list) and names else None
         title = self.model or str(first or said.get("model_type") or "a model without a name")
         return title[:_MAX_TITLE_CHARACTERS] + self._kind_in_title()
+
+    @property
+    def state_parts(self) -> int:
+        """Number of records of a state: 0 where chunks are all that is stored."""
+        cache = self.description.get("cache")
+        parts = cache.get("state_parts") if isinstance(cache, Mapping) else None
+        return parts if isinstance(parts, int) and 0 < parts <= MAX_STATE_PARTS else 0
 
     @property
     def is_opaque(self) -> bool:

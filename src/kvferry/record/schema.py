@@ -63,6 +63,9 @@ _VALUES = SAFETENSORS_DTYPE | {"float8_e5m2": "F8_E5M2"}
 
 OPAQUE_COMPONENT = "row"
 
+STATE_COMPONENT = "state"
+"""The component of a record that holds a part of a state, as bytes."""
+
 CHUNK_BYTES = 8 << 20
 """Most KV of a chunk whose size is not set: above it, records are read and written no faster."""
 
@@ -234,6 +237,34 @@ class RecordSchema:
             values=_VALUES.get(values, ""),
         )
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=(row,))
+
+    def of_state_parts(self) -> RecordSchema:
+        """Make the schema of the parts of states in this namespace: records of the same size as
+        those of chunks, with one component of bytes.
+
+        Raises:
+            ConfigError: no payload makes a record of that size.
+        """
+        num_bytes = self.record_bytes - ALIGN
+        while num_bytes > 0:
+            part = Component(name=STATE_COMPONENT, dtype="U8", shape=(1, 1, 1, num_bytes))
+            schema = RecordSchema(
+                namespace=self.namespace, chunk_tokens=self.chunk_tokens, components=(part,)
+            )
+            if schema.record_bytes == self.record_bytes:
+                return schema
+            if schema.record_bytes < self.record_bytes:
+                break
+            num_bytes -= schema.record_bytes - self.record_bytes
+        raise ConfigError(
+            f"no part of a state takes {self.record_bytes} bytes, as a chunk does: use another "
+            "chunk_tokens"
+        )
+
+    @property
+    def is_of_state(self) -> bool:
+        """Whether records of this schema are parts of a state."""
+        return self.components[0].name == STATE_COMPONENT
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """Make the same schema for another namespace; all sizes and offsets stay."""

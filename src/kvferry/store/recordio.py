@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
@@ -30,9 +29,19 @@ WRITE_SECONDS = 30.0
 """Deadline of a write of one record while an engine goes on. It holds only the record's memory."""
 
 
-def value_check(schema: RecordSchema) -> ValueCheck:
-    """Return a check that accepts records of `schema`, of any namespace, and no other values."""
-    return ValueCheck(schema.record_bytes, partial(check_record, schema))
+def value_check(*schemas: RecordSchema) -> ValueCheck:
+    """Return a check that accepts records of these schemas, of any namespace, and no other values.
+    The records of all have one size."""
+
+    def why_wrong(key: ChunkKey, value: memoryview, size: int) -> MissReason | None:
+        reason: MissReason | None = None
+        for schema in schemas:
+            reason = check_record(schema, key, value, size)
+            if reason is not MissReason.OTHER_RECORD:
+                break
+        return reason
+
+    return ValueCheck(schemas[0].record_bytes, why_wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvferry.adapters.transformers import StoredKV, StoredKVConfig
-from kvferry.adapters.transformers.cache_copies import record_layout
+from kvferry.adapters.transformers.cache_copies import form_of
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
@@ -89,7 +89,8 @@ class RecordWriter:
     def __init__(self, model, url: str, **config) -> None:
         self.config = StoredKVConfig(chunk_tokens=CHUNK, **config)
         self.host = HostModel(model, None, self.config.weights_version)
-        self.namespace, self.rows = record_layout(self.host, self.config)
+        self.form = form_of(self.host, self.config)
+        self.namespace, self.rows = self.form.namespace, self.form.rows
         self.store = open_store(url, namespace=self.namespace.digest)
         self.records = RecordClient(
             self.store, self.rows.schema, Counters(), self.config.io_threads

@@ -190,12 +190,6 @@ def test_a_model_that_looks_ahead_is_refused(model_dir, load_model, store_url):
         StoredKV(load_model(model_dir("bert")), store_url)
 
 
-def test_a_model_that_numbers_tokens_for_itself_is_refused(load_model, store_url, tmp_path):
-    path = write_random_model(tmp_path / "model", partial(build_model, tiny_config("roberta")))
-    with pytest.raises(ConfigError, match=r"numbers tokens otherwise than generate\(\) does"):
-        StoredKV(load_model(path), store_url)
-
-
 def test_what_loading_sets_inside_sub_configs_changes_no_identity(load_model, store_url, tmp_path):
     path = write_random_model(tmp_path / "model", partial(build_model, tiny_config("dbrx")))
     input_ids = prompt(65).clamp(max=255)
@@ -211,7 +205,7 @@ def test_a_recurrent_model_is_refused(load_model, store_url, tmp_path):
 
     config = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
     MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(ConfigError, match="mamba"):
+    with pytest.raises(ConfigError, match="Mamba"):
         StoredKV(load_model(tmp_path / "mamba"), store_url)
 
 
@@ -231,10 +225,6 @@ ABOUT_TORCH = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 COMPILED = r"torch\.compile.*uncompiled model from from_pretrained\(\)"
 STATIC = r"cache_implementation='static'.*set it to None"
 REFUSED = {
-    "latents of a form that is not known": (
-        lambda model: setattr(model.config, "kv_lora_rank", 16),
-        r"'llama' models use latent attention.*deepseek_v3",
-    ),
     "training mode": (lambda model: model.train(), r"training mode.*eval\(\)"),
     "quantised": (lambda model: setattr(model, "hf_quantizer", QuantoConfig()), "quantised"),
     "an adapter": (_adapt, "PEFT adapter"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.adapters.transformers.cache_copies import gather
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
@@ -46,7 +45,7 @@ def write(
             writer.host.compute(ids, cache)
         chain, images = writer.keys(ids), []
         for number in numbers:
-            image = gather(writer.rows, cache, writer.host, 0, number * CHUNK)
+            image = writer.form.gather(cache, 0, number * CHUNK)
             change(torch.frombuffer(writer.rows.image_of(image), dtype=torch.float32))
             images.append((chain[number], number * CHUNK, image))
         for key, _, _ in images:

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
     # Windows and sparse attention.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size"), 32),
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 32,  # with few, their choices tie
     "index_topk": 16,
     "index_block_size": 16,
     "index_topk_blocks": 2,

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.adapters.transformers.cache_copies import cache_of, gather
+from kvferry.adapters.transformers.cache_copies import CacheForm, StoredRow
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.blocks.audit import Difference, compare
-from kvferry.blocks.rows import RankRows
 from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
@@ -29,7 +28,7 @@ class Auditor:
     it, and the cache goes on.
 
     Args:
-        rows: the record layout.
+        form: how caches and records correspond.
         store: the store, from which a record that differs is discarded.
         rate: the option `audit`.
 
@@ -43,13 +42,14 @@ class Auditor:
     def __init__(
         self,
         model: HostModel,
-        rows: RankRows,
+        form: CacheForm,
         store: Store,
         rate: str | float,
         observer: Observer,
     ) -> None:
         self._model = model
-        self._rows = rows
+        self._form = form
+        self._rows = form.rows
         self._store = store
         self._rate = rate
         self._observer = observer
@@ -61,7 +61,8 @@ class Auditor:
         self, keys: Sequence[ChunkKey], images: list[memoryview], token_ids: list[int]
     ) -> bool:
         """Whether a hit may be used. If an audit is due, computes the first chunk from nothing, and
-        one other, drawn at random, on top of the stored ones before it.
+        one other, drawn at random, on top of the stored ones before it, unless only states can be
+        gone on from.
 
         Args:
             keys: keys of the leading chunks of a prompt.
@@ -78,7 +79,7 @@ class Auditor:
             return False
         self._observer.count("audits")
         numbers = [0]
-        if len(images) > 1:
+        if len(images) > 1 and self._form.goes_on_anywhere:
             numbers.append(1 + int(self.draw() * (len(images) - 1)))
         differences = []
         for number in numbers:
@@ -107,12 +108,12 @@ class Auditor:
         it was computed with NaN or Inf, which shows nothing of the record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
-        cache = cache_of(images[:number], self._rows, self._model)
-        self._model.compute(torch.tensor([token_ids[first : first + size]]), cache)
-        computed = gather(self._rows, cache, self._model, 0, first)
+        cache = self._form.cache_of([StoredRow(0, images[:number])], first)
+        cache = self._form.compute(torch.tensor([token_ids[first : first + size]]), cache, first)
+        computed = self._form.gather(cache, 0, first)
         if not self._is_finite(computed):
             return None
-        return compare(self._rows, computed, images[number], self._model.tolerances)
+        return compare(self._rows, computed, images[number], self._form.tolerances)
 
     def _is_finite(self, image: memoryview) -> bool:
         return self._rows.leaves(image, {}).are_finite

@@ -1,11 +1,18 @@
 """Copies KV between a Transformers cache and record images. An image is a record in memory.
 
-A cache layer holds keys and values `[rows, heads, tokens, size]`, padding included. A row is one
-sequence of the batch (but `CacheLayer.row` is a layer's index in its group). A group of a record
-holds `[layers, heads, tokens, K|V]`, without padding. For latent attention (MLA), the cache keeps
-latents as keys and rotated keys as values.
+A cache form is one way in which caches and records correspond:
 
-Callers: `StoredKV` (`filled_cache`, `gather`), audit.py (`cache_of`, `gather`).
+`PlainForm`: keys and values (or latents) of one shape in all layers. Its records are those of the
+embedded engine and of vLLM. A cache layer holds keys and values `[rows, heads, tokens, size]`,
+padding included. A row is one sequence of the batch (but `CacheLayer.row` is a layer's index in its
+group). A group of a record holds `[layers, heads, tokens, K|V]`, without padding. For latent
+attention (MLA), the cache keeps latents as keys and rotated keys as values.
+
+`TreeForm`: any other cache, as a tree of leaves (cache_tree.py). Its records are of their own
+namespace, which describes the tree. What no chunk holds, its states, is stored in records of their
+own (states.py).
+
+Callers: `StoredKV`, audit.py, proof.py.
 """
 
 # ruff: noqa: ANN401 - cache layers share no typed surface.
@@ -13,44 +20,27 @@ Callers: `StoredKV` (`filled_cache`, `gather`), audit.py (`cache_of`, `gather`).
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers.arguments import StoredKVConfig
-from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.host_model import HostModel, PlainKV
+from kvferry.adapters.transformers.identity import code_of
+from kvferry.adapters.transformers.states import num_parts
 from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
+from kvferry.blocks.tolerance import TOLERANCE_WITH_EXPERTS, Tolerance, Tolerances
 from kvferry.engine.kv_pool import pairs_apart, pairs_together
 from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.record.schema import RecordSchema, default_chunk_tokens
+from kvferry.record.schema import SAFETENSORS_DTYPE, RecordSchema, default_chunk_tokens
+from kvferry.types import KVGroup
 
-
-def record_layout(model: HostModel, config: StoredKVConfig) -> tuple[Namespace, RankRows]:
-    """Return the namespace of a model's records, and where each layer's rows lie in a record."""
-    chunk_tokens = config.chunk_tokens or default_chunk_tokens(model.groups)
-    namespace = Namespace.of(model.identity, model.groups, chunk_tokens, config.tenant)
-    schema = RecordSchema.for_groups(
-        namespace=namespace.digest, chunk_tokens=chunk_tokens, groups=model.groups
-    )
-    return namespace, RankRows(model.groups, tensor_parallel_shard(model.groups, 0, 1), schema)
-
-
-def gather(rows: RankRows, cache: Any, model: HostModel, row: int, first_token: int) -> memoryview:
-    """Make the image of one chunk from one row of a cache: `head | group 0 | ...` as in the record
-    file, with an empty head. `first_token` counts from the row's first token, padding included."""
-    image = memoryview(mmap.mmap(-1, rows.slot_bytes))
-    into = tensors_of(rows, image)
-    for layer, place in zip(cache.layers, model.layers, strict=True):
-        target = into[place.group][place.row]
-        tokens = slice(first_token, first_token + target.shape[-2])
-        keys, values = layer.keys[row, :, tokens].detach(), layer.values[row, :, tokens].detach()
-        if place.has_pairs_apart:
-            values = pairs_together(values)
-        target.copy_(torch.cat((keys, values), dim=-1))
-    return image
+_AS_BYTES = Tolerance(float("inf"), float("inf"))
+"""Of components that hold other types as bytes: no audit compares them."""
 
 
 class StoredRow(NamedTuple):
@@ -62,34 +52,192 @@ class StoredRow(NamedTuple):
     only the last chunk may go past their end."""
 
 
-def filled_cache(
-    stored: Sequence[StoredRow], rows: RankRows, model: HostModel, num_tokens: int
-) -> Any:
-    """Make a cache with `num_tokens` of each row, padding included: zeros, then the chunks. Its
-    layers keep all tokens, also where the model's attention has a window."""
-    from transformers import DynamicCache
+class CacheForm(ABC):
+    """How the caches of a model and its records correspond.
 
-    cache: Any = DynamicCache()
-    tensors = [[tensors_of(rows, image) for image in each.images] for each in stored]
-    size = rows.schema.chunk_tokens
-    for number, place in enumerate(model.layers if num_tokens else ()):
-        shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)
-        both = torch.empty(shape, dtype=place.dtype)
-        for row, (num_padding, _) in enumerate(stored):
-            both[row, :, :num_padding] = 0
-            for chunk, groups in enumerate(tensors[row]):
-                start = num_padding + chunk * size
-                kept = groups[place.group][place.row][:, : num_tokens - start]
-                both[row, :, start : start + size] = kept
-        both = both.to(model.layer_devices[number])
-        keys, values = both[..., : place.key_size], both[..., place.key_size :]
-        if place.has_pairs_apart:
-            values = pairs_apart(values)
-        cache.update(keys, values, number)
-    return cache
+    Attributes:
+        namespace: of the records.
+        rows: where the layers or leaves lie in a record.
+        tolerances: tolerances for comparisons of rows.
+        goes_on_anywhere: whether a model can go on behind any stored chunk.
+    """
+
+    goes_on_anywhere: bool
+    namespace: Namespace
+    rows: RankRows
+    tolerances: Tolerances
+
+    @abstractmethod
+    def cache_of(
+        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
+    ) -> Any:
+        """Make a cache with `num_tokens` of each row, padding included: zeros, then the chunks.
+        Its windows keep all tokens. Without tokens, an empty cache; None: the model makes one.
+
+        Args:
+            state: what `TreeForm.tree` keeps beside rows after these tokens.
+        """
+
+    @abstractmethod
+    def gather(self, cache: Any, row: int, first_token: int) -> memoryview:
+        """Make the image of one chunk from one row of a cache: `head | component 0 | ...` as in the
+        record file, with an empty head. `first_token` counts from the row's first token, padding
+        included."""
+
+    @abstractmethod
+    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
+        """Append tokens to a cache of one row and return it."""
+
+    @abstractmethod
+    def repeat(self, cache: Any, num_copies: int) -> None:
+        """Repeat each row of a cache."""
+
+    def _new_image(self) -> tuple[memoryview, list[torch.Tensor]]:
+        image = memoryview(mmap.mmap(-1, self.rows.slot_bytes))
+        return image, tensors_of(self.rows, image)
 
 
-def cache_of(images: Sequence[memoryview], rows: RankRows, model: HostModel) -> Any:
-    """Make a cache of the leading chunks of one prompt without padding."""
-    num_tokens = len(images) * rows.schema.chunk_tokens
-    return filled_cache([StoredRow(0, list(images))], rows, model, num_tokens)
+class PlainForm(CacheForm):
+    """Keys and values of one shape in all layers."""
+
+    goes_on_anywhere = True
+
+    def __init__(self, host: HostModel, plain: PlainKV, config: StoredKVConfig) -> None:
+        chunk_tokens = config.chunk_tokens or default_chunk_tokens(plain.groups)
+        self.namespace = Namespace.of(host.identity, plain.groups, chunk_tokens, config.tenant)
+        schema = RecordSchema.for_groups(
+            namespace=self.namespace.digest, chunk_tokens=chunk_tokens, groups=plain.groups
+        )
+        self.rows = RankRows(plain.groups, tensor_parallel_shard(plain.groups, 0, 1), schema)
+        self.tolerances = host.tolerances
+        self._host = host
+        self._plain = plain
+
+    def gather(self, cache: Any, row: int, first_token: int) -> memoryview:
+        """See `CacheForm.gather`."""
+        image, into = self._new_image()
+        for layer, place in zip(cache.layers, self._plain.layers, strict=True):
+            target = into[place.group][place.row]
+            tokens = slice(first_token, first_token + target.shape[-2])
+            keys, values = (each[row, :, tokens].detach() for each in (layer.keys, layer.values))
+            if place.has_pairs_apart:
+                values = pairs_together(values)
+            target.copy_(torch.cat((keys, values), dim=-1))
+        return image
+
+    def cache_of(
+        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
+    ) -> Any:
+        """See `CacheForm.cache_of`."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()
+        tensors = [[tensors_of(self.rows, image) for image in each.images] for each in stored]
+        size = self.rows.schema.chunk_tokens
+        for number, place in enumerate(self._plain.layers if num_tokens else ()):
+            shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)
+            both = torch.empty(shape, dtype=place.dtype)
+            for row, (num_padding, _) in enumerate(stored):
+                both[row, :, :num_padding] = 0
+                for chunk, groups in enumerate(tensors[row]):
+                    start = num_padding + chunk * size
+                    kept = groups[place.group][place.row][:, : num_tokens - start]
+                    both[row, :, start : start + size] = kept
+            both = both.to(self._plain.layer_devices[number])
+            keys, values = both[..., : place.key_size], both[..., place.key_size :]
+            if place.has_pairs_apart:
+                values = pairs_apart(values)
+            cache.update(keys, values, number)
+        return cache
+
+    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
+        """See `CacheForm.compute`."""
+        self._host.compute(input_ids, cache)
+        return cache
+
+    def repeat(self, cache: Any, num_copies: int) -> None:
+        """See `CacheForm.repeat`."""
+        cache.batch_repeat_interleave(num_copies)
+
+
+class TreeForm(CacheForm):
+    """Any cache, as a tree of leaves that was learnt from the model.
+
+    Attributes:
+        tree: the tree.
+        state_parts: records of one state; 0 without states.
+
+    Raises:
+        ConfigError: a cache without laws, or of foreign code.
+    """
+
+    def __init__(self, host: HostModel, config: StoredKVConfig) -> None:
+        self._host = host
+        self.tree = host.learn_tree(config.chunk_tokens)
+        self.goes_on_anywhere = not self.tree.stops_at_chunks
+        size = self.tree.chunk_tokens
+        schema = RecordSchema(
+            namespace=bytes(32), chunk_tokens=size, components=self.tree.components
+        )
+        self.state_parts = num_parts(schema, self.tree.state_bytes)
+        described = {
+            **self.tree.describe(),
+            "state_parts": self.state_parts,
+            "code": code_of(host.model, self.tree.kinds),
+        }
+        self.namespace = Namespace.of_cache(host.identity, described, size, config.tenant)
+        schema = schema.with_namespace(self.namespace.digest)
+        names = {short: name for name, short in SAFETENSORS_DTYPE.items()}
+        groups = tuple(
+            KVGroup(
+                num_layers=layers,
+                num_kv_heads=heads,
+                content_size=content,
+                dtype=names[each.dtype],
+                block_size=each.shape[2],
+            )
+            for each in self.tree.components
+            for layers, heads, _, content in [each.shape]
+        )
+        self.rows = RankRows(groups, tensor_parallel_shard(groups, 0, 1), schema)
+        # Which tokens an indexer chooses is as discontinuous as which experts a router chooses.
+        chooses = any("index" in part for law in self.tree.rows for part in law.path)
+        known = TOLERANCE_WITH_EXPERTS if chooses and host.tolerances else host.tolerances
+        self.tolerances = {**known, "uint8": _AS_BYTES} if known else {}
+
+    def gather(self, cache: Any, row: int, first_token: int) -> memoryview:
+        """See `CacheForm.gather`."""
+        image, into = self._new_image()
+        self.tree.fill(into, cache, row, first_token)
+        return image
+
+    def cache_of(
+        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
+    ) -> Any:
+        """See `CacheForm.cache_of`."""
+        if not num_tokens:
+            return self._host.new_cache()
+        chunks = [
+            (each.num_padding, [tensors_of(self.rows, image) for image in each.images])
+            for each in stored
+        ]
+        return self.tree.restore(chunks, num_tokens, state)
+
+    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
+        """See `CacheForm.compute`."""
+        return self._host.run(input_ids, cache, num_cached)[0]
+
+    def repeat(self, cache: Any, num_copies: int) -> None:
+        """See `CacheForm.repeat`."""
+        self.tree.repeat(cache, num_copies)
+
+
+def form_of(host: HostModel, config: StoredKVConfig) -> PlainForm | TreeForm:
+    """Return the form of a model's cache.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if host.plain is not None:
+        return PlainForm(host, host.plain, config)
+    return TreeForm(host, config)

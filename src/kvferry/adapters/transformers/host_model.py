@@ -11,26 +11,43 @@ it.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.adapters.transformers.identity import (
     called_functions,
     deviations,
+    is_library_cache,
     refuse_other_code,
     refuse_other_weights,
 )
 from kvferry.blocks.tolerance import tolerances_for
+from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
 from kvferry.engine.model import cache_argument
-from kvferry.engine.model_config import LATENT_MODELS, ModelConfig, first_line
+from kvferry.engine.model_config import (
+    LATENT_MODELS,
+    ModelConfig,
+    first_line,
+    read_config,
+)
 from kvferry.errors import ConfigError
+from kvferry.identity import identify, length_dependent_rope
+from kvferry.types import KVGroup
+
+UNRUNNABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+"""Errors of a model that cannot run in a way that it was not made for."""
+
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names of the argument of a model's forward that takes a cache, and of its output."""
 
 _OF_GENERATE = {
     *("_compiled_call", "_last_compile_config", "_previous_max_cache_length"),
@@ -77,49 +94,111 @@ class CacheLayer(NamedTuple):
         return None
 
 
+class _NotCausal(ConfigError):
+    """No form of cache can serve the model."""
+
+
 class HostModel:
     """A model that passed every check.
 
     Attributes:
-        identity, groups: equal to the embedded engine's without `deviations`: both share records.
+        identity: equal to the embedded engine's without `deviations`.
+        plain: the KV of a model that the engine and vLLM share records of; None: its cache is
+            served as a tree (cache_tree.py), if that can be proven.
+        why_not_plain: why `plain` is None, in words.
         tolerances: tolerances for comparisons of KV.
-        layers: layers in the order of the model's cache.
-        layer_devices: the device of each layer's KV.
         vocab_size: bound that all token ids are below.
         cache_argument: the name of the argument that takes a cache.
 
     Raises:
-        ConfigError: the model's KV has no certain identity or no record form; names the reason.
+        ConfigError: the model's KV has no certain identity; names the reason.
     """
 
     def __init__(self, model: Any, model_dir: Path | None, weights_version: str | None) -> None:
         self._model = model
         _refuse_changed(model)
-        self.cache_argument = cache_argument(model)
         self._parameters = inspect.signature(model.forward).parameters
+        self.cache_argument = _cache_argument(model, self._parameters)
         directory = model_dir or _directory_of(model)
-        dtype: Any = str(model.dtype).removeprefix("torch.")  # ModelConfig refuses unknown dtypes
-        engine = EngineConfig(dtype=dtype)
-        config = ModelConfig(directory, engine)
+        config = read_config(directory)
+        _refuse_config(config, directory)
+        dtype = str(model.dtype).removeprefix("torch.")
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._first_attributes = _attributes(model)
+        self._empty_attributes = tuple(
+            place for place, (value, _) in self._first_attributes.items() if value is None
+        )
+        self._hidden: tuple[tuple[Any, str, Any], ...] = ()
+        self._is_settled = False
+        self._empty_cache: tuple[Any] | None = None
+        self._refuses_code = weights_version is None
         if weights_version is None:
             refuse_other_code(model)
             refuse_other_weights(model.state_dict(), directory)
-        spec = engine_spec(
-            config,
-            engine,
-            deviations=deviations(model, config.transformers_config),
+        self.identity = identify(
+            directory,
+            dtype=dtype,
+            deviations=deviations(model, config),
             weights_version=weights_version,
-            name=getattr(model, "name_or_path", None),
+            name=getattr(model, "name_or_path", None) or str(directory),
         )
-        self.groups = spec.groups
-        self.layers = _layers(config, spec)
-        self.identity = spec.identity
-        self.tolerances = tolerances_for(spec.identity.config)
-        self.layer_devices = self._probe(directory)
-        self._samples = [(each, _sample(each)) for each in model.parameters()]
+        self.tolerances = tolerances_for(self.identity.config)
+        self.plain: PlainKV | None = None
+        self.why_not_plain = ""
+        try:
+            self.plain = _plain_kv(self, directory, dtype)
+            self.settle()
+        except _NotCausal:
+            raise
+        except ConfigError as error:
+            self.why_not_plain = str(error)
+
+    @property
+    def model(self) -> Any:
+        """The model of Transformers."""
+        return self._model
+
+    def settle(self) -> None:
+        """Take the model as it is now for unchanged: after probes, which may have left state in its
+        modules. Such state is put back to what it was, now and at each `reset`.
+
+        Raises:
+            ConfigError: state that cannot be put back; names it.
+        """
+        self.reset_all()
+        self._samples = [(each, _sample(each)) for each in self._model.parameters()]
         self._next_sample = 0
         self._fingerprint = self._look()
+        self._is_settled = True
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Names of the attributes of modules in which runs leave state."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        return tuple(f"{names[id(module)]}.{name}".lstrip(".") for module, name, _ in self._hidden)
+
+    def reset(self) -> None:
+        """Put state that runs left in modules back, so that a prompt starts as in a new process."""
+        for module, name, value in self._hidden:
+            setattr(module, name, value)
+        # Also where no probe left any, as an image does; nothing but a run makes a tensor of None.
+        for module, name in self._empty_attributes:
+            if isinstance(vars(module).get(name), torch.Tensor):
+                setattr(module, name, None)
+
+    def _changed_attributes(self) -> Iterator[tuple[Any, str, Any]]:
+        names = {id(module): name for name, module in self._model.named_modules()}
+        for (module, name), (value, mark) in _attributes(self._model).items():
+            before, old_mark = self._first_attributes.get((module, name), (None, None))
+            if mark == old_mark:
+                continue
+            if old_mark is None or _mark_of(before) != old_mark or name in vars(module)["_buffers"]:
+                raise ConfigError(
+                    f"{type(self._model).__name__} keeps state of a prompt in "
+                    f"{names[id(module)]}.{name}, outside its cache ({type(value).__name__}), so "
+                    "that a stored cache would go on with another prompt's"
+                )
+            yield module, name, before
 
     @property
     def is_unchanged(self) -> bool:
@@ -149,6 +228,94 @@ class HostModel:
         with torch.no_grad():
             self._model(input_ids=input_ids.to(device), **arguments)
 
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        num_cached: int,
+        *,
+        mask: torch.Tensor | None = None,
+        num_logits: int = 0,
+    ) -> tuple[Any, torch.Tensor]:
+        """Append tokens to a cache as `generate` does, with mask and positions. Return the cache,
+        and the logits of the last `num_logits` tokens, or of more.
+
+        Args:
+            input_ids: `[rows, tokens]`.
+            cache: of `num_cached` tokens; None: the model makes one.
+            mask: `[rows, num_cached + tokens]`; None: all are visible.
+
+        Raises:
+            ConfigError: the output has no cache.
+        """
+        device, num_tokens = self._model.device, input_ids.shape[1]
+        arguments: dict[str, Any] = {"use_cache": True}
+        if cache is not None:
+            arguments[self.cache_argument] = cache
+        if mask is None:
+            mask = torch.ones((len(input_ids), num_cached + num_tokens), dtype=torch.long)
+        if "attention_mask" in self._parameters:
+            arguments["attention_mask"] = mask.to(device)
+        if "position_ids" in self._parameters:
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -num_tokens:]
+            arguments["position_ids"] = positions.to(device)
+        if "logits_to_keep" in self._parameters:
+            arguments["logits_to_keep"] = max(num_logits, 1)
+        with torch.no_grad():
+            output = self._model(input_ids=input_ids.to(device), **arguments)
+        found = next((output[name] for name in _CACHES if output.get(name) is not None), None)
+        if found is None or not hasattr(output, "logits"):
+            raise ConfigError(f"{type(self._model).__name__} returns no cache beside its logits")
+        return found, output.logits[:, -max(num_logits, 1) :]
+
+    def new_cache(self) -> Any:
+        """Return an empty cache whose windows keep all tokens; None if the model has no windows or
+        a cache of its own."""
+        if self._empty_cache is None:
+            cache, _ = self.run(self.probe_ids(2, 9), None, 0)
+            self._empty_cache = (_recording(cache, self._model.config),)
+        self.reset_all()
+        return copy.deepcopy(self._empty_cache[0])
+
+    def learn_tree(self, chunk_tokens: int | None) -> CacheTree:
+        """Return the cache of this model as a tree. Runs some chunks of tokens.
+
+        Raises:
+            ConfigError: it has no laws, or is of foreign code; names the leaf or class.
+        """
+        name = type(self._model).__name__
+        try:
+            tree = CacheTree.learn(self, chunk_tokens)
+        except ConfigError as error:  # it is a ValueError, too
+            raise ConfigError(f"{name} cannot be served: {error}") from error
+        except UNRUNNABLE as error:
+            raise ConfigError(f"{name} cannot go on from a cache: {first_line(error)}") from error
+        self.reset_all()
+        for kind in tree.kinds:
+            if self._refuses_code and not is_library_cache(kind):
+                raise ConfigError(
+                    f"a {kind.__module__}.{kind.__name__} keeps the cache of {name}; it is not "
+                    "Transformers' own code; pass a weights_version that names the code, too"
+                )
+        return tree
+
+    def reset_all(self) -> None:
+        """As `reset`, while the hidden state is not known yet."""
+        if not self._is_settled:
+            known = {(id(module), name) for module, name, _ in self._hidden}
+            found = self._changed_attributes()
+            new = [each for each in found if (id(each[0]), each[1]) not in known]
+            self._hidden = (*self._hidden, *new)
+        self.reset()
+
+    def probe_ids(self, num_tokens: int, seed: int, num_rows: int = 1) -> torch.Tensor:
+        """Return ids `[num_rows, num_tokens]` of text: none that the config gives a meaning."""
+        special = set(_numbers_of(self._model.config.to_dict()))
+        plain = [each for each in range(3, min(self.vocab_size, 1000)) if each not in special]
+        generator = torch.Generator().manual_seed(seed)
+        shape = (num_rows, num_tokens)
+        return torch.tensor(plain)[torch.randint(len(plain), shape, generator=generator)]
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's `generate`, also if the caller put another one on the object."""
         return type(self._model).generate(self._model, *args, **kwargs)
@@ -165,10 +332,11 @@ class HostModel:
         """Return a value that changes with an optimizer step, a merge, a move, a cast, a switch to
         training, a new hook, function or setting of a module, and under autocast."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        hidden = {(id(module), name) for module, name, _ in self._hidden}
         return (
             torch.is_autocast_enabled(self._model.device.type),
             repr(vars(self._model.config)),
-            tuple(map(_settings, self._model.modules())),
+            tuple(_settings(each, hidden) for each in self._model.modules()),
             called_functions(self._model),
             tuple(
                 (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
@@ -184,56 +352,133 @@ class HostModel:
             self._next_sample = (self._next_sample + 1) % len(self._samples)
         return True
 
-    def _probe(self, directory: Path) -> tuple[torch.device, ...]:
-        """Run a few tokens, check the KV that the model keeps, and return each layer's device.
 
-        Two runs of one length differ in their last token: the KV of all other tokens must be equal.
-        """
-        name = f"{type(self._model).__name__} from {directory}"
-        run, other = (_layers_of_run(self._model, token_ids, name) for token_ids in _PROBES)
-        if len(run) != len(self.layers):
+def _recording(cache: Any, config: Any) -> Any:
+    """Return an empty cache like `cache` whose windows keep all tokens; None if it has no windows,
+    or cannot be made from the config."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    layers = getattr(cache, "layers", ())
+    if not any(type(layer) is DynamicSlidingWindowLayer for layer in layers):
+        return None
+    try:
+        empty = type(cache)(config=config.get_text_config(decoder=True))
+    except (TypeError, ValueError, AttributeError):
+        return None
+    for layer in empty.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.record_past = True  # as its `activate_past_recording` does
+    return empty
+
+
+class PlainKV(NamedTuple):
+    """Keys and values of one shape in all layers, in records that other hosts share.
+
+    The engine's geometry says what is in a record; the cache must have the same.
+    """
+
+    groups: tuple[KVGroup, ...]
+    layers: tuple[CacheLayer, ...]
+    """In the order of the model's cache."""
+    layer_devices: tuple[torch.device, ...]
+    """The device of each layer's KV."""
+
+
+def _plain_kv(host: HostModel, directory: Path, dtype: str) -> PlainKV:
+    """Return the plain KV of a model.
+
+    Raises:
+        ConfigError: it has none; names the reason.
+    """
+    kind, model = host.model.config.model_type, host.model
+    if getattr(model.config, "kv_lora_rank", None) is not None and kind not in LATENT_MODELS:
+        raise ConfigError(f"{kind!r} models keep latents in a form of their own")
+    engine = build_config(EngineConfig, {"dtype": dtype}, where="the model")
+    config = ModelConfig(directory, engine)
+    spec = engine_spec(config, engine, deviations={}, weights_version="the host's")
+    layers = _layers(config, spec)
+    return PlainKV(spec.groups, layers, _probed_devices(host, layers, str(directory)))
+
+
+def _probed_devices(
+    host: HostModel, layers: tuple[CacheLayer, ...], directory: str
+) -> tuple[torch.device, ...]:
+    """Run a few tokens, check the KV that the model keeps, and return each layer's device.
+
+    Two runs of one length differ in their last token: the KV of all other tokens must be equal. So
+    must be the KV of a run with the positions that `generate` gives.
+    """
+    name = f"{type(host.model).__name__} from {directory}"
+    run, other = (_layers_of_run(host.model, token_ids, name) for token_ids in _PROBES)
+    if len(run) != len(layers):
+        raise ConfigError(
+            f"{name} keeps KV in {len(run)} layers; its config.json says {len(layers)}, each with "
+            "its own"
+        )
+    num_tokens = len(_PROBES[0])
+    for number, (layer, expected) in enumerate(zip(run, layers, strict=True)):
+        if not is_plain(layer) or layer.keys is None:
             raise ConfigError(
-                f"{name} keeps KV in {len(run)} layers; its config.json says "
-                f"{len(self.layers)}, each with its own"
+                f"{name} keeps a {type(layer).__name__} in layer {number}, not plain keys and "
+                "values"
             )
-        num_tokens = len(_PROBES[0])
-        for number, (layer, expected) in enumerate(zip(run, self.layers, strict=True)):
-            if not is_plain(layer) or layer.keys is None:
-                raise ConfigError(
-                    f"{name} keeps a {type(layer).__name__} in layer {number}; only keys and "
-                    "values of attention can be stored"
-                )
-            mismatch = expected.mismatch(layer, num_tokens)
-            if mismatch is not None:
-                raise ConfigError(
-                    f"{name} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
-                    "config.json and dtype"
-                )
-            if _differ_before_last(layer, other[number]):
-                raise ConfigError(
-                    f"{name} is not causal: KV of a token in layer {number} depends on later "
-                    "tokens, so the KV of a prefix cannot be reused"
-                )
-        self._refuse_own_positions(run, name)
-        return tuple(layer.keys.device for layer in run)
-
-    def _refuse_own_positions(self, run: list[Any], name: str) -> None:
-        """Refuse a model whose default positions differ from those of `generate`, which start at 0.
-        A forward without positions would compute different KV for the same tokens."""
-        if "position_ids" not in self._parameters:
-            return
-        positions = torch.arange(len(_PROBES[0]), device=self._model.device)[None]
-        placed = _layers_of_run(self._model, _PROBES[0], name, position_ids=positions)
-        if any(_differ_before_last(*layers) for layers in zip(run, placed, strict=True)):
+        mismatch = expected.mismatch(layer, num_tokens)
+        if mismatch is not None:
             raise ConfigError(
-                f"{name} numbers tokens otherwise than generate() does, so that its KV depends on "
-                "who calls it"
+                f"{name} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
+                "config.json and dtype"
             )
+        if _differ_before_last(layer, other[number]):
+            raise _NotCausal(
+                f"{name} is not causal: KV of a token in layer {number} depends on later tokens, "
+                "so the KV of a prefix cannot be reused"
+            )
+    if "position_ids" in inspect.signature(host.model.forward).parameters:
+        positions = torch.arange(num_tokens, device=host.model.device)[None]
+        placed = _layers_of_run(host.model, _PROBES[0], name, position_ids=positions)
+        if any(_differ_before_last(*pair) for pair in zip(run, placed, strict=True)):
+            raise ConfigError(f"{name} numbers tokens otherwise than generate() does")
+    return tuple(layer.keys.device for layer in run)
 
 
-def _settings(module: Any) -> tuple[Any, ...]:
+def _numbers_of(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the token ids that a config names, also in its parts."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers_of(value)
+        elif str(name).endswith(("_id", "_ids", "_index")):
+            yield from (each for each in (value if isinstance(value, list) else [value]) if each)
+
+
+_OF_MODULES = {*vars(torch.nn.Module()), *_OF_GENERATE} - {"training"}
+
+
+def _attributes(model: Any) -> dict[tuple[Any, str], tuple[Any, object]]:
+    """Return the attributes and buffers of all modules, with a mark that changes when the value
+    does. Parameters are checked elsewhere."""
+    found = {}
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        for name, value in {**own, **vars(module)["_buffers"]}.items():
+            found[module, name] = value, _mark_of(value)
+    return found
+
+
+def _mark_of(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    if isinstance(value, list | tuple | set):
+        return id(value), tuple(map(id, value))
+    if isinstance(value, dict):
+        return id(value), tuple((name, id(each)) for name, each in value.items())
+    return id(value)
+
+
+def _settings(module: Any, hidden: Container[tuple[int, str]]) -> tuple[Any, ...]:
     """Return what decides a module's computation besides its tensors: class, hooks, numbers,
-    switches and functions."""
+    switches and functions. Not what a prompt leaves `hidden` in it."""
     own = vars(module)
     hooks = (own.get("_forward_pre_hooks"), own.get("_forward_hooks"))
     return (
@@ -244,6 +489,7 @@ def _settings(module: Any) -> tuple[Any, ...]:
             (name, id(value) if callable(value) else value)
             for name, value in own.items()
             if name not in _OF_GENERATE
+            and (id(module), name) not in hidden
             and (value is None or isinstance(value, bool | int | float | str) or callable(value))
         ),
     )
@@ -266,7 +512,7 @@ def _layers_of_run(
             input_ids = torch.tensor([token_ids], device=model.device)
             arguments[cache_argument(model)] = cache
             model(input_ids=input_ids, use_cache=True, **arguments)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except UNRUNNABLE as error:
         raise ConfigError(f"{name} cannot run with a DynamicCache: {first_line(error)}") from error
     return list(cache.layers)
 
@@ -325,14 +571,28 @@ def _refuse_changed(model: Any) -> None:
             "weights of the model are offloaded (device_map), so they cannot be checked; load it "
             "onto one device"
         )
-    kind = model.config.model_type
-    if getattr(model.config, "kv_lora_rank", None) is not None and kind not in LATENT_MODELS:
-        raise ConfigError(
-            f"{kind!r} models use latent attention in a form that is not known here; known are "
-            f"{', '.join(LATENT_MODELS)}"
-        )
     if model.training:
         raise ConfigError("the model is in training mode, where dropout changes KV; call eval()")
+
+
+def _refuse_config(config: Any, directory: Path) -> None:
+    what = f"{directory} holds a {config.model_type!r} model"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{what}, an encoder-decoder; only decoders are served")
+    if rope_type := length_dependent_rope(config.to_dict()):
+        raise ConfigError(
+            f"{what} with {rope_type!r} rotary embeddings: its keys depend on how long other "
+            "sequences of a batch are, so they cannot be kept"
+        )
+
+
+def _cache_argument(model: Any, parameters: Mapping[str, Any]) -> str:
+    name = next((name for name in _CACHES if name in parameters), None)
+    if name is None:
+        raise ConfigError(
+            f"{type(model).__name__} takes no cache in its forward; give a model that generates"
+        )
+    return name
 
 
 def _is_compiled(module: Any) -> bool:

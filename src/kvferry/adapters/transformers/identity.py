@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
 from pathlib import Path
@@ -109,14 +109,14 @@ def called_functions(model: Any) -> tuple[object, ...]:
 
 def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
     """Return the fields in which the running model's config differs from its directory's."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     stored, running = (
         _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
         for config in (stored_config, model.config)
     )
-    own_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(stored_config)]
-    if type(model) is own_class:
+    mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    if any(type(model) is each.get(type(stored_config), None) for each in mappings):
         # Config types may share a model class; the running config then has the class's own type.
         running["model_type"] = stored.get("model_type")
     return {
@@ -207,6 +207,30 @@ def _name(code: Any) -> str:
     """Return file and name of a function or class, without the path in a dynamic module's name."""
     file = str(getattr(code, "__module__", "")).rpartition(".")[2]
     return f"{file}.{getattr(code, '__qualname__', type(code).__name__)}"
+
+
+def is_library_cache(kind: type) -> bool:
+    """Whether a class of caches, or of their parts, and its methods come from Transformers, torch
+    or Python."""
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return True
+    is_named = kind.__module__.partition(".")[0] in ("torch", "transformers")
+    methods = (each for each in vars(kind).values() if isinstance(each, FunctionType))
+    return is_named and all(map(is_library_code, methods))
+
+
+def code_of(model: Any, others: Iterable[type] = ()) -> str:
+    """Return the release of Transformers, and a digest of the source files of all classes that
+    compute the model, and of `others`."""
+    modules = {kind.__module__ for kind in (*map(type, model.modules()), *others)}
+    modules |= {place for place, _, _ in _called(model)}
+    hasher = blake3()
+    for name in sorted({*modules, "transformers.cache_utils", "transformers.masking_utils"}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        hasher.update(f"{name}\n".encode())
+        if file is not None and name.partition(".")[0] != "torch":
+            hasher.update(Path(file).read_bytes())
+    return f"{_version('transformers')}, {hasher.hexdigest()[:32]}"
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -21,13 +21,11 @@ from kvferry.adapters.transformers.arguments import (
     read_rows,
 )
 from kvferry.adapters.transformers.audit import Auditor
-from kvferry.adapters.transformers.cache_copies import (
-    StoredRow,
-    filled_cache,
-    gather,
-    record_layout,
-)
+from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm, form_of
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.prefill import Computed, TreePrefill
+from kvferry.adapters.transformers.proof import NUM_CHUNKS, ensure_proven
+from kvferry.adapters.transformers.states import StateRecords
 from kvferry.config import build_config
 from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ContractError
@@ -59,6 +57,16 @@ class _Row(NamedTuple):
     prompt: Prompt
     keys: list[ChunkKey]
     """Of the whole chunks of `prompt.token_ids`."""
+
+
+class _Stored(NamedTuple):
+    """What the store has of a call's prompts."""
+
+    rows: list[StoredRow]
+    num_tokens: int
+    """Tokens of each row, padding included."""
+    state: bytes | None = None
+    """What the cache keeps after these tokens besides the rows of chunks."""
 
 
 class StoredKV:
@@ -106,30 +114,62 @@ class StoredKV:
         self._observer = observer or Observer()
         directory = None if model_dir is None else Path(model_dir)
         self._model = HostModel(model, directory, self._config.weights_version)
-        namespace, self._rows = record_layout(self._model, self._config)
-        if not isinstance(store, Catalogue):
-            store = open_store(
-                store,
-                observer=self._observer,
-                namespace=namespace.digest,
-                check=value_check(self._rows.schema),
-            )
-        self._store = store
-        self._store.describe(namespace.digest, namespace.as_text())
+        self._form = form_of(self._model, self._config)
+        self._schema = self._form.rows.schema
+        self._store = self._opened(store)
+        try:
+            self._prefill = self._proven_prefill()
+        except BaseException:
+            if self._store is not store:
+                self._store.close()
+            raise
         self._store.wait_indexed(READY_SECONDS)
-        self._records = RecordClient(
-            self._store, self._rows.schema, self._observer, self._config.io_threads
+        threads = self._config.io_threads
+        self._records = RecordClient(self._store, self._schema, self._observer, threads)
+        parts = self._form.state_parts if isinstance(self._form, TreeForm) else 0
+        self._states = (
+            StateRecords(self._store, self._schema, parts, self._observer, threads)
+            if parts
+            else None
         )
-        self._warned_of_change = False
-        self._auditor = Auditor(self._model, self._rows, store, self._config.audit, self._observer)
+        self._warned: set[str] = set()
+        self._auditor = Auditor(
+            self._model, self._form, self._store, self._config.audit, self._observer
+        )
         self._closed = False
         self.num_loaded = 0
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
 
+    def _opened(self, store: str | Sequence[str] | Catalogue) -> Catalogue:
+        if isinstance(store, Catalogue):
+            return store
+        schemas = [self._schema]
+        if isinstance(self._form, TreeForm) and self._form.state_parts:
+            schemas.append(self._schema.of_state_parts())
+        return open_store(
+            store,
+            observer=self._observer,
+            namespace=self._schema.namespace,
+            check=value_check(*schemas),
+        )
+
+    def _proven_prefill(self) -> TreePrefill | None:
+        """Describe the namespace, after the form of a tree was proven. Return what computes on a
+        tree; None for plain KV."""
+        if not isinstance(self._form, TreeForm):
+            self._store.describe(self._schema.namespace, self._form.namespace.as_text())
+            return None
+        seconds = ensure_proven(self._model, self._form, self._store)
+        if seconds is not None:
+            self._observer.observe("proof", seconds)
+        self._model.settle()
+        tree = self._form.tree
+        return TreePrefill(self._model, tree, NUM_CHUNKS * tree.chunk_tokens)
+
     @property
     def namespace(self) -> str:
         """The namespace of all records read and written here, in hexadecimal as in `kvferry ls`."""
-        return self._rows.schema.namespace.hex()
+        return self._schema.namespace.hex()
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Any:
         """Call the model's `generate` on top of the stored KV of its prompts; store what was not.
@@ -150,18 +190,21 @@ class StoredKV:
         self._check_open()
         self.num_loaded = 0
         call = read_call(self._model, inputs, generation_config, arguments)
-        if isinstance(call, Prompts) and not self._serves():
-            call = "the model was changed, or an audit failed"
+        if isinstance(call, Prompts):
+            call = self._why_not(call) or call
         if isinstance(call, str):
             self._observer.count("generated_without_store")
             logger.info("a call of generate() runs without the store: %s", call)
             return self._model.generate(inputs, generation_config, **arguments)
-        cache, rows = self._computed(call)
-        if call.num_copies > 1:
-            cache.batch_repeat_interleave(call.num_copies)
-        arguments |= {"attention_mask": call.mask, self._model.cache_argument: cache}
+        computed, rows = self._computed(call, len(call.rows[0]) - self._num_left)
+        cache = computed.cache
+        if call.num_copies > 1 and cache is not None:
+            self._form.repeat(cache, call.num_copies)
+        arguments["attention_mask"] = call.mask
+        if cache is not None:
+            arguments[self._model.cache_argument] = cache
         output = self._model.generate(inputs, generation_config, **arguments)
-        self._save(cache, rows, call.num_copies)
+        self._save(computed, rows, call.num_copies)
         return output
 
     def prefill(self, input_ids: Any, attention_mask: Any = None) -> Any:
@@ -174,8 +217,9 @@ class StoredKV:
                 recognised by its id, as in `generate`.
 
         Returns:
-            A `DynamicCache` to pass to the model with the last token, as `cache`
-            (`past_key_values` before Transformers 5.24). All its layers keep all tokens.
+            A cache to pass to the model with the last token, as `cache` (`past_key_values` before
+            Transformers 5.24). Its windows keep all tokens. None for a prompt of one token where
+            the model makes its cache itself.
 
         Raises:
             ConfigError: malformed ids or a malformed mask.
@@ -185,52 +229,86 @@ class StoredKV:
         rows = read_rows(input_ids, self._model.vocab_size)
         config, _ = self._model.prepare_generation(None, {})
         prompts = Prompts(rows, read_mask(attention_mask, rows, config))
-        cache, stored = self._computed(prompts, serves=self._serves())
-        self._save(cache, stored)
-        return cache
+        why_not = self._why_not(prompts)
+        if why_not is not None:
+            logger.info("a prefill runs without the store: %s", why_not)
+        computed, stored = self._computed(prompts, len(rows[0]) - 1, serves=why_not is None)
+        self._save(computed, stored)
+        return computed.cache
 
-    def _computed(self, prompts: Prompts, *, serves: bool = True) -> tuple[Any, list[_Row]]:
-        """Return a cache of all tokens but the last, and its rows; no rows if nothing may be
-        stored. `serves` is whether the store is used."""
-        limit = len(prompts.rows[0]) - 1
+    def _why_not(self, prompts: Prompts) -> str | None:
+        """Return why these prompts are computed without the store; None if it is used."""
+        if not self._serves():
+            return "the model was changed, or an audit failed"
+        if isinstance(self._form, TreeForm) and not self._form.tree.has_batches:
+            prompt, *others = prompts.each()
+            if others:
+                return "the states of several prompts end at different places"
+            if prompt.num_padding:
+                return "the model keeps states, and the prompt is padded"
+        return None
+
+    @property
+    def _num_left(self) -> int:
+        """How many tokens `generate` computes at least. It computes a single one in its own way,
+        which some recurrent layers round differently."""
+        return 1 if self._form.goes_on_anywhere else 2
+
+    def _computed(
+        self, prompts: Prompts, limit: int, *, serves: bool = True
+    ) -> tuple[Computed, list[_Row]]:
+        """Return a cache of the first `limit` tokens, and its rows; no rows if nothing may be
+        stored. For `generate`, where states end with chunks, the tokens behind the last are left to
+        it. `serves` is whether the store is used."""
         rows = [_Row(each, self._keys(each)) for each in prompts.each()] if serves else []
-        cache = self._loaded(rows, limit)
-        first = cache.get_seq_length()
-        if first < limit:
-            input_ids = torch.tensor(prompts.rows)[:, first:limit]
-            self._model.compute(input_ids, cache, prompts.mask[:, :limit])
-        return cache, [] if self._auditor.has_failed else rows
+        limit = max(limit, 0)
+        cache, first = self._loaded(rows, limit)
+        if self._prefill is not None:
+            if limit < len(prompts.rows[0]) - 1:
+                limit = limit // self._schema.chunk_tokens * self._schema.chunk_tokens
+            tokens = [row[:limit] for row in prompts.rows]
+            keys = rows[0].keys if rows else []
+            mask = prompts.mask[:, :limit]
+            computed = self._prefill.compute(cache, tokens, mask, first, keys)
+        else:
+            computed = Computed(cache, {})
+            if first < limit:
+                input_ids = torch.tensor(prompts.rows)[:, first:limit]
+                self._model.compute(input_ids, cache, prompts.mask[:, :limit])
+        return computed, [] if self._auditor.has_failed else rows
 
     # ---- loading
 
-    def _loaded(self, rows: list[_Row], limit: int) -> Any:
-        """Return a cache of the stored chunks of each row, at most `limit` tokens; an empty one if
-        nothing is stored, or an audit fails. The row whose stored prefix ends first limits the
-        others."""
+    def _loaded(self, rows: list[_Row], limit: int) -> tuple[Any, int]:
+        """Return a cache of the stored chunks of each row, at most `limit` tokens, and its tokens;
+        an empty one if nothing is stored, or an audit fails. The row whose stored prefix ends first
+        limits the others."""
         started = time.perf_counter()
-        stored, num_tokens = self._read(rows, limit)
-        hits = [place for place, each in enumerate(stored) if each.images]
+        deadline = time.monotonic() + self._config.load_timeout_seconds
+        stored = self._read(rows, limit, deadline)
+        if self._states is not None and rows:
+            stored = self._up_to_a_state(rows[0], stored, deadline)
+        hits = [place for place, each in enumerate(stored.rows) if each.images]
         if hits:
-            longest = max(hits, key=lambda place: len(stored[place].images))
+            longest = max(hits, key=lambda place: len(stored.rows[place].images))
             prompt, keys = rows[longest]
-            if not self._auditor.agrees(keys, stored[longest].images, prompt.token_ids):
+            if not self._auditor.agrees(keys, stored.rows[longest].images, prompt.token_ids):
                 hits = []
         self._observer.count("requests_missed", len(rows) - len(hits))
         if not hits:
-            return filled_cache([], self._rows, self._model, 0)
-        self.num_loaded = num_tokens
+            return self._form.cache_of([], 0), 0
+        cache = self._form.cache_of(stored.rows, stored.num_tokens, stored.state)
+        self.num_loaded = stored.num_tokens
         for place in hits:
             self._observer.count("hits")
-            self._observer.count("hit_tokens", num_tokens - rows[place].prompt.num_padding)
-        cache = filled_cache(stored, self._rows, self._model, num_tokens)
+            self._observer.count("hit_tokens", stored.num_tokens - rows[place].prompt.num_padding)
         self._observer.observe("load", time.perf_counter() - started)
-        return cache
+        return cache, stored.num_tokens
 
-    def _read(self, rows: list[_Row], limit: int) -> tuple[list[StoredRow], int]:
-        """Return the stored chunks of each row's first tokens, and how many tokens of a row these
-        are, padding included: as many for every row, at most `limit`."""
-        deadline = time.monotonic() + self._config.load_timeout_seconds
-        size = self._rows.schema.chunk_tokens
+    def _read(self, rows: list[_Row], limit: int, deadline: float) -> _Stored:
+        """Return the stored chunks of each row's first tokens, as many for every row, at most
+        `limit`."""
+        size = self._schema.chunk_tokens
         known: dict[ChunkKey, memoryview] = {}
         for prompt, keys in rows:
             wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
@@ -241,32 +319,69 @@ class StoredKV:
         for prompt, keys in rows:
             wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
             stored.append(StoredRow(prompt.num_padding, [known[key] for key in wanted]))
-        return stored, limit
+        return _Stored(stored, limit)
+
+    def _up_to_a_state(self, row: _Row, stored: _Stored, deadline: float) -> _Stored:
+        """Return the leading chunks at whose end a state is stored, and that state. A prompt leaves
+        one behind its last chunk, and others where every prompt may."""
+        assert self._states is not None  # the caller asks it
+        assert isinstance(self._form, TreeForm)  # only a tree has states
+        size = self._schema.chunk_tokens
+        num_chunks = stored.num_tokens // size
+        for number in range(num_chunks, 0, -1):
+            chunk, num_tokens = row.keys[number - 1], number * size
+            may_be = number == num_chunks or num_tokens % self._form.tree.snapshot_tokens == 0
+            if may_be or self._states.is_known(chunk):
+                state = self._states.read(chunk, num_tokens, deadline)
+                if state is not None and self._form.tree.accepts(state):
+                    images = stored.rows[0].images[:number]
+                    return _Stored([StoredRow(0, images)], num_tokens, state)
+        if num_chunks:
+            self._observer.count("miss_no_state")
+        return _Stored([StoredRow(0, [])], 0)
 
     # ---- saving
 
-    def _save(self, cache: Any, rows: list[_Row], num_copies: int = 1) -> None:
-        """Store the whole chunks of all tokens but the last that are not stored yet. Blocks until
-        they are written, but not much longer than `save_timeout_seconds`.
+    def _save(self, computed: Computed, rows: list[_Row], num_copies: int = 1) -> None:
+        """Store the whole chunks of all tokens but the last that are not stored yet, and the states
+        behind them. Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
         Args:
-            cache: begins with the KV of these rows, `num_copies` times each.
+            computed: its cache begins with the KV of these rows, `num_copies` times each.
         """
-        size = self._rows.schema.chunk_tokens
+        fault = computed.fault
+        if self._prefill is not None and rows and fault is None:
+            fault = self._prefill.is_kept(computed, num_copies)
+        if fault is not None and rows:
+            self._observer.count("cache_law_broken")
+            self._warn("law", "a prompt is not stored: of the model's cache, leaf %s", fault)
+            return
+        size, cache = self._schema.chunk_tokens, computed.cache
         wanted: dict[ChunkKey, tuple[int, int, int]] = {}
         for place, (prompt, keys) in enumerate(rows):
-            for number in range((len(prompt.token_ids) - prompt.is_whole) // size):
+            for number in range(self._num_saved(computed, prompt)):
                 if keys[number] not in wanted and not self._store.contains(keys[number]):
                     first = number * size
                     wanted[keys[number]] = place * num_copies, prompt.num_padding + first, first
         images = (
-            (key, first, gather(self._rows, cache, self._model, row, at))
+            (key, first, self._form.gather(cache, row, at))
             for key, (row, at, first) in wanted.items()
         )
-        self._records.put_all(images, time.monotonic() + self._config.save_timeout_seconds)
+        deadline = time.monotonic() + self._config.save_timeout_seconds
+        self._records.put_all(images, deadline)
+        if self._states is not None and rows:
+            self._states.write(computed.states, deadline)
         # After the writes: each write counts as a use, and prefixes must not be evicted first.
         for row in rows:
             self._store.touch(row.keys)
+
+    def _num_saved(self, computed: Computed, prompt: Prompt) -> int:
+        """Return how many chunks of a row are stored: of all tokens but the last. Where states end
+        with chunks, those that were computed to their end."""
+        num_tokens = len(prompt.token_ids) - prompt.is_whole
+        if not self._form.goes_on_anywhere:
+            num_tokens = min(num_tokens, computed.num_tokens)
+        return num_tokens // self._schema.chunk_tokens
 
     # ---- checks
 
@@ -275,7 +390,7 @@ class StoredKV:
         behind that token, KV depends on more than token ids."""
         if not prompt.is_whole:
             self._observer.count("requests_padded")
-        chain = ChunkKeys(self._rows.schema.namespace, self._rows.schema.chunk_tokens)
+        chain = ChunkKeys(self._schema.namespace, self._schema.chunk_tokens)
         chain.extend(prompt.token_ids)
         return chain.keys
 
@@ -283,17 +398,22 @@ class StoredKV:
         """Whether the model is unchanged, and no audit failed. Warns once of a change."""
         if self._auditor.has_failed:
             return False
+        self._model.reset()
         if self._model.is_unchanged:
             return True
         self._observer.count("model_changed")
-        if not self._warned_of_change:
-            self._warned_of_change = True
-            logger.warning(
-                "the model was moved, trained, compiled or changed since StoredKV was made: "
-                "nothing is read or stored; make a new one, with a weights_version if its weights "
-                "are new"
-            )
+        self._warn(
+            "change",
+            "the model was moved, trained, compiled or changed since StoredKV was made: nothing is "
+            "read or stored; make a new one, with a weights_version if its weights are new",
+        )
         return False
+
+    def _warn(self, kind: str, text: str, *values: object) -> None:
+        """Log a warning, once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning(text, *values)
 
     # ---- the end
 
@@ -304,6 +424,8 @@ class StoredKV:
         self._closed = True
         try:
             self._records.close(CLOSE_SECONDS)
+            if self._states is not None:
+                self._states.close(CLOSE_SECONDS)
         finally:
             self._store.close()
 

@@ -1,0 +1,648 @@
+"""Any cache of a Transformers model as a tree of leaves, learnt by running the model.
+
+A leaf is a tensor or a plain value somewhere inside the cache object, named by its path. Each has a
+law, which probes find:
+
+    rows        grows along one axis by as many rows for every chunk of tokens; rows that are there
+                stay. Keys and values of attention, latents, keys of indexers.
+    state       everything else that depends on tokens: recurrent states, windows, buffers. Stored
+                whole, as it is after some chunk.
+    count       a number that grows by the same step for every chunk.
+    constant    equal after every chunk and for all prompts.
+
+Nothing here knows a family of models. `CacheTree.learn` makes the tree of one model;
+`proof.prove` shows that a cache restored by it computes what the cache in memory computes.
+"""
+
+# ruff: noqa: ANN401 - the caches of Transformers share no typed surface.
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvferry.errors import ConfigError
+from kvferry.keys import JsonValue
+from kvferry.record.schema import CHUNK_BYTES, SAFETENSORS_DTYPE, Component
+
+TREE_VERSION = 1
+"""Of the laws and of the layout of records and states; part of every namespace of a tree."""
+
+Path = tuple[str, ...]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+_ROUNDING = 0.02
+"""Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
+
+_DEFAULT_CHUNK_TOKENS, _FEWEST_TOKENS = 64, 16
+
+_MAX_COUNTS = 64
+"""Most elements of a tensor of numbers that may count tokens."""
+
+_FEWEST_SNAPSHOT_TOKENS, _MOST_SNAPSHOT_TOKENS = 256, 4096
+"""Shorter pieces of a prompt would be computed slowly; longer ones lose much at a branch."""
+
+_ALIGNED_TOKENS = 64
+"""Recurrent layers compute blocks of so many tokens: pieces of other sizes round otherwise."""
+
+
+class ModelRun(Protocol):
+    """What learning needs of a model."""
+
+    def run(
+        self, input_ids: torch.Tensor, cache: Any, num_cached: int, *, num_logits: int = 0
+    ) -> tuple[Any, torch.Tensor]:
+        """Append tokens to a cache of `num_cached` tokens (None: to a new one of the model). Return
+        the cache, and the logits of the last `num_logits` tokens, or of more."""
+
+    def new_cache(self) -> Any:
+        """Return an empty cache that keeps as many tokens as it can; None: the model makes one."""
+
+    def probe_ids(self, num_tokens: int, seed: int, num_rows: int = 1) -> torch.Tensor:
+        """Return ids `[num_rows, num_tokens]` of text, the same for one seed."""
+
+
+class Slot(NamedTuple):
+    """A leaf of one cache object, and where it hangs."""
+
+    parent: Any
+    name: Any
+    value: Any
+
+    def put(self, value: Any) -> None:
+        """Replace the leaf."""
+        if isinstance(self.parent, dict | list):
+            self.parent[self.name] = value
+        else:
+            setattr(self.parent, self.name, value)
+
+
+class Rows(NamedTuple):
+    """The law of a leaf that grows, and its place in a record."""
+
+    path: Path
+    axis: int
+    """Of tokens."""
+    batch: int | None
+    """Axis of the rows of a batch; None: the leaf has none."""
+    size: int
+    """Rows for each chunk."""
+    component: int
+    layer: int
+    """Its place among the leaves of its component."""
+
+
+class State(NamedTuple):
+    """The law of a leaf that is stored whole."""
+
+    path: Path
+    dtype: str
+    num_axes: int
+    batch: int | None
+
+
+class Count(NamedTuple):
+    """The law of a number: its value after the first chunk, and the step of each chunk."""
+
+    path: Path
+    first: int
+    step: int
+
+
+def slots(cache: Any) -> dict[Path, Slot]:
+    """Return the leaves of a cache by path."""
+    found: dict[Path, Slot] = {}
+    seen: set[int] = set()
+    open_objects: list[tuple[Path, Any]] = [((), cache)]
+    while open_objects:
+        path, parent = open_objects.pop()
+        if id(parent) in seen:
+            continue
+        seen.add(id(parent))
+        for name, value in _children(parent):
+            here = (*path, str(name))
+            if isinstance(value, (torch.Tensor, *_PLAIN)):
+                found[here] = Slot(parent, name, value)
+            elif _has_children(value):
+                open_objects.append((here, value))
+    return dict(sorted(found.items()))
+
+
+def kinds(cache: Any) -> set[type]:
+    """Return the classes of the objects that a cache consists of."""
+    found = {type(cache)}
+    open_objects, seen = [cache], set()
+    while open_objects:
+        parent = open_objects.pop()
+        if id(parent) in seen:
+            continue
+        seen.add(id(parent))
+        inner = [value for _, value in _children(parent) if _has_children(value)]
+        found |= {type(each) for each in inner}
+        open_objects += inner
+    return {each for each in found if each not in (dict, list, tuple)}
+
+
+def _has_children(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return True
+    is_other = isinstance(value, (type, torch.nn.Module, torch.Tensor))
+    is_made = hasattr(value, "__dict__") and not is_other
+    return is_made and not callable(value) and not hasattr(value, "to_diff_dict")  # a config
+
+
+def _children(parent: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(parent, dict):
+        return list(parent.items())
+    if isinstance(parent, list | tuple):
+        return list(enumerate(parent))
+    return list(vars(parent).items())
+
+
+def _snapshot(cache: Any) -> dict[Path, Any]:
+    return {
+        path: slot.value.detach().clone() if isinstance(slot.value, torch.Tensor) else slot.value
+        for path, slot in slots(cache).items()
+    }
+
+
+def name_of(path: Path) -> str:
+    """Name a leaf for people."""
+    return ".".join(path)
+
+
+class CacheTree:
+    """The laws of the leaves of one model's cache, for chunks of one size.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk.
+        kinds: classes of the objects that the cache consists of.
+        rows, states, counts: the laws. All other leaves are constants.
+        components: one for all leaves of rows of one shape and dtype.
+        state_bytes: most bytes that the states of a prompt took, with their shapes.
+        has_batches: whether every leaf that depends on tokens has rows of a batch.
+    """
+
+    def __init__(self, chunk_tokens: int, template: Any, seen: list[dict[Path, Any]]) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.kinds = kinds(template)
+        self._template = template
+        self._first = seen[0]
+        self.rows: tuple[Rows, ...] = ()
+        self.states: tuple[State, ...] = ()
+        self.counts: tuple[Count, ...] = ()
+        self.components: tuple[Component, ...] = ()
+        self._aliases: dict[Path, Path] = {}
+        self.state_bytes = 0
+
+    @classmethod
+    def learn(cls, model: ModelRun, chunk_tokens: int | None) -> CacheTree:
+        """Run a model, and learn the laws of its cache.
+
+        Args:
+            chunk_tokens: None: by the size of the leaves.
+
+        Raises:
+            ConfigError: a leaf without a law, or one that depends on later tokens.
+        """
+        size = chunk_tokens or _default_chunk_tokens(model)
+        ids = model.probe_ids(3 * size, 1)
+        cache, seen, template = model.new_cache(), [], None
+        for stop in (size, 2 * size, 3 * size):
+            cache, _ = model.run(ids[:, stop - size : stop], cache, stop - size)
+            seen.append(_snapshot(cache))
+            template = copy.deepcopy(cache) if template is None else template
+        tree = cls(size, template, seen)
+        pair, _ = model.run(model.probe_ids(size, 2, 2), model.new_cache(), 0)
+        tree._find_laws(seen, _snapshot(pair), _aliases(cache))
+        tree._refuse_later_tokens(model, ids)
+        if not tree.rows:
+            raise ConfigError("no leaf of its cache grows by token, so that generate() cannot see")
+        return tree
+
+    # ---- learning
+
+    def _find_laws(
+        self, seen: list[dict[Path, Any]], pair: Mapping[Path, Any], aliases: dict[Path, Path]
+    ) -> None:
+        """Find the law of each leaf. `seen` are the leaves after one, two and three chunks, `pair`
+        those of two other prompts of one chunk."""
+        if not seen[0].keys() == seen[1].keys() == seen[2].keys() == pair.keys():
+            names = [frozenset(each) for each in (*seen, pair)]
+            gone = frozenset().union(*names) - names[0].intersection(*names)
+            raise ConfigError(f"leaf {name_of(min(gone))} of its cache comes and goes")
+        shapes: dict[tuple[str, int, int, int], int] = {}
+        layers: list[int] = []
+        rows, states, counts = [], [], []
+        for path in seen[0]:
+            values = [each[path] for each in seen]
+            if path in aliases and all(_are_constant([v[path], v[aliases[path]]]) for v in seen):
+                self._aliases[path] = aliases[path]
+                continue
+            batch = _batch_axis(values[0], pair[path])
+            if _are_constant([*values, pair[path]]):
+                continue
+            if (count := _count_of(path, values, pair[path])) is not None:
+                counts.append(count)
+            elif (found := _rows_of(values)) is not None:
+                axis, size = found
+                shape = _form(values[0], axis, batch, size)
+                component = shapes.setdefault(shape, len(shapes))
+                layers += [0] * (len(shapes) - len(layers))
+                rows.append(Rows(path, axis, batch, size, component, layers[component]))
+                layers[component] += 1
+            elif all(isinstance(each, torch.Tensor) for each in values):
+                dtype = str(values[0].dtype).removeprefix("torch.")
+                states.append(State(path, dtype, values[0].dim(), batch))
+            else:
+                raise ConfigError(
+                    f"leaf {name_of(path)} of its cache is {', '.join(map(repr, values))} after "
+                    "one, two and three chunks, which follows no law"
+                )
+        self.rows, self.states, self.counts = tuple(rows), tuple(states), tuple(counts)
+        self.components = tuple(
+            Component(
+                name=f"kv.{number}", dtype=dtype, shape=(layers[number], heads, size, content)
+            )
+            for (dtype, heads, size, content), number in shapes.items()
+        )
+        self.state_bytes = max(len(self._state_of(each)) for each in seen) if states else 0
+
+    def _refuse_later_tokens(self, model: ModelRun, ids: torch.Tensor) -> None:
+        """Refuse rows of a token that depend on tokens behind it."""
+        size = self.chunk_tokens
+        other = ids[:, : 2 * size].clone()
+        other[:, -1] = ids[:, 0] if ids[0, 0] != other[0, -1] else ids[:, 1]
+        runs = [
+            _snapshot(model.run(each, model.new_cache(), 0)[0])
+            for each in (ids[:, : 2 * size], other)
+        ]
+        for law in self.rows:
+            # Where a chunk has as many rows as tokens, all but the last token's are compared.
+            num_rows = 2 * size - 1 if law.size == size else law.size
+            one, two = (each[law.path].narrow(law.axis, 0, num_rows).float() for each in runs)
+            if (one - two).abs().max() > _ROUNDING * one.abs().max():
+                raise ConfigError(
+                    f"is not causal: rows of a token in leaf {name_of(law.path)} of its cache "
+                    "depend on later tokens, so the KV of a prefix cannot be reused"
+                )
+
+    @property
+    def _laws(self) -> list[Rows | State]:
+        return [*self.rows, *self.states]
+
+    @property
+    def has_batches(self) -> bool:
+        return not self.states and all(
+            law.batch is not None and law.size == self.chunk_tokens for law in self.rows
+        )
+
+    @property
+    def stops_at_chunks(self) -> bool:
+        """Whether what is stored must be taken at the end of a chunk: states, and rows of several
+        tokens."""
+        return bool(self.states) or any(law.size != self.chunk_tokens for law in self.rows)
+
+    @property
+    def snapshot_tokens(self) -> int:
+        """Tokens between two stored states: their rows take at least the bytes of a state, but
+        within bounds. A multiple of the chunk."""
+        unit = math.lcm(self.chunk_tokens, _ALIGNED_TOKENS)
+        row_bytes = sum(each.num_bytes for each in self.components) / self.chunk_tokens
+        wanted = min(max(self.state_bytes / row_bytes, _FEWEST_SNAPSHOT_TOKENS), 4096)
+        up, down = math.ceil(wanted / unit) * unit, _MOST_SNAPSHOT_TOKENS // unit * unit
+        return max(min(up, down), unit)
+
+    def describe(self) -> dict[str, JsonValue]:
+        """Describe the laws for a namespace: whoever reads its records has the same."""
+        return {
+            "version": TREE_VERSION,
+            "rows": [
+                [name_of(each.path), each.axis, each.size, each.component, each.layer]
+                for each in self.rows
+            ],
+            "states": [[name_of(each.path), each.dtype, each.num_axes] for each in self.states],
+            "counts": [[name_of(each.path), each.first, each.step] for each in self.counts],
+        }
+
+    # ---- the law, checked on every save
+
+    def broken(self, cache: Any, num_tokens: int) -> str | None:
+        """Return which leaf of a cache of `num_tokens` does not obey its law, and how; None if all
+        do."""
+        found, size = slots(cache), self.chunk_tokens
+        for law in self.rows:
+            value = found[law.path].value if law.path in found else None
+            expected = list(self._first[law.path].shape)
+            expected[law.axis] = num_tokens * law.size // size
+            is_exact = law.size == size or num_tokens % size == 0
+            if not isinstance(value, torch.Tensor) or value.dtype != self._first[law.path].dtype:
+                return f"{name_of(law.path)} is {_said(value)}"
+            shape = list(value.shape)
+            for axis in (law.batch, None if is_exact else law.axis):
+                if axis is not None and len(shape) == len(expected):
+                    shape[axis] = expected[axis]
+            if shape != expected:
+                return f"{name_of(law.path)} is {_said(value)}, expected {expected}"
+        for state in self.states:
+            value = found[state.path].value if state.path in found else None
+            if (
+                not isinstance(value, torch.Tensor)
+                or str(value.dtype) != f"torch.{state.dtype}"
+                or value.dim() != state.num_axes
+            ):
+                return f"{name_of(state.path)} is {_said(value)}"
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                return f"{name_of(state.path)} has NaN or Inf"
+        for count in self.counts if num_tokens % size == 0 else ():
+            value = found[count.path].value if count.path in found else None
+            if value is None or not _is_all(value, self._count(count, num_tokens)):
+                return f"{name_of(count.path)} is {_said(value)}"
+        return None
+
+    def witness(self, cache: Any, num_tokens: int) -> list[torch.Tensor]:
+        """Copy the rows of the first and the last whole chunk, which must stay as they are."""
+        return [each.clone() for each in self._witnessed(slots(cache), num_tokens)]
+
+    def changed(
+        self, cache: Any, num_tokens: int, witness: list[torch.Tensor], num_copies: int = 1
+    ) -> str | None:
+        """Return which leaf has other rows than a witness taken after `num_tokens`; None if none
+        has. The cache may have `num_copies` of each row of the batch since."""
+        laws = [law for law in self.rows for _ in range(2)]
+        now = self._witnessed(slots(cache), num_tokens)
+        for law, before, value in zip(laws, witness, now, strict=True):
+            each = value
+            if num_copies > 1 and law.batch is not None:
+                places = torch.arange(0, each.shape[law.batch], num_copies, device=each.device)
+                each = each.index_select(law.batch, places)
+            if not torch.equal(each, before):
+                return f"rows in {name_of(law.path)} change when tokens follow"
+        return None
+
+    def _witnessed(self, found: Mapping[Path, Slot], num_tokens: int) -> Iterator[torch.Tensor]:
+        last = num_tokens // self.chunk_tokens - 1
+        for law in self.rows:
+            for chunk in (0, last):
+                yield found[law.path].value.narrow(law.axis, chunk * law.size, law.size)
+
+    # ---- from a cache
+
+    def fill(self, into: Sequence[torch.Tensor], cache: Any, row: int, first_token: int) -> None:
+        """Copy one chunk of one row of a batch into tensors `[layers, heads, rows, content]`, one
+        for each component."""
+        found = slots(cache)
+        for law in self.rows:
+            start = first_token * law.size // self.chunk_tokens
+            value = found[law.path].value.detach().narrow(law.axis, start, law.size)
+            form = _canonical(value, law.axis, law.batch)[row]
+            target = into[law.component][law.layer]
+            target.copy_(form.view(torch.uint8) if target.dtype != form.dtype else form)
+
+    def state(self, cache: Any) -> bytes:
+        """Return the states of a cache of one row as bytes: a size, the shapes as JSON, the
+        tensors."""
+        return self._state_of({path: slot.value for path, slot in slots(cache).items()})
+
+    def _state_of(self, leaves: Mapping[Path, Any]) -> bytes:
+        tensors = [leaves[law.path].detach().cpu().contiguous() for law in self.states]
+        head = json.dumps([list(each.shape) for each in tensors]).encode()
+        body = (each.reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
+        return b"".join((len(head).to_bytes(4, "little"), head, *body))
+
+    # ---- into a cache
+
+    def restore(
+        self,
+        chunks: Sequence[tuple[int, Sequence[Sequence[torch.Tensor]]]],
+        num_tokens: int,
+        state: bytes | None = None,
+    ) -> Any:
+        """Make a cache of `num_tokens`.
+
+        Args:
+            chunks: for each row of a batch, the tokens of padding in front, and the tensors of its
+                chunks as `fill` makes them. The last chunk may go past the end.
+            state: as `state` made it after these tokens.
+
+        Raises:
+            ValueError: the state is none of this tree.
+        """
+        cache = copy.deepcopy(self._template)
+        found = slots(cache)
+        for law in self.rows:
+            found[law.path].put(self._rows(law, chunks, num_tokens))
+        for path, value in self._states(state):
+            found[path].put(value)
+        for count in self.counts:
+            number = self._count(count, num_tokens)
+            old = found[count.path].value
+            is_tensor = isinstance(old, torch.Tensor)
+            found[count.path].put(torch.full_like(old, number) if is_tensor else number)
+        if self._aliases:
+            now = slots(cache)
+            for path, original in self._aliases.items():
+                now[path].put(now[original].value)
+        return cache
+
+    def _rows(
+        self,
+        law: Rows,
+        chunks: Sequence[tuple[int, Sequence[Sequence[torch.Tensor]]]],
+        num_tokens: int,
+    ) -> torch.Tensor:
+        first = self._first[law.path]
+        num_rows = num_tokens * law.size // self.chunk_tokens
+        form = _canonical(first, law.axis, law.batch)
+        shape = (len(chunks), form.shape[1], num_rows, form.shape[3])
+        whole = torch.zeros(shape, dtype=first.dtype)
+        for row, (num_padding, tensors) in enumerate(chunks):
+            for number, each in enumerate(tensors):
+                start = num_padding + number * law.size
+                part = each[law.component][law.layer]
+                part = part.view(first.dtype) if part.dtype != first.dtype else part
+                whole[row, :, start : start + law.size] = part[:, : num_rows - start]
+        return _natural(whole, first, law.axis, law.batch).to(first.device)
+
+    def _states(self, state: bytes | None) -> Iterator[tuple[Path, torch.Tensor]]:
+        if not self.states:
+            return
+        if state is None:
+            raise ValueError("no state")
+        size = int.from_bytes(state[:4], "little")
+        shapes, at = json.loads(state[4 : 4 + size]), 4 + size
+        for law, shape in zip(self.states, shapes, strict=True):
+            dtype = getattr(torch, law.dtype)
+            is_shape = len(shape) == law.num_axes and all(
+                isinstance(n, int) and n >= 0 for n in shape
+            )
+            stop = at + math.prod(shape) * dtype.itemsize if is_shape else -1
+            if not at <= stop <= len(state):
+                raise ValueError(f"{name_of(law.path)} has the shape {shape}")
+            data = bytearray(state[at:stop]) or bytearray(dtype.itemsize)
+            values = torch.frombuffer(data, dtype=dtype)[: math.prod(shape)].reshape(shape)
+            at = stop
+            yield law.path, values.to(self._first[law.path].device)
+
+    def accepts(self, state: bytes) -> bool:
+        """Whether bytes are a state of this tree."""
+        try:
+            return len(list(self._states(state))) == len(self.states)
+        except (ValueError, TypeError, AttributeError, RuntimeError):  # the bytes are untrusted
+            return False
+
+    def repeat(self, cache: Any, num_copies: int) -> None:
+        """Repeat each row of the batch, in every leaf that has rows of a batch."""
+        axes = {law.path: law.batch for law in self._laws}
+        done: dict[int, torch.Tensor] = {}
+        for path, slot in slots(cache).items():
+            axis = axes.get(self._aliases.get(path, path))
+            if axis is not None:
+                copied = done.get(id(slot.value))
+                if copied is None:
+                    copied = done[id(slot.value)] = slot.value.repeat_interleave(num_copies, axis)
+                slot.put(copied)
+
+    def leaves(self, cache: Any) -> dict[Path, torch.Tensor]:
+        """Return the rows and states of a cache by path."""
+        found = slots(cache)
+        return {law.path: found[law.path].value for law in self._laws}
+
+    def _count(self, law: Count, num_tokens: int) -> int:
+        return law.first + law.step * (num_tokens - self.chunk_tokens) // self.chunk_tokens
+
+
+# ---- laws of single leaves
+
+
+def _default_chunk_tokens(model: ModelRun) -> int:
+    """Return the tokens of a chunk where no option sets them: at most `CHUNK_BYTES` of rows."""
+    size = _DEFAULT_CHUNK_TOKENS
+    cache, _ = model.run(model.probe_ids(size, 1), model.new_cache(), 0)
+    tensors = [each for each in _snapshot(cache).values() if isinstance(each, torch.Tensor)]
+    num_bytes = sum(each.numel() * each.element_size() for each in tensors if size in each.shape)
+    while size > _FEWEST_TOKENS and num_bytes > CHUNK_BYTES:
+        size, num_bytes = size // 2, num_bytes // 2
+    return size
+
+
+def _aliases(cache: Any) -> dict[Path, Path]:
+    """Return the leaves that are the same tensor as one before them."""
+    first: dict[tuple[Any, ...], Path] = {}
+    found = {}
+    for path, slot in slots(cache).items():
+        value = slot.value
+        if isinstance(value, torch.Tensor) and value.numel():
+            same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            original = first.setdefault(same, path)
+            if original != path:
+                found[path] = original
+    return found
+
+
+def _are_constant(values: Sequence[Any]) -> bool:
+    """Whether tensors or plain values are all equal."""
+    first = values[0]
+    if not isinstance(first, torch.Tensor):
+        return all(type(each) is type(first) and each == first for each in values[1:])
+    return all(
+        isinstance(each, torch.Tensor) and each.dtype == first.dtype and torch.equal(each, first)
+        for each in values[1:]
+    )
+
+
+def _count_of(path: Path, values: Sequence[Any], other: Any) -> Count | None:
+    """Return the law of a number; `other` is its value after one chunk of another prompt."""
+    numbers = []
+    for value in (*values, other):
+        if isinstance(value, torch.Tensor):
+            is_number = not value.is_floating_point() and 1 <= value.numel() <= _MAX_COUNTS
+            if not is_number or not _is_all(value, first := int(value.flatten()[0])):
+                return None
+            numbers.append(first)
+        elif type(value) is int:
+            numbers.append(value)
+        else:
+            return None
+    one, two, three, again = numbers
+    return Count(path, one, two - one) if three - two == two - one and again == one else None
+
+
+def _is_all(value: Any, number: int) -> bool:
+    return bool((value == number).all()) if isinstance(value, torch.Tensor) else value == number
+
+
+def _rows_of(values: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the axis along which a leaf grows, and the rows of a chunk; None if it is no leaf of
+    rows."""
+    first = values[0]
+    if not all(isinstance(each, torch.Tensor) and each.dim() == first.dim() for each in values):
+        return None
+    axes = [axis for axis in range(first.dim()) if len({each.shape[axis] for each in values}) > 1]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    size = int(first.shape[axis])
+    if not size or [each.shape[axis] for each in values] != [size, 2 * size, 3 * size]:
+        return None
+    pairs = ((values[0], values[1]), (values[1], values[2]))
+    stay = all(torch.equal(new.narrow(axis, 0, old.shape[axis]), old) for old, new in pairs)
+    return (axis, size) if stay else None
+
+
+def _batch_axis(one: Any, pair: Any) -> int | None:
+    """Return the axis along which a leaf has two rows of a batch in place of one."""
+    if not isinstance(one, torch.Tensor) or not isinstance(pair, torch.Tensor):
+        return None
+    if one.dim() != pair.dim():
+        return None
+    axes = [axis for axis in range(one.dim()) if one.shape[axis] != pair.shape[axis]]
+    is_batch = len(axes) == 1 and 2 * one.shape[axes[0]] == pair.shape[axes[0]]
+    return axes[0] if is_batch and one.shape[axes[0]] == 1 else None
+
+
+def _form(
+    value: torch.Tensor, axis: int, batch: int | None, size: int
+) -> tuple[str, int, int, int]:
+    """Return dtype, heads, rows and content of a leaf's component."""
+    _, heads, _, content = _canonical(value, axis, batch).shape
+    dtype = SAFETENSORS_DTYPE.get(str(value.dtype).removeprefix("torch."))
+    if dtype is None:  # stored as bytes
+        return "U8", heads, size, content * value.element_size()
+    return dtype, heads, size, content
+
+
+def _canonical(value: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor:
+    """Return a leaf as `[batch, heads, rows, content]`."""
+    if batch is None:
+        value, axis, batch = value[None], axis + 1, 0
+    if value.dim() == 2:
+        value = value[..., None]
+    moved = value.movedim((batch, axis), (0, -2))
+    return moved.reshape(moved.shape[0], -1, *moved.shape[-2:]).contiguous()
+
+
+def _natural(form: torch.Tensor, like: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor:
+    """Return `[batch, heads, rows, content]` in the form of a leaf `like` it: undo `_canonical`."""
+    lacks_batch, lacks_content = batch is None, like.dim() + (batch is None) == 2
+    if batch is None:
+        like, axis, batch = like[None], axis + 1, 0
+    if lacks_content:
+        like = like[..., None]
+    middle = like.movedim((batch, axis), (0, -2)).shape[1:-2]
+    shape = (form.shape[0], *middle, *form.shape[-2:])
+    value = form.reshape(shape).movedim((0, -2), (batch, axis))
+    value = value[..., 0] if lacks_content else value
+    return (value[0] if lacks_batch else value).contiguous()
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return repr(value)[:60]
