@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import grp
+import math
 import os
 import pwd
 import stat
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,6 +124,17 @@ def _umask() -> str:
         status = Path("/proc/self/status").read_text(errors="replace")
         return status.partition("Umask:")[2].split()[0]
     return "unknown"
+
+
+def process_start(process: Path = Path("/proc/self")) -> float:
+    """When a process of procfs began, in seconds since the epoch; infinite if the system does not
+    tell."""
+    try:
+        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return time.time() - up_seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def file_system(directory: str | Path) -> str | None:

@@ -116,7 +116,9 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
     """Return how a namespace differs from a model directory, in what a directory decides: the
     weights and the config."""
     there = {name: namespace.description.get(name) for name in ("weights", "config")}
-    return differences(there, {"weights": identity.weights.hex(), "config": identity.config})
+    known = [each.hex() for each in (identity.weights, *identity.other_weights)]
+    weights = there["weights"] if there["weights"] in known else known[0]
+    return differences(there, {"weights": weights, "config": identity.config})
 
 
 def of_hosts(differs: Iterable[str]) -> list[str]:

@@ -358,6 +358,29 @@ def test_14_a_store_of_another_model(found, url, model_dir):
     assert "the nearest namespace differs in config." in what
 
 
+def test_files_that_no_host_reads_make_no_other_model_and_are_named(
+    run, url, model_dir, tokens_file, tmp_path
+):
+    plain, both = url.partition("?")[0], tmp_path / "both"
+    with LLM(model_dir, store=plain, connector_options={"chunk_tokens": 16}) as llm:
+        llm.generate([[7] * 40], SamplingParams(max_tokens=1))
+    shutil.copytree(model_dir, both)
+    (both / "pytorch_model.bin").write_bytes(b"twin")
+    (both / "consolidated.safetensors").write_bytes(b"of Mistral")
+    found = json.loads(run("doctor", url, "--model", both, "--json", "-").out)
+    assert found["about"]["weights"].startswith("model.safetensors (by its content")
+    assert found["about"]["not_counted"] == (
+        "consolidated.safetensors, pytorch_model.bin; vLLM and SGLang count "
+        "consolidated.safetensors, pytorch_model.bin"
+    )
+    assert [each["read_by_model"] for each in found["stores"][0]["namespaces"]] == [True]
+    (both / "model.safetensors").write_bytes(
+        (both / "model.safetensors").read_bytes()[:-4] + b"more"
+    )
+    said = run("explain", plain, "--model", both, "--tokens", tokens_file).out
+    assert f"The weights of {both}: model.safetensors (by its content" in " ".join(said.split())
+
+
 def test_a_store_that_keeps_nothing():
     """A stand-in: a server does so only while its buffers are full."""
 

@@ -27,7 +27,7 @@ from kvferry.cli.output import (
     read_text,
     require_extra,
 )
-from kvferry.cli.prompts import model_identity
+from kvferry.cli.prompts import about_weights, model_identity
 from kvferry.doctor.findings import Finding, checked
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
@@ -98,6 +98,7 @@ def doctor(
         findings += report.findings
     about: JsonRow = {**machine.software(), "memory_bytes": memory}
     about |= _right(findings, vllm=vllm, has_config=config is not None)
+    about |= {} if model is None else about_weights(model)
     names = ("token_bytes", "record_bytes", "context_tokens")
     about |= {name: getattr(facts, name) for name in names if facts is not None}
     _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
@@ -140,7 +141,9 @@ def _look_at_vllm(
             if isinstance(found, Finding):
                 yield found
             else:
-                runs.append(found)
+                # Of the same directory.
+                ours = dataclasses.replace(found.identity, other_weights=identity.other_weights)
+                runs.append(found._replace(identity=ours))
 
         findings = checked("vllm", run)
     return findings, _model(model, options, *runs) if runs else facts

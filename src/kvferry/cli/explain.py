@@ -37,6 +37,7 @@ from kvferry.cli.prompts import (
     RawOption,
     SaltOption,
     TokensOption,
+    about_weights,
     check_digits,
     model_identity,
 )
@@ -117,7 +118,7 @@ def explain(
         return _ask_tiers(urls or [], of_tiers)
 
     answer = ask(asked.token_ids)
-    notes = _notes(answer, asked)
+    notes = _notes(answer, asked) + _weights_notes(answer, model)
     if prompt_file is not None and answer.reason is LookupMiss.ABSENT:
         other = ask(replace(options, raw=not raw).read(model).token_ids)
         notes += _of_other_form(answer, other, raw=raw)
@@ -230,6 +231,15 @@ def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
                 "A request with a salt or a LoRA adapter has other keys: see --salt, --lora."
             )
     return notes
+
+
+def _weights_notes(answer: PromptAnswer, model: Path | None) -> list[str]:
+    """Name the files that make the difference, where the weights are others."""
+    if model is None or not answer.elsewhere or "weights" not in answer.elsewhere.space.differs:
+        return []
+    about = about_weights(model)
+    left_out = f"; not counted: {about['not_counted']}" if "not_counted" in about else ""
+    return [f"The weights of {model}: {about['weights']}{left_out}."]
 
 
 def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:

@@ -184,11 +184,47 @@ def _parse_tokens(path: Path, text: str) -> list[int]:
     return ids
 
 
+def about_weights(model: Path) -> dict[str, JsonValue]:
+    """Say which files of a directory are its weights, what their digests rest on, and which files
+    do not count, as no host reads them by default."""
+    from kvferry.identity import Loads, basis_of, weight_files
+
+    files = weight_files(model, Loads.BY_NAME, may_be_none=True)
+    found: dict[str, list[str]] = {}
+    for name, path in files.counted.items():
+        found.setdefault(basis_of(path), []).append(name)
+    about: dict[str, JsonValue] = {
+        "weights": "; ".join(f"{_listed(names)} (by {basis})" for basis, names in found.items())
+    }
+    if files.left_out:
+        by_pattern = weight_files(model, Loads.BY_PATTERN, may_be_none=True).counted
+        read = [name for name in files.left_out if name in by_pattern]
+        about["not_counted"] = _listed(list(files.left_out))
+        if read:
+            about["not_counted"] = f"{about['not_counted']}; vLLM and SGLang count {_listed(read)}"
+    return about
+
+
+def _listed(names: list[str]) -> str:
+    most = 4
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def model_identity(model: Path, weights_version: JsonValue = None) -> ModelIdentity:
     """Return the identity of a model for an engine that runs its directory unchanged."""
-    from kvferry.identity import identify
+    from kvferry.identity import Loads, identify, weight_files, weights_digest
 
     with progress() as bar:
         bar.add_task("hashing the weights", total=None)
         version = None if weights_version is None else str(weights_version)
-        return identify(model, dtype=None, deviations={}, weights_version=version, name=str(model))
+        found = identify(
+            model, dtype=None, deviations={}, weights_version=version, name=str(model),
+            loads=Loads.BY_NAME,
+        )  # fmt: skip
+        if not weight_files(model, Loads.BY_NAME, may_be_none=True).left_out:
+            return found
+        others = (Loads.BY_PATTERN, Loads.ALL)
+        return replace(
+            found, other_weights=tuple(weights_digest(model, loads=each) for each in others)
+        )

@@ -18,7 +18,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, ModelGeometry, is_library_class
 from kvferry.errors import ConfigError
-from kvferry.identity import identify
+from kvferry.identity import Loads, identify
 from kvferry.keys import JsonValue
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
@@ -101,6 +101,7 @@ def engine_spec(
             deviations=deviations,
             weights_version=weights_version,
             name=name or str(model.model_dir),
+            loads=Loads.BY_NAME,
         ),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),

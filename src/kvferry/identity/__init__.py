@@ -3,21 +3,27 @@ running model deviates from that. Engines and commands ask for it when they star
 
 from kvferry.identity.directory import identify, length_dependent_rope, written_config
 from kvferry.identity.weights import (
+    Loads,
     adapter_digest,
+    basis_of,
     is_in_snapshot,
     newest_change,
     shows_its_changes,
+    weight_files,
     weights_digest,
     weights_state,
 )
 
 __all__ = [
+    "Loads",
     "adapter_digest",
+    "basis_of",
     "identify",
     "is_in_snapshot",
     "length_dependent_rope",
     "newest_change",
     "shows_its_changes",
+    "weight_files",
     "weights_digest",
     "weights_state",
     "written_config",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import ConfigError
-from kvferry.identity.weights import weights_digest
+from kvferry.identity.weights import Loads, weights_digest
 from kvferry.keys import JsonValue, ModelIdentity, relevant_config
 
 LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
@@ -74,6 +74,7 @@ def identify(
     name: str | None = None,
     weights: bytes | None = None,
     config: Mapping[str, JsonValue] | None = None,
+    loads: Loads = Loads.ALL,
 ) -> ModelIdentity:
     """Make the identity of a running model. Engines that run the same directory without deviations
     get the same identity, whichever library read it.
@@ -87,6 +88,7 @@ def identify(
         weights_version, name: see `ModelIdentity`.
         weights: what stands for `weights_digest` of `source`.
         config: what stands for `written_config` of `source`.
+        loads: which of the weight files are read.
 
     Raises:
         ConfigError: as `written_config` and `weights_digest`.
@@ -95,7 +97,7 @@ def identify(
     dtype_of_files = written.pop("torch_dtype", None)
     dtype_of_files = written.get("dtype", dtype_of_files) or "float32"
     return ModelIdentity(
-        weights=weights or weights_digest(source, weights_version=weights_version),
+        weights=weights or weights_digest(source, weights_version=weights_version, loads=loads),
         config={**written, "dtype": dtype or str(dtype_of_files), **deviations},
         weights_version=weights_version,
         name=name,

@@ -10,6 +10,7 @@ give a large file in their caches, so that these need not be read.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -28,7 +29,7 @@ from blake3 import blake3
 
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
-from kvferry.filesystem import shows_changes, user_cache, why_untrusted
+from kvferry.filesystem import file_system, process_start, shows_changes, user_cache, why_untrusted
 from kvferry.keys.encoding import canonical
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,24 @@ NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
 """Files that trainers leave beside the weights; no engine loads them for inference."""
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_BESIDE = re.compile(
+    r"pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json|adapter_model\.bin"
+    r"|rng_state(_\d+)?\.pth|.*\.gguf"
+)
+"""Files that no host reads by default from a directory with weights in safetensors: other forms of
+the weights, and leftovers of trainers."""
+
+
+class Loads(enum.Enum):
+    """Which weight files of a directory a host reads, as far as this is certain."""
+
+    ALL = "not certain: any of them"
+    BY_NAME = "as Transformers: model.safetensors, else the files of its index, else any"
+    BY_PATTERN = "as vLLM and SGLang by default: any in safetensors, if there are some, else any"
+
 
 RACY_NS = 2_000_000_000
 """Coarsest time stamp of a file system in use (2 s). A file that changed less than this before it
@@ -70,6 +89,15 @@ _LOCK_POLL_SECONDS = 0.02
 _SLOW_BYTES_PER_SECOND = 50e6
 
 
+class WeightFiles(NamedTuple):
+    """The weight files of a directory."""
+
+    counted: Mapping[str, Path]
+    """By name, in the order of their names."""
+    left_out: tuple[str, ...]
+    """Names of those that no host would read, so that they do not count."""
+
+
 def adapter_digest(path: Path) -> str:
     """Return the identity by content of the LoRA adapter in a directory.
 
@@ -84,14 +112,16 @@ def weights_digest(
     model_dir: Path,
     *,
     weights_version: str | None = None,
+    loads: Loads = Loads.ALL,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> bytes:
-    """Hash names and contents of all weight files of `model_dir` to 32 bytes.
+    """Hash names and contents of the weight files of `model_dir` to 32 bytes.
 
     Weight files are those of the directory itself, and those that the `weight_map` of an index in
-    it names, also in sub-directories. The digest does not depend on path, owner and times of the
-    directory, so a copy has the same one. Memory stays below 17 MiB whatever the sizes.
-    A file that a snapshot in a hub's cache links to is known by its name there.
+    it names, also in sub-directories; of these, the ones that a host `loads`. The digest does not
+    depend on path, owner and times of the directory, so a copy has the same one. Memory stays below
+    17 MiB whatever the sizes. A file that a snapshot in a hub's cache links to is known by its name
+    there.
 
     `kvferry/weights` in the user's cache directory keeps the digests of unchanged files. A cache
     that cannot be written, is damaged, or is not private to this user is ignored: it costs time,
@@ -107,7 +137,7 @@ def weights_digest(
         ConfigError: no such directory, no weights in it, an index that names a file outside of it,
             a file that cannot be read or that changes while it is read.
     """
-    files = _weight_files(model_dir, may_be_none=weights_version is not None)
+    files = weight_files(model_dir, loads, may_be_none=weights_version is not None).counted
     if not files:
         return blake3(WEIGHTS_TAG + str(weights_version).encode()).digest()
     cache, stopped = _DigestCache(_cache_dir()), threading.Event()
@@ -163,7 +193,8 @@ def _digests(
 def weights_state(model_dir: Path) -> object:
     """Return a value that differs after a weight file of `model_dir` is changed, added or removed.
     Reads no weights. Raises ConfigError as `weights_digest`."""
-    return {name: _identity(_stat(path)) for name, path in _weight_files(model_dir).items()}
+    files = weight_files(model_dir).counted
+    return {name: _identity(_stat(path)) for name, path in files.items()}
 
 
 def newest_change(model_dir: Path, *others: str) -> float:
@@ -179,7 +210,8 @@ def newest_change(model_dir: Path, *others: str) -> float:
 
 
 def _link_changes(files: Iterable[Path]) -> Iterator[float]:
-    """Yield when each link on the way to existing files was made."""
+    """Yield when each link on the way to existing files was made. Procfs has no such times: it
+    stamps a link when somebody looks. A link of a process there is as old as the process."""
     ways = [path.absolute() for path in files]
     seen: set[Path] = set()
     while ways:
@@ -188,13 +220,19 @@ def _link_changes(files: Iterable[Path]) -> Iterator[float]:
             seen.add(each)
             if each.is_symlink():
                 ways.append(each.parent / os.readlink(each))
-                yield each.lstat().st_ctime
+                if file_system(each.parent) != "proc":
+                    yield each.lstat().st_ctime
+                elif process := next((up for up in each.parents if up.name.isdigit()), None):
+                    yield process_start(process)
 
 
-def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Path]:
-    """Return the weight files by name, in the order of their names."""
+def weight_files(
+    model_dir: Path, loads: Loads = Loads.ALL, *, may_be_none: bool = False
+) -> WeightFiles:
+    """Return the weight files of a directory, or a single file; none are counted only if there
+    `may_be_none`. Reads no weights. Raises ConfigError as `weights_digest`."""
     if model_dir.is_file() and model_dir.name.endswith(WEIGHT_SUFFIXES[:-1]):  # no lone index
-        return {model_dir.name: model_dir}
+        return WeightFiles({model_dir.name: model_dir}, ())
     if not model_dir.is_dir():
         raise ConfigError(f"{model_dir} is not a model directory: no such directory")
     try:
@@ -205,12 +243,14 @@ def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Pa
         }
     except OSError as error:
         raise ConfigError(f"cannot list the weights in {model_dir}: {error.strerror}") from error
+    left_out = _not_loaded(model_dir, names, loads)
+    names -= left_out
     indexes = {name for name in names if name.endswith(".index.json")}
     for index in indexes:
         names |= _indexed(model_dir / index)
     if names == indexes:
         if may_be_none:
-            return {}
+            return WeightFiles({}, ())
         raise ConfigError(
             f"{model_dir} holds no weights; expected files ending in "
             f"{', '.join(WEIGHT_SUFFIXES[:-1])}"
@@ -219,7 +259,33 @@ def _weight_files(model_dir: Path, *, may_be_none: bool = False) -> dict[str, Pa
     for path in files.values():
         if not path.is_file():
             raise ConfigError(f"{path} is not a file, or a link to one that is missing")
-    return files
+    return WeightFiles(files, tuple(sorted(left_out - names)))
+
+
+def _not_loaded(model_dir: Path, names: set[str], loads: Loads) -> set[str]:
+    """Return those of the weight files in a directory that no host reads that `loads` so. Where
+    that is not certain, none."""
+    shards = _indexed(model_dir / _INDEX) if _INDEX in names else set()
+    if loads is Loads.ALL or not (shards or _WHOLE in names):
+        return set()
+    if loads is Loads.BY_NAME:
+        return names - ({_WHOLE} if _WHOLE in names else {_INDEX, *shards})
+    if any(name.startswith("consolidated") for name in names):
+        return set()  # which vLLM prefers, in some releases
+    left_out = {name for name in names if _BESIDE.fullmatch(name)}
+    if shards:  # without an index, all files in safetensors are read
+        left_out |= {"adapter_model.safetensors"} & (names - shards)
+    return left_out
+
+
+def basis_of(path: Path) -> str:
+    """Say, for people, what the digest of an unchanged weight file rests on after its first hash.
+    Raises OSError."""
+    if _name_in_hub(path) is not None:
+        return "its name in a hub's cache"
+    if shows_changes(path.resolve().parent):
+        return "its content, and its times since"
+    return "its content, and its size, time and a sample since"
 
 
 def _indexed(path: Path) -> set[str]:
@@ -283,7 +349,8 @@ def shows_its_changes(model_dir: Path, *others: str) -> bool:
 
 
 def _files_and(model_dir: Path, others: Iterable[str]) -> set[Path]:
-    return {*_weight_files(model_dir).values(), *(model_dir / name for name in others)}
+    files = weight_files(model_dir).counted.values()
+    return {*files, *(model_dir / name for name in others)}
 
 
 def _file_digest(

@@ -75,12 +75,15 @@ class ModelIdentity:
             and rope settings applied, fields of `IRRELEVANT_FIELDS` dropped.
         weights_version: version of weights that change in place; None for weights as loaded.
         name: the user's name of the model, for people; no part of identity.
+        other_weights: for commands, digests of the same directory for hosts that read other files
+            of it; no part of identity.
     """
 
     weights: bytes
     config: Mapping[str, JsonValue]
     weights_version: str | None = None
     name: str | None = field(default=None, compare=False)
+    other_weights: tuple[bytes, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if len(self.weights) != 32:

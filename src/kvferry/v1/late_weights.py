@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.identity import weights_digest
+from kvferry.identity import Loads, weights_digest
 from kvferry.keys import UNREAD
-from kvferry.v1.running_model import local_model
+from kvferry.v1.running_model import loads_of, local_model
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +94,15 @@ def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     try:
         source = local_model(vllm_config)
         if source is not None:
-            _begin(source)
+            _begin(source, loads_of(vllm_config))
     except Exception:  # no head start is no reason to end the host's start
         logger.debug("kvferry: weights are not hashed ahead", exc_info=True)
 
 
 @cache
-def _begin(source: Path) -> None:
+def _begin(source: Path, loads: Loads) -> None:
     def read() -> None:
         with suppress(ConfigError):
-            weights_digest(source)
+            weights_digest(source, loads=loads)
 
     threading.Thread(target=read, name="kvferry-weights", daemon=True).start()

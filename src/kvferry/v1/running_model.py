@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from typing import Any
 from blake3 import blake3
 
 from kvferry.errors import ConfigError
+from kvferry.filesystem import process_start
 from kvferry.identity import (
+    Loads,
     identify,
     length_dependent_rope,
     newest_change,
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the same tensors from a model directory."""
+
+_BY_PATTERN = ("auto", "hf", "safetensors")
+"""Those of them that choose files as `Loads.BY_PATTERN` says."""
 
 _FROM_OTHER_FILES = ("pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state")
 """Load formats that read other files of a model directory, which may hold other weights. With a
@@ -122,7 +126,9 @@ def model_identity(
     before = newest_change(path) if is_own else math.inf
 
     def read() -> bytes:
-        digest = weights_digest(source or path, weights_version=weights_version)
+        digest = weights_digest(
+            source or path, weights_version=weights_version, loads=loads_of(vllm_config)
+        )
         if is_own:
             _refuse_recent(path, "weights", newest_change(path), before)
         return digest
@@ -181,18 +187,13 @@ def is_engine_process() -> bool:
     return multiprocessing.parent_process() is not None
 
 
-def process_start() -> float:
-    """Seconds since the epoch; infinite if the system does not tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return math.inf
-    return time.time() - up_seconds + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
     return str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")).lower()
+
+
+def loads_of(vllm_config: Any) -> Loads:  # noqa: ANN401 - the host's
+    """Which weight files of a directory this host reads."""
+    return Loads.BY_PATTERN if _load_format(vllm_config) in _BY_PATTERN else Loads.ALL
 
 
 def local_model(vllm_config: Any) -> Path | None:  # noqa: ANN401 - the host's

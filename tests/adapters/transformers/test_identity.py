@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama import modeling_llama
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.adapters.transformers.identity import deviations
+from kvferry.adapters.transformers.identity import deviations, refuse_other_weights
 from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig
@@ -359,3 +359,20 @@ def test_a_buffer_of_the_files_that_was_rounded_is_another_model(model_dir, load
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_submodule(bias.rpartition(".")[0]).to(torch.bfloat16)
     assert deviations(model, model.config)["dtypes"][bias] == "bfloat16"
+
+
+def test_a_twin_that_is_not_loaded_keeps_nobody_from_sharing(
+    model_dir, load_model, store_url, tmp_path
+):
+    """But a model that was loaded from the twin is another, if it differs."""
+    tokens = prompt(60)
+    reuse(load_model(), store_url, tokens)
+    both = tmp_path / "both"
+    shutil.copytree(model_dir(), both)
+    other = load_model(model_dir(seed=1))
+    torch.save(other.state_dict(), both / "pytorch_model.bin")
+    assert reuse(load_model(both), store_url, tokens).num_loaded == 59 // CHUNK * CHUNK
+    by_twin = load_model(both, use_safetensors=False)
+    assert_refused(by_twin, store_url, "was changed after loading")
+    renamed = {f"other.{name}": each for name, each in other.state_dict().items()}
+    assert not refuse_other_weights(renamed, both)  # so all files count

@@ -40,7 +40,7 @@ from kvferry.engine.model_config import (
     read_config,
 )
 from kvferry.errors import ConfigError
-from kvferry.identity import identify, length_dependent_rope
+from kvferry.identity import Loads, identify, length_dependent_rope
 from kvferry.types import KVGroup
 
 UNRUNNABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
@@ -132,15 +132,18 @@ class HostModel:
         self._is_settled = False
         self._empty_cache: tuple[Any] | None = None
         self._refuses_code = weights_version is None
+        loads = Loads.ALL
         if weights_version is None:
             refuse_other_code(model)
-            refuse_other_weights(model.state_dict(), directory)
+            if refuse_other_weights(model.state_dict(), directory):
+                loads = Loads.BY_NAME
         self.identity = identify(
             directory,
             dtype=dtype,
             deviations=deviations(model, config),
             weights_version=weights_version,
             name=getattr(model, "name_or_path", None) or str(directory),
+            loads=loads,
         )
         self.tolerances = tolerances_for(self.identity.config)
         self.plain: PlainKV | None = None

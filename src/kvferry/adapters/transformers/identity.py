@@ -360,8 +360,10 @@ def _other_dtypes(model: Any) -> dict[str, JsonValue]:
 # --- samples of the weights -----------------------------------------------------------------------
 
 
-def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Refuse tensors that differ from those stored under their names in `directory`.
+def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> bool:
+    """Refuse tensors that differ from those stored under their names in `directory`. Return whether
+    some were compared: then the model was read from these files, and not, for example, from
+    pytorch_model.bin beside them.
 
     Compares some rows of every tensor. The identity is a digest of the files, which cannot show
     that a model was trained, merged or patched in memory after it was loaded. Such a change alters
@@ -373,21 +375,25 @@ def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> 
     Raises:
         ConfigError: a tensor that differs.
     """
+    has_compared = False
     for path in _files(directory):
         try:
             with path.open("rb") as file:
-                differing = _first_differing(state, file.fileno())
+                differing, is_known = _first_differing(state, file.fileno())
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
+        has_compared |= is_known
         if differing is not None:
             raise ConfigError(
                 f"the model's {differing} is not the one in {directory}: it was changed after "
                 "loading; save it to a directory of its own and load it from there, or pass a "
                 "weights_version"
             )
+    return has_compared
 
 
-def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
+def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> tuple[str | None, bool]:
+    """Return the first tensor that differs, if any, and whether some tensor is known by name."""
     # By hand: the library maps files, and a mapped file that is cut short kills the process.
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size > _MAX_HEADER_BYTES:
@@ -396,8 +402,8 @@ def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
     for name, stored in header.items():
         tensor = state.get(name)
         if tensor is not None and _differs(tensor, stored, fd, 8 + size):
-            return name
-    return None
+            return name, True
+    return None, not state.keys().isdisjoint(header)
 
 
 def _files(directory: Path) -> list[Path]:
