@@ -88,6 +88,7 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
         keys: first `KEY_BYTES` of the keys of its whole chunks, hexadecimal; none if it must not be
             cached.
         request: the host's id of the request.
+        compute_rate: tokens a second that the engine computed lately; 0 if that is not known.
         local, hits, misses, why, not_stored, not_stored_why: see `JournalAnswer`; empty if it ended
             before it was admitted.
     """
@@ -103,6 +104,7 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""
     not_stored: dict[str, int] = {}
     not_stored_why: str = ""
+    compute_rate: float = 0.0
 
     def by_source(self) -> dict[str, int]:
         """Return the tokens that were not computed, by tier; `ENGINE` has the engine's own."""
@@ -152,6 +154,7 @@ class Journal:
         num_tokens: int,
         keys: Sequence[ChunkKey],
         answer: JournalAnswer | None,
+        compute_rate: float = 0.0,
     ) -> None:
         """Queue the line of a request. `answer` is None if the request was never admitted. Never
         blocks, and does no I/O."""
@@ -168,6 +171,7 @@ class Journal:
                 num_tokens=num_tokens,
                 keys=[key[:KEY_BYTES].hex() for key in kept],
                 request=request_id,
+                compute_rate=compute_rate,
                 **(answer or JournalAnswer(0, {}, {}, ""))._asdict(),
             )
             return msgspec.json.encode(made) + b"\n"

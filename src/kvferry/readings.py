@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvferry.errors import ConfigError
-from kvferry.journal import ENGINE, read_journal
+from kvferry.journal import ENGINE, journal_lines, read_journal
 
 K = TypeVar("K")
 
@@ -195,3 +195,43 @@ def read_requests(path: Path) -> Reading:
         counts={"hits": sum(bool(line.hits) for line in lines), "requests": len(lines)},
         span=max(1e-3, max(times) - min(times)) if len(times) > 1 else None,
     )
+
+
+class Day(NamedTuple):
+    """What the requests of a journal that came on one day of this machine's time got."""
+
+    day: str
+    num_requests: int
+    num_tokens: int
+    """Of their prompts."""
+    own: int
+    """Tokens that the engine had itself."""
+    loaded: int
+    """Tokens that were loaded, and so not computed."""
+    seconds: float
+    """What computing the loaded tokens would have taken, by the rates that the engine measured."""
+    untimed: int
+    """Loaded tokens of requests before whose end no rate was known; `seconds` lacks them."""
+
+
+def read_days(path: Path) -> list[Day]:
+    """Sum up a journal by day, with the part of it that was renamed. Raises as `journal_lines`."""
+    older = path.with_name(f"{path.name}.1")
+    days: dict[str, Day] = {}
+    for place in (older, path):
+        if place == older and not place.exists():
+            continue
+        for _, line in journal_lines(place):
+            day = time.strftime("%Y-%m-%d", time.localtime(line.time))
+            so_far = days.get(day, Day(day, 0, 0, 0, 0, 0.0, 0))
+            loaded = sum(line.hits.values())
+            days[day] = Day(
+                day,
+                so_far.num_requests + 1,
+                so_far.num_tokens + line.num_tokens,
+                so_far.own + line.local,
+                so_far.loaded + loaded,
+                so_far.seconds + (loaded / line.compute_rate if line.compute_rate > 0 else 0.0),
+                so_far.untimed + (0 if line.compute_rate > 0 else loaded),
+            )
+    return [days[day] for day in sorted(days)]

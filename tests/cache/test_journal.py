@@ -86,6 +86,18 @@ def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
     assert trace.block_tokens == 8
 
 
+def test_a_line_has_the_speed_at_which_the_engine_computes(make_host, tmp_path):
+    path = tmp_path / "r.jsonl"
+    host = make_host(record=str(path))
+    host.run("first", PROMPT)
+    host.scheduler.policy.saw_compute(10_000, 4.0)
+    speed = host.scheduler.policy.compute_rate
+    assert 0 < speed < float("inf")
+    host.run("second", PROMPT)
+    host.scheduler.close()
+    assert lines_of(path)[1].compute_rate == pytest.approx(host.scheduler.policy.compute_rate, 0.1)
+
+
 FILE_EVENTS = (
     "open", "os.open", "os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.truncate",
     "os.utime", "os.chmod", "os.listdir", "os.scandir", "fcntl.flock", "fcntl.lockf",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -181,6 +183,37 @@ def test_the_last_requests_of_a_journal_are_summed_up(tmp_path, capsys):
     assert main(["status", "--journal", str(path)]) == 0
     assert main(["status", "--journal", str(tmp_path / "none")]) == 2
     assert main(["status"]) == 2
+
+
+def test_a_journal_says_by_day_what_was_not_computed(tmp_path, capsys):
+    noon = time.mktime((2026, 11, 28, 12, 0, 0, 0, 0, -1))
+
+    def line(days: int, hits: int, rate: float) -> str:
+        made = JournalLine(
+            time=noon + 86400 * days, chunk_tokens=4, num_tokens=1000, keys=[], local=100,
+            hits={"file": hits} if hits else {}, misses={"absent": 900 - hits}, compute_rate=rate,
+        )  # fmt: skip
+        return msgspec.json.encode(made).decode() + "\n"
+
+    path = tmp_path / "journal"
+    (tmp_path / "journal.1").write_text(line(0, 800, 2.0) + line(0, 0, 2.0))
+    path.write_text(line(0, 400, 4.0) + line(1, 200, 0.0))
+    assert main(["status", "--journal", str(path), "--by", "day"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "1,400 of 4,000 tokens were loaded instead of computed, which would have taken 8 m (of 200"
+        in (" ".join(shown.split()))
+    )
+    days = [each.split() for each in shown.splitlines() if each.startswith("2026-11-")]
+    assert days == [
+        ["2026-11-28", "3", "3,000", "1,200", "40.0%", "8", "m", "300"],
+        ["2026-11-29", "1", "1,000", "200", "20.0%", "0", "s", "100"],
+    ]
+    assert main(["status", "--journal", str(path), "--by", "day", "--json", "-"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["seconds"] == 400.0 + 100.0
+    assert [each["untimed"] for each in value["days"]] == [0, 200]
+    assert main(["status", "file:///nowhere", "--by", "day"]) == 2
 
 
 def test_of_two_readings_what_came_between_is_shown():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ from kvferry.errors import KVError
 from kvferry.store.kind import shown_url
 
 if TYPE_CHECKING:
-    from kvferry.readings import Buckets, Reading
+    from kvferry.readings import Buckets, Day, Reading
 
 _ANSWER_SECONDS = 3.0
 _BAR = 16
@@ -30,6 +31,13 @@ _MAX_TEXT = 60
 _TIERS = {"tier": "tier", "by": "role", "state": "state", "for": "age", "because": "because"}
 _QUOTAS = {"store": "tier", "records": "records", "used": "used_bytes", "quota": "max_bytes"}
 _TIMES = {"latency": "what", "count": "count", "half within": "p50", "99% within": "p99"}
+
+
+class By(StrEnum):
+    """What `--by` counts by."""
+
+    DAY = "day"
+
 
 View = Callable[[], tuple[JsonRow, list[RenderableType]]]
 """Reads the source once; returns the result for programs, and for people."""
@@ -43,6 +51,9 @@ def status(
     journal: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Read this journal (option `record`) instead of a URL."),
+    ] = None,
+    by: Annotated[
+        By | None, typer.Option(help="Say of all of a journal what was not computed, by day.")
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Read again and again, in a terminal.")
@@ -60,7 +71,9 @@ def status(
     """
     if (source is None) == (journal is None):
         raise typer.BadParameter("give the URL of an engine's metrics or of a store, or --journal")
-    view = _view(source or "", journal)
+    if by is not None and journal is None:
+        raise typer.BadParameter("--by day is of a journal: give --journal")
+    view = _view(source or "", journal, by_day=by is not None)
     if not watch or json is not None or not sys.stdout.isatty():
         value, shown = view()
         emit(value, json, *shown)
@@ -71,8 +84,8 @@ def status(
         return
 
 
-def _view(source: str, journal: Path | None) -> View:
-    from kvferry.readings import read_endpoint, read_requests
+def _view(source: str, journal: Path | None, *, by_day: bool) -> View:
+    from kvferry.readings import read_days, read_endpoint, read_requests
 
     before: Reading | None = None
 
@@ -82,11 +95,33 @@ def _view(source: str, journal: Path | None) -> View:
         before = now
         return _show(now, last, shown_url(source))
 
+    if journal is not None and by_day:
+        return lambda: _show_days(read_days(journal), str(journal))
     if journal is not None:
         return lambda: _show(read_requests(journal), None, f"last requests of {journal}")
     if source.startswith(("http://", "https://")):
         return of_engine
     return lambda: count_all(source)
+
+
+def _show_days(days: Sequence[Day], where: str) -> tuple[JsonRow, list[RenderableType]]:
+    """Show what was not computed, thanks to a store."""
+    loaded, total = sum(day.loaded for day in days), sum(day.num_tokens for day in days)
+    seconds, untimed = sum(day.seconds for day in days), sum(day.untimed for day in days)
+    summary = f"{where}: {loaded:,} of {total:,} tokens were loaded instead of computed"
+    if seconds:
+        summary += f", which would have taken {format_age(0.0, seconds)}"
+    if untimed:
+        summary += f" (of {untimed:,} tokens it is not known how long)"
+    rows: list[JsonRow] = [
+        {**day._asdict(), "share": f"{day.loaded / max(1, day.num_tokens):.1%}",
+         "not_computed": format_age(0.0, day.seconds)}
+        for day in days
+    ]  # fmt: skip
+    columns = {"day": "day", "requests": "num_requests", "tokens": "num_tokens"}
+    columns |= {"loaded": "loaded", "share": "share", "not computed for": "not_computed"}
+    value: JsonRow = {"summary": summary, "seconds": seconds, "days": list(rows)}
+    return value, [summary, "", make_table({**columns, "engine's own": "own"}, rows)]
 
 
 def _run_live(view: View, interval: float) -> None:

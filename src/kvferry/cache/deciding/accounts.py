@@ -158,9 +158,9 @@ class Accounts:
         """Whether the journal or the client wants to know what of a request was not stored."""
         return self._journal is not None or request.options.explain
 
-    def ended(self, request: RequestView, state: RequestState | None) -> None:
-        """Note a request that ended. If it must not be cached, `state` is None, and no keys are
-        written."""
+    def ended(self, request: RequestView, state: RequestState | None, compute_rate: float) -> None:
+        """Note a request that ended, with the tokens a second that the engine computes. If it must
+        not be cached, `state` is None, and no keys are written."""
         if self._journal is None:
             return
         answer = not_cached(request) if state is None else state.answer
@@ -168,7 +168,9 @@ class Accounts:
         num_tokens = request.num_prompt_tokens if answer is None else answer.num_tokens
         keys = () if state is None else state.keys.keys[: num_tokens // self._chunk]
         arrived_at = time.time() if state is None else state.arrived_at
-        self._journal.add(arrived_at, request.request_id, num_tokens, keys, answer)
+        self._journal.add(
+            arrived_at, request.request_id, num_tokens, keys, answer, round(compute_rate, 1)
+        )
 
     def close(self) -> None:
         """Write out the journal and close it. Idempotent."""

@@ -160,6 +160,11 @@ class LoadPolicy:
             self._compute_rate = 1 / _average(old, seconds / num_tokens)
 
     @property
+    def compute_rate(self) -> float:
+        """Tokens a second that the engine computes; 0 if none were timed."""
+        return self._compute_rate or 0.0
+
+    @property
     def is_any_slow(self) -> bool:
         """Whether some tier counts as slow; if none does, everything is worth loading."""
         return any(speed.is_slow for speed in self.tiers.values())
