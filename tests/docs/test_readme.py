@@ -170,6 +170,7 @@ def test_every_example_is_short_and_tested():
         "a_record_by_hand.py": 60,
         "open_a_record.py": 60,
         "own_engine.py": 150,
+        "proxy.py": 60,
         "reuse_across_processes.py": 60,
         "sqlite_store.py": 120,
         "transformers_generate.py": 60,

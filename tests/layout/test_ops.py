@@ -271,3 +271,10 @@ def test_copies_let_other_threads_run():
         done.set()
         thread.join()
     assert ran_meanwhile
+
+
+@pytest.mark.parametrize("make", [np.zeros, lambda shape: [0.0] * shape[0]], ids=["numpy", "list"])
+def test_what_is_no_tensor_is_named(make):
+    group = KVGroup(num_layers=1, num_kv_heads=1, content_size=8, dtype="float32", block_size=4)
+    with pytest.raises(LayoutError, match=r"a (ndarray|list) is no torch.Tensor"):
+        PagedKV([make((4, 1, 4, 8))], group, GroupShard(layers=(0, 1), heads=(0, 1)), "BHNC")

@@ -296,6 +296,10 @@ PROXIES = {
     "p2p": Proxy("p2p_connector_proxy.py", P2P),
     "p2p-decoder-first": Proxy("p2p_connector_proxy.py", f"{P2P} --decoder-first"),
     "p2p-source": Proxy("p2p_connector_proxy.py", f"{P2P} --p2p", waits=False),
+    "own": Proxy(
+        str(Path(__file__).parents[2] / "examples" / "proxy.py"),
+        f"--prefill http://{LOCALHOST}:{{prefill}} --decode http://{LOCALHOST}:{{decode}}",
+    ),
     "demo": Proxy("disagg_proxy_demo.py", ADDRESSES, says=False, waits=False),
     "lmcache": Proxy("disagg_proxy_server.py", HOSTS, says=False, waits=False),
 }

@@ -173,6 +173,8 @@ class PagedKV:
 
 
 def _strided(tensor: torch.Tensor) -> Strided:
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"a {type(tensor).__name__} is no torch.Tensor: use torch.from_numpy")
     return Strided(
         shape=tuple(tensor.shape),
         strides=tensor.stride(),
