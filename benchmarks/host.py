@@ -121,8 +121,9 @@ def kv_tensors(
 
 
 def fill_with_noise(tensors: Iterable[torch.Tensor], seed: int) -> None:
-    """Fill tensors with noise that differs from layer to layer, so that swapped layers show."""
-    noise = np.random.default_rng(seed).integers(0, 2**15, 2**16 + 1, dtype=np.int16)
+    """Fill tensors with noise that differs from layer to layer, so that swapped layers show. All of
+    it is finite: with a larger number, the exponent of a float16 has ones alone."""
+    noise = np.random.default_rng(seed).integers(0, 0x7C00, 2**16 + 1, dtype=np.int16)
     for layer, tensor in enumerate(tensors):
         values = np.resize(np.roll(noise, 1009 * layer), tensor.numel()).reshape(tensor.shape)
         tensor.view(torch.int16).copy_(torch.from_numpy(values))

@@ -94,12 +94,15 @@ def open_rows(
     observer: Observer,
     *,
     sized_by: str,
+    values: str = "",
     late: Future[bytes] | None = None,
 ) -> tuple[Catalogue, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Args:
         sized_by: the host's option that says how large rows are, for messages.
+        values: dtype of all values of a row, so that none with NaN or Inf is stored; empty if a row
+            may hold anything else.
         late: gets the weights' digest once it is known, if `namespace` is without it. The store is
             opened then. Until then the schema's namespace is a random one.
 
@@ -114,6 +117,7 @@ def open_rows(
         namespace=namespace.digest if late is None else secrets.token_bytes(32),
         chunk_tokens=chunk_tokens,
         row_bytes=row_bytes,
+        values=values,
     )
 
     def named() -> tuple[bytes, str | None]:

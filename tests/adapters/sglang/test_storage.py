@@ -62,6 +62,19 @@ def test_pages_come_back_byte_for_byte_after_a_restart(
     assert_comes_back(second, written)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("layout", host.SHAPES)
+def test_a_page_that_is_not_finite_is_not_stored(attach: Attach, layout: str, value: float) -> None:
+    one = attach(HostPool(layout))
+    for seed, page in enumerate(PAGES):
+        one.pool.fill(page, seed)
+    bad = one.pool._page(PAGES[1] * host.PAGE)
+    bad[(-1,) * bad.dim()] = value
+    assert one.backup(KEYS, PAGES) is False
+    assert one.backend.counters["save_not_finite"] == 1
+    assert one.prefetch(KEYS, [1, 3, 5]) == 1  # up to the page that is missing
+
+
 @pytest.mark.parametrize("kind", ["valkey", "cluster", "s3", "mooncake", "tiers"])
 def test_every_store_gives_back_what_left_the_hosts_memory(
     kind: str, attach: Attach, valkey_server, valkey_cluster, seaweed, mooncake,

@@ -45,7 +45,8 @@ class Host:
     def __init__(self, store, **options) -> None:
         self.rows = np.zeros((NUM_ROWS, ROW_BYTES), np.uint8)
         self.counts = Counters()
-        self.tier = TierRows(store, SCHEMA, self.rows, self.counts, io_threads=2, **options)
+        schema = options.pop("schema", SCHEMA)
+        self.tier = TierRows(store, schema, self.rows, self.counts, io_threads=2, **options)
         self.job = 0
 
     def store(self, numbers, places=None) -> int:
@@ -110,6 +111,28 @@ def test_rows_are_found_and_brought(host, filled):
     assert (one.rows[1] == content(0)).all()
     assert (one.rows[0] == content(3)).all()
     assert one.tier.finished() == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("values", ["float16", "float32", ""])
+def test_a_row_that_is_not_finite_is_not_stored_where_its_dtype_is_known(host, values, value):
+    schema = RecordSchema.for_rows(
+        namespace=bytes(32), chunk_tokens=16, row_bytes=ROW_BYTES, values=values
+    )
+    store = MemoryStore()
+    one = host(store, schema=schema)
+    numbers = one.rows[1].view(values or "float16")
+    numbers[-5] = value  # of one head in the last layer
+    one.tier.store(1, [key(0), key(1), key(2)], [0, 1, 2])
+    (done,) = one.ended()
+    is_stored = not values
+    assert done.success == is_stored
+    assert list(done.moved) == [key(0), *([key(1)] if is_stored else []), key(2)]
+    assert one.counts["save_not_finite"] == (not is_stored)
+    numbers[-5] = 1.0  # computed again, rightly
+    one.tier.store(2, [key(1)], [1])
+    (done,) = one.ended()
+    assert done.success
 
 
 def test_what_is_loaded_was_used(host):

@@ -75,6 +75,7 @@ class FlatPages:
         order: name of the order of a page's bytes in a record.
         num_bytes: bytes of a page; 0 for a pool that only counts places.
         tokens: tokens of a page.
+        values: dtype of all values of a page; empty if a page may hold anything else.
     """
 
     order: ClassVar[str] = "flat"
@@ -85,6 +86,7 @@ class FlatPages:
         self.tokens = tokens_of(pool)
         value = pool.get_dummy_flat_data_page()
         self._dtype = value.dtype
+        self.values = str(value.dtype).removeprefix("torch.")
         self.num_bytes = value.nbytes
         found = pool.get_data_page(0, flat=False).nbytes
         if found != self.num_bytes:
@@ -105,6 +107,7 @@ class PiecePages:
     """Pages in pieces, of which the pool shows only addresses and sizes. As `FlatPages`."""
 
     order: ClassVar[str] = "pieces"
+    values: ClassVar[str] = ""
 
     def __init__(self, pool: Any) -> None:
         """Raises the pool's NotImplementedError or ValueError if the pool shows none."""

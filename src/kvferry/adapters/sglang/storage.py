@@ -110,7 +110,12 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         pages = pages_of(pool)
         namespace = self._model.namespace(self._storage_config, pool, name, pages)
         store, schema = open_rows(
-            self._options, namespace, self.counters, sized_by="--page-size", late=self._late
+            self._options,
+            namespace,
+            self.counters,
+            sized_by="--page-size",
+            values=pages.values,
+            late=self._late,
         )
         records = PageRecords(
             store,

@@ -44,7 +44,7 @@ from kvferry.adapters.vllm.host import (
     prunes_items,
 )
 from kvferry.adapters.vllm.metrics import PREFIX
-from kvferry.adapters.vllm.tier_identity import rows_namespace
+from kvferry.adapters.vllm.tier_identity import rows_namespace, values_of_rows
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
 from kvferry.config import build_config, format_size
 from kvferry.contract.rules import HookFaults
@@ -103,6 +103,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             self._namespace,
             self.counters,
             sized_by="block_size",
+            values=self._values,
             late=self._weights.late,
         )
         self._rows = TierRows(
@@ -130,6 +131,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 "this vLLM gives its tiers no engine configuration, so kvferry cannot identify the "
                 "model; use KVFerryConnector, or report the release"
             )
+        self._values = values_of_rows(found[1])
         has_adapters = getattr(found[0], "lora_config", None) is not None
         self._keeps_adapters = not has_adapters or options.weights_version is not None
         self._keeps_items = not prunes_items(found[0])

@@ -85,6 +85,32 @@ def rows_namespace(
     )
 
 
+def values_of_rows(kv_cache_config: Any) -> str:
+    """Return the dtype of all values of a row; empty if a row may hold anything else: states of
+    another dtype, scales, padding. What vLLM keeps as bytes, as it does with float8, are bytes."""
+    found = {
+        _values_of(spec)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in _each_spec(group.kv_cache_spec)
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _each_spec(spec: Any) -> list[Any]:
+    return list(getattr(spec, "kv_cache_specs", {0: spec}).values())
+
+
+def _values_of(spec: Any) -> str:
+    """Return the dtype of a layer whose pages hold keys and values, or latents, alone."""
+    dtype, size = getattr(spec, "dtype", None), getattr(spec, "head_size", None)
+    if dtype is None or size is None:
+        return ""
+    if "MLA" not in type(spec).__name__:
+        size += getattr(spec, "head_size_v", None) or size
+    num_bytes = spec.block_size * spec.num_kv_heads * size * dtype.itemsize
+    return str(dtype).removeprefix("torch.") if spec.page_size_bytes == num_bytes else ""
+
+
 def _hashing(vllm_config: Any) -> dict[str, JsonValue]:
     """Return what decides vLLM's block hash of given tokens."""
     cache = vllm_config.cache_config
