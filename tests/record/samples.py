@@ -20,7 +20,11 @@ GOLDEN = {
     "split": ([(1, 2, 149, "float32", None)], 110, 2**63 - 1),
     # An opaque row, given by its size: one leaf of 64 KiB and one of 3 bytes.
     "row": (65_539, 128, 0),
+    # With the mark of a salt.
+    "marked": ([(1, 1, 2, "float32", None)], 3, 6),
 }
+MARK = bytes.fromhex("f2920659d19a086b45e5d372c3e15a7f")
+"""Of the salt "alice" in `NAMESPACE`."""
 
 
 def groups_of(groups):
@@ -48,13 +52,13 @@ def payload_of(schema, *, seed=7):
     return bytes((i * 31 + i // 251 + seed) % 256 for i in range(schema.payload_bytes))
 
 
-def encode(schema, payload, *, key=KEY, first_token=0):
+def encode(schema, payload, *, key=KEY, first_token=0, mark=b""):
     view = memoryview(payload)
     table = []
     for component, offset in zip(schema.components, schema.component_offsets, strict=True):
         start = offset - schema.head_bytes
         table.append(leaf_digests(component, view[start : start + component.num_bytes]))
-    return schema.encode_head(key, first_token, b"".join(table)) + payload
+    return schema.encode_head(key, first_token, b"".join(table), mark) + payload
 
 
 def golden(name):
@@ -66,7 +70,9 @@ def golden(name):
         )
     else:
         schema = schema_of(groups, chunk_tokens)
-    return schema, first_token, encode(schema, payload_of(schema), first_token=first_token)
+    mark = MARK if name == "marked" else b""
+    data = encode(schema, payload_of(schema), first_token=first_token, mark=mark)
+    return schema, first_token, data
 
 
 def read(schema, data, *, key=KEY, first_token=0):

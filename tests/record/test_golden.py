@@ -11,8 +11,17 @@ import safetensors.torch
 import torch
 import xxhash
 
-from kvferry.record.check import RecordInfo, parse_head
-from tests.record.samples import GOLDEN, KEY, NAMESPACE, golden, payload_of, read, read_unknown
+from kvferry.record.check import RecordInfo, mark_of, parse_head
+from tests.record.samples import (
+    GOLDEN,
+    KEY,
+    MARK,
+    NAMESPACE,
+    golden,
+    payload_of,
+    read,
+    read_unknown,
+)
 
 DIRECTORY = Path(__file__).with_name("golden")
 EVERY = pytest.mark.parametrize("name", GOLDEN)
@@ -38,6 +47,7 @@ def test_a_golden_record_says_what_it_is(name):
     info = parse_head(memoryview(stored), len(stored))
     assert isinstance(info, RecordInfo)
     assert (info.key, info.first_token) == (KEY, first_token)
+    assert info.mark == (MARK if name == "marked" else b"") == mark_of(stored)
     assert info.schema.namespace == NAMESPACE
     assert info.schema.components == schema.components
     assert info.schema.record_bytes == len(stored)

@@ -11,6 +11,7 @@ from kvferry.record.check import MissReason, check_head, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from tests.record.samples import (
     KEY,
+    MARK,
     NAMESPACE,
     encode,
     golden,
@@ -22,6 +23,7 @@ from tests.record.samples import (
 
 SCHEMA, _, RECORD = golden("tiny")
 HEADER = json.loads(RECORD[8 : SCHEMA.header_bytes])
+MARKED = encode(SCHEMA, payload_of(SCHEMA), mark=MARK)
 
 
 def with_header(text, *, size=None, rest=RECORD[SCHEMA.header_bytes :]):
@@ -53,6 +55,26 @@ def test_every_single_bit_flip_is_found():
         assert is_corruption(read(SCHEMA, data)), f"bit {bit} flipped and served"
         data[bit // 8] ^= 1 << bit % 8
     assert bytes(data) == RECORD
+
+
+def test_every_single_bit_flip_is_found_in_a_head_with_a_mark():
+    data = bytearray(MARKED)
+    assert read(SCHEMA, data) is None
+    assert read_unknown(data) is None
+    for at in [*range(8 + 600), *range(SCHEMA.header_bytes, SCHEMA.head_bytes)]:
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert is_corruption(read(SCHEMA, data)), f"bit {bit} of byte {at} flipped and served"
+            data[at] ^= 1 << bit
+    assert bytes(data) == MARKED
+
+
+@pytest.mark.parametrize("mark", ["", "00", "zz" * 16, "AA" * 16, "0" * 33])
+def test_a_mark_that_no_writer_makes_is_refused(mark):
+    text = MARKED[8 : SCHEMA.header_bytes].rstrip(b" ").decode()
+    wrong = with_header(text.replace(MARK.hex(), mark))
+    assert read_unknown(wrong) is MissReason.BAD_HEADER
+    assert is_corruption(read(SCHEMA, wrong))
 
 
 def test_every_single_bit_flip_is_found_by_a_reader_that_knows_nothing():
@@ -117,8 +139,8 @@ def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tok
         (other(groups=[(1, 1, 4, "float16", None)]), MissReason.OTHER_RECORD),
         (other(groups=[(1, 1, 1, "float32", None)] * 2), MissReason.OTHER_RECORD),
         (other(chunk_tokens=4), MissReason.OTHER_RECORD),
-        (with_metadata(version="2"), MissReason.WRONG_VERSION),
-        (with_metadata(version="2", anything="new"), MissReason.WRONG_VERSION),
+        (with_metadata(version="3"), MissReason.WRONG_VERSION),
+        (with_metadata(version="3", anything="new"), MissReason.WRONG_VERSION),
         (with_metadata(version=1), MissReason.WRONG_VERSION),
         (with_metadata(format="other"), MissReason.BAD_HEADER),
         (with_metadata(leaf_bytes="1"), MissReason.BAD_HEADER),

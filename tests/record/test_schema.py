@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, ContractError
-from kvferry.record.check import check_rows
+from kvferry.keys import salt_mark
+from kvferry.record.check import check_rows, mark_of
 from kvferry.record.schema import (
     ALIGN,
     CHUNK_BYTES,
@@ -59,6 +60,21 @@ def test_what_is_encoded_reads_back(groups, chunk_tokens, first):
     assert schema.head_bytes % ALIGN == 0
     assert read(schema, data, first_token=first) is None
     assert read_unknown(data) is None
+
+
+@given(groups=GROUPS, chunk_tokens=st.sampled_from([1, 3, 16, 37]), salt=st.text())
+def test_a_mark_changes_no_size_and_reads_back_by_its_namespace_and_salt(
+    groups, chunk_tokens, salt
+):
+    schema, mark = schema_of(groups, chunk_tokens), salt_mark(NAMESPACE, salt)
+    data = encode(schema, payload_of(schema), first_token=2**63 - 1, mark=mark)
+    assert len(data) == schema.record_bytes
+    assert data[schema.head_bytes :] == payload_of(schema)
+    assert read(schema, data, first_token=2**63 - 1) is None
+    assert read_unknown(data) is None
+    assert mark_of(data) == mark != salt_mark(bytes(32), salt)
+    assert salt.encode() not in data[: schema.header_bytes] or len(salt) < 9
+    assert mark_of(encode(schema, payload_of(schema))) == b"" == salt_mark(NAMESPACE, None)
 
 
 @given(

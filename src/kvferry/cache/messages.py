@@ -20,6 +20,8 @@ class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     first_token: int
     """Position of its first token in the prompt."""
+    mark: bytes = b""
+    """`kvferry.keys.salt_mark` of its salt, for the record that a save makes."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,6 @@
 """Makes keys of token ids and a model's identity. Keys are equal wherever the KV bytes are."""
 
-from kvferry.keys.chain import KEY_VERSION, ChunkKeys, state_keys
+from kvferry.keys.chain import KEY_VERSION, MARK_BYTES, ChunkKeys, salt_mark, state_keys
 from kvferry.keys.encoding import JsonValue
 from kvferry.keys.namespace import (
     HOST_FIELDS,
@@ -14,6 +14,7 @@ from kvferry.keys.opaque import opaque_key, opaque_namespace
 __all__ = [
     "HOST_FIELDS",
     "KEY_VERSION",
+    "MARK_BYTES",
     "UNREAD",
     "ChunkKeys",
     "JsonValue",
@@ -22,5 +23,6 @@ __all__ = [
     "opaque_key",
     "opaque_namespace",
     "relevant_config",
+    "salt_mark",
     "state_keys",
 ]

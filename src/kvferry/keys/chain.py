@@ -39,6 +39,20 @@ def state_keys(chunk: ChunkKey, num_parts: int) -> list[ChunkKey]:
     ]
 
 
+SALT_TAG = "kvferry.salt.1"
+MARK_BYTES = 16
+
+
+def salt_mark(namespace: bytes, salt: str | None) -> bytes:
+    """Return the mark of a cache salt in a namespace, which records carry so that they are found by
+    their salt; empty without a salt. It is a keyed hash, and so says nothing of the salt to whoever
+    does not guess it, and differs by namespace."""
+    if salt is None:
+        return b""
+    key = blake3(namespace, derive_key_context=SALT_TAG).digest()
+    return blake3(salt.encode("utf-8", "surrogatepass"), key=key).digest(length=MARK_BYTES)
+
+
 class ChunkKeys:
     """The keys of the whole chunks of one token sequence, such as a request. Each chunk is hashed
     once, and the keys grow as tokens arrive.
@@ -53,12 +67,15 @@ class ChunkKeys:
             chunk that it overlaps, with its offset from the start of that chunk. If not
             `cacheable`, `keys` stays empty.
 
+    Attributes:
+        mark: `salt_mark` of the salt, for the records of these keys.
+
     Raises:
         ConfigError: a namespace that is not 32 bytes, or `chunk_tokens` below 1.
         ContractError: a multimodal item with a negative offset or without tokens.
     """
 
-    __slots__ = ("_cacheable", "_extra", "_namespace", "chunk_tokens", "keys")
+    __slots__ = ("_cacheable", "_extra", "_namespace", "chunk_tokens", "keys", "mark")
 
     def __init__(
         self, namespace: bytes, chunk_tokens: int, extra_keys: ExtraKeys = NO_EXTRA_KEYS
@@ -69,6 +86,7 @@ class ChunkKeys:
             raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
         self.chunk_tokens = chunk_tokens
         self.keys: list[ChunkKey] = []
+        self.mark = salt_mark(namespace, extra_keys.cache_salt)
         self._namespace = namespace
         self._cacheable = extra_keys.cacheable
         self._extra = _ExtraEncoder(extra_keys, chunk_tokens)

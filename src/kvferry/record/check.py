@@ -18,6 +18,8 @@ from kvferry.record.schema import (
     DIGEST_BYTES,
     FORMAT_NAME,
     LEAF_BYTES,
+    MARK_BYTES,
+    MARKED_VERSION,
     MAX_HEADER_BYTES,
     Component,
     RecordSchema,
@@ -51,6 +53,7 @@ class MissReason(StrEnum):
         return self not in SOUND
 
 
+_MARK = re.compile(rb',"mark":"([0-9a-f]{32})"\},"root":')
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
 SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
@@ -65,6 +68,18 @@ class RecordInfo:
     key: ChunkKey
     first_token: int
     schema: RecordSchema
+    mark: bytes = b""
+    """`kvferry.keys.salt_mark` of its salt; empty if it says none."""
+
+
+def mark_of(head: bytes | memoryview) -> bytes:
+    """Return the mark that a record's first bytes name, unchecked; empty if they name none.
+
+    Args:
+        head: the first 512 bytes of the value, or more.
+    """
+    found = _MARK.search(head, 0, 1024)
+    return b"" if found is None else bytes.fromhex(found[1].decode())
 
 
 def namespace_of(head: bytes) -> bytes | None:
@@ -93,6 +108,9 @@ def check_head(
     # One copy, because bytes compare at memory speed, but memoryviews item by item.
     data = bytes(head[: schema.head_bytes])
     header = schema.encode_header(key, first_token)
+    if not data.startswith(header):
+        # Whoever knows the key need not know the salt that is hashed into it.
+        header = schema.encode_header(key, first_token, mark_of(data))
     if not data.startswith(header):
         return _why_header_differs(schema, size, data)
     if len(data) < schema.head_bytes or size != schema.record_bytes:
@@ -162,7 +180,7 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
     if isinstance(info, MissReason):
         return info
     schema = info.schema
-    if schema.encode_header(info.key, info.first_token) != data:
+    if schema.encode_header(info.key, info.first_token, info.mark) != data:
         return MissReason.BAD_HEADER
     return info if size == schema.record_bytes else MissReason.WRONG_SIZE
 
@@ -181,9 +199,15 @@ def _info_from_json(tensors: object) -> RecordInfo | MissReason:
     metadata = _mapping(_mapping(tensors).pop("__metadata__", None))
     if metadata.get("format") != FORMAT_NAME:
         return MissReason.BAD_HEADER
-    if metadata.get("version") != str(FORMAT_VERSION):
+    version = metadata.get("version")
+    mark = b""
+    if version == str(MARKED_VERSION):
+        mark = bytes.fromhex(_string(metadata, "mark"))
+        if len(mark) != MARK_BYTES:
+            return MissReason.BAD_HEADER
+    elif version != str(FORMAT_VERSION):
         return MissReason.WRONG_VERSION
-    if metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM_NAME:
+    elif metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM_NAME:
         return MissReason.BAD_HEADER
     key = bytes.fromhex(_string(metadata, "key"))
     first_token = int(_string(metadata, "first_token"))
@@ -198,7 +222,7 @@ def _info_from_json(tensors: object) -> RecordInfo | MissReason:
             if name not in ("root", "leaves")
         ),
     )
-    return RecordInfo(key=ChunkKey(key), first_token=first_token, schema=schema)
+    return RecordInfo(key=ChunkKey(key), first_token=first_token, schema=schema, mark=mark)
 
 
 def _component(name: str, tensor: dict[str, object]) -> Component:

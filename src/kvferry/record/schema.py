@@ -49,6 +49,15 @@ MAX_PAYLOAD_BYTES = 1 << 40
 """Size of the largest component. This bound and `MAX_LEAVES` keep numbers small; nothing is ever
 allocated because a header claims it."""
 
+MARK_BYTES = 16
+MARKED_VERSION = 2
+"""Version of a record with a mark. Its header has the mark in the place of two fields that are the
+same in every record, and so is no longer; all else is as in version 1."""
+
+_FIXED = f',"leaf_bytes":"{LEAF_BYTES}","checksum":"{CHECKSUM_NAME}"'.encode()
+_MARK = b',"mark":"%s"'
+_MARKED = b'"version":"%d"' % MARKED_VERSION
+
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 SAFETENSORS_DTYPE = {
     "float32": "F32",
@@ -303,15 +312,21 @@ class RecordSchema:
         before, between, after = json.dumps(tensors, separators=(",", ":")).encode().split(b"<")
         return before, between, after
 
-    def encode_header(self, key: ChunkKey, first_token: int) -> bytes:
+    def encode_header(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> bytes:
         """Return length prefix and padded JSON header, `header_bytes` long.
 
-        There is one encoding per pair of arguments, so a reader that knows the schema compares
+        There is one encoding per set of arguments, so a reader that knows the schema compares
         headers byte for byte instead of parsing them.
 
+        Args:
+            mark: `kvferry.keys.salt_mark` of the record's salt; empty if it has none.
+
         Raises:
-            ContractError: a key that is not 32 bytes, or a position outside 0 to 2**63 - 1.
+            ContractError: a key that is not 32 bytes, a position outside 0 to 2**63 - 1, or a mark
+                of another size.
         """
+        if len(mark) not in (0, MARK_BYTES):
+            raise ContractError(f"a mark has {MARK_BYTES} bytes, not {len(mark)}")
         if len(key) != 32 or not 0 <= first_token < 2**63:
             raise ContractError(
                 f"a record needs a key of 32 bytes and a position from 0 to 2**63 - 1, "
@@ -320,10 +335,16 @@ class RecordSchema:
         before, between, after = self._header_parts
         position = str(first_token).encode()
         text = b"".join((before, key.hex().encode(), between, position, after))
+        if mark:
+            # No value before them can hold these texts: keys and digests are hexadecimal.
+            text = text.replace(b'"version":"%d"' % FORMAT_VERSION, _MARKED, 1)
+            text = text.replace(_FIXED, _MARK % mark.hex().encode(), 1)
         size = self.header_bytes - 8
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
-    def encode_head(self, key: ChunkKey, first_token: int, leaf_table: bytes) -> bytes:
+    def encode_head(
+        self, key: ChunkKey, first_token: int, leaf_table: bytes, mark: bytes = b""
+    ) -> bytes:
         """Return everything before the payload, `head_bytes` long.
 
         Raises:
@@ -334,7 +355,7 @@ class RecordSchema:
                 f"leaf table has {len(leaf_table)} bytes, "
                 f"the schema needs {DIGEST_BYTES * self.num_leaves}"
             )
-        header = self.encode_header(key, first_token)
+        header = self.encode_header(key, first_token, mark)
         return header + digest(header + leaf_table) + leaf_table
 
     def offset_of(self, rows: RowRange) -> int:

@@ -131,19 +131,25 @@ def put_record(
     leaf_table: bytes,
     image: memoryview,
     deadline: float = NO_DEADLINE,
+    mark: bytes = b"",
 ) -> PutResult:
     """Write the head into `image`, a record with its payload in place, and store it in one atomic
     step. Never raises."""
-    seal_record(schema, key, first_token, leaf_table, image)
+    seal_record(schema, key, first_token, leaf_table, image, mark)
     return store.put(key, [image], deadline)
 
 
 def seal_record(
-    schema: RecordSchema, key: ChunkKey, first_token: int, leaf_table: bytes, image: memoryview
+    schema: RecordSchema,
+    key: ChunkKey,
+    first_token: int,
+    leaf_table: bytes,
+    image: memoryview,
+    mark: bytes = b"",
 ) -> None:
     """Write the head of a record into `image`: the memory of the record, or any first part of it
     that has room for the head."""
-    image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table)
+    image[: schema.head_bytes] = schema.encode_head(key, first_token, leaf_table, mark)
 
 
 def write_sealed(

@@ -44,6 +44,7 @@ class Slot:
         index: number of the slot, the same on every rank.
         key: key of the chunk. `HostPool.find` does not find a slot that was given up.
         first_token: position of the chunk in the prompt.
+        mark: `kvferry.keys.salt_mark` of its salt; empty if it has none.
         held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
         is_save: whether a save fills it, not a fetch.
@@ -58,6 +59,7 @@ class Slot:
     index: int
     key: ChunkKey
     first_token: int
+    mark: bytes = b""
     held: frozenset[int] = NO_GROUPS
     filling: frozenset[int] = NO_GROUPS
     is_save: bool = False
@@ -166,6 +168,7 @@ class HostPool:
         key: ChunkKey,
         first_token: int,
         groups: frozenset[int],
+        mark: bytes = b"",
         *,
         looks_at_values: bool = False,
     ) -> Slot | None:
@@ -177,7 +180,7 @@ class HostPool:
         Returns:
             The slot, not pinned for the caller; None if every slot is pinned, busy or lent.
         """
-        slot = self._by_key.get(key) or self._assign(key, first_token)
+        slot = self._by_key.get(key) or self._assign(key, first_token, mark)
         if slot is None:
             return None
         if slot.filling or groups <= slot.held:
@@ -187,7 +190,7 @@ class HostPool:
         self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)), looks_at_values)
         return slot
 
-    def save(self, key: ChunkKey, first_token: int) -> Slot | None:
+    def save(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> Slot | None:
         """Assign a slot for a chunk that every rank copies, hashes and writes to the store.
 
         Returns:
@@ -196,7 +199,7 @@ class HostPool:
         """
         slot = None
         if self._num_writing < max(1, self.num_slots // 2):
-            slot = self._assign_again(key, first_token)
+            slot = self._assign_again(key, first_token, mark)
         if slot is None:
             return None
         slot.is_save = True
@@ -207,12 +210,14 @@ class HostPool:
         self._fill(slot, self._all_groups)
         return slot
 
-    def fetch_whole(self, key: ChunkKey, first_token: int) -> None:
+    def fetch_whole(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> None:
         """Have every rank read all of a stored chunk, so that it may be lent. Does nothing if its
         slot is in use otherwise, or half of the slots are pinned or busy."""
         slot = self._by_key.get(key)
         if slot is None or slot.filling != self._all_groups:
-            if 2 * self.num_taken >= self.num_slots or not self._assign_again(key, first_token):
+            if 2 * self.num_taken >= self.num_slots:
+                return
+            if not self._assign_again(key, first_token, mark):
                 return
             self.fetch(key, first_token, self._all_groups)
         self.loans.expect(key)
@@ -229,7 +234,7 @@ class HostPool:
         """Have every rank copy a chunk into a spare slot, which the audit keeps pinned."""
         self._fill(slot, self._all_groups)
 
-    def _assign_again(self, key: ChunkKey, first_token: int) -> Slot | None:
+    def _assign_again(self, key: ChunkKey, first_token: int, mark: bytes) -> Slot | None:
         """Assign a new slot to a chunk and give up its old one. None if the old one is in use, or
         no slot can be had."""
         old = self._by_key.get(key)
@@ -237,14 +242,14 @@ class HostPool:
             if old.pins or old.is_busy:
                 return None
             self.give_up(old)
-        return self._assign(key, first_token)
+        return self._assign(key, first_token, mark)
 
-    def _assign(self, key: ChunkKey, first_token: int) -> Slot | None:
+    def _assign(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> Slot | None:
         """Assign a free slot, or that of the chunk to evict; None if there is none."""
         index = self._free_place()
         if index is None:
             return None
-        slot = self._slots[index] = Slot(index, key, first_token)
+        slot = self._slots[index] = Slot(index, key, first_token, mark)
         if not slot.is_spare:
             self._by_key[key] = slot
         return slot

@@ -38,6 +38,7 @@ from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.keys import ChunkKeys
 from kvferry.record.check import SOUND, MissReason
 from kvferry.store.backoff import Backoff
 from kvferry.store.base import ASK_SECONDS
@@ -88,6 +89,7 @@ class Wanted(NamedTuple):
     most: int | None = None  # most tokens to load; None: no limit
     place: float | None = None  # where its hit is audited (`Audits.draw`)
     began_at: float = 0.0  # time of the first look-up
+    mark: bytes = b""  # of the salt of these keys
 
 
 class Hit(NamedTuple):
@@ -262,14 +264,14 @@ class Lookup:
 
     def begin(
         self,
-        keys: Sequence[ChunkKey],
+        keys: ChunkKeys,
         plan: HandoverPlan,
         most: int | None,
         asked_at: float,
     ) -> Search:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
         `most` tokens are loaded at most."""
-        wanted = Wanted(keys, plan, most, self._audits.draw(), self._clock())
+        wanted = Wanted(keys.keys, plan, most, self._audits.draw(), self._clock(), keys.mark)
         looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
         return Search(wanted, Asking(asked_at + ASK_SECONDS), looks=looks)
 
@@ -600,7 +602,9 @@ class Lookup:
                 continue
             before = self._pool.find(key)
             looks = search.wanted.place is not None  # what is audited is looked at altogether
-            slot = self._pool.fetch(key, number * self._chunk, groups, looks_at_values=looks)
+            slot = self._pool.fetch(
+                key, number * self._chunk, groups, search.wanted.mark, looks_at_values=looks
+            )
             if slot is None:
                 break
             if before is None:

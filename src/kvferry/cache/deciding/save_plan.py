@@ -165,18 +165,18 @@ class SavePlan:
         key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
         first = state.next_save * chunk_tokens
         if state.handover.lends and self._is_stored(key):
-            self._pool.fetch_whole(key, first)
+            self._pool.fetch_whole(key, first, state.keys.mark)
             return True
         blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
         if blocks is None:
             self._context.observer.count("save_out_of_window")
             return True
-        slot = self._pool.save(key, first)
+        slot = self._pool.save(key, first, state.keys.mark)
         if slot is None:
             return False
         if not self._is_alone:
             self.shared_writes.begin(slot, self._requests.namespace)
-        saves.append(Save(SlotChunk(slot.index, key, first), blocks))
+        saves.append(Save(SlotChunk(slot.index, key, first, slot.mark), blocks))
         return True
 
     def has(self, key: ChunkKey, state: RequestState) -> bool:

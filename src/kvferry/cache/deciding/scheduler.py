@@ -185,7 +185,7 @@ class SharedStorageScheduler(SchedulerRole):
         if state.search is None:
             most = request.options.max_load_tokens
             asked_at = state.probed_at or 0.0
-            state.search = self._lookup.begin(state.keys.keys, state.handover, most, asked_at)
+            state.search = self._lookup.begin(state.keys, state.handover, most, asked_at)
         return state.search
 
     def _end_search(self, state: RequestState) -> None:

@@ -110,6 +110,8 @@ class SharedWrites:
             self._observer.count("save_failed")
             return PutResult.FAILED
         schema = self._schema.with_namespace(record.namespace)
-        self._ranks.seal(slot.index, schema.encode_head(slot.key, slot.first_token, table))
+        self._ranks.seal(
+            slot.index, schema.encode_head(slot.key, slot.first_token, table, slot.mark)
+        )
         record.is_sealed = True
         return write_sealed(self._store, slot.key, parts, self._observer)

@@ -192,7 +192,7 @@ class SlotIO:
         if not self._is_alone:
             return Sealed(chunk.slot, digests)
         key = ChunkKey(chunk.key)
-        seal_record(schema, key, chunk.first_token, digests, image)
+        seal_record(schema, key, chunk.first_token, digests, image, chunk.mark)
 
         def write(_job: Job[Saved]) -> Saved:
             result = write_sealed(self._store, key, [image], self._observer)
