@@ -68,6 +68,8 @@ ONLY_FROM = {
         "store/record_client.py",
         # `verify` names what is wrong; the index knows how much each model has stored.
         "store/maintenance.py",
+        # What was erased is told by the marks of records.
+        "store/erasures.py",
         "store/file/index.py",
         "blocks",
         "cache",

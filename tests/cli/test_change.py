@@ -224,7 +224,7 @@ def test_the_answer_decides(url):
         ("rm --tokens F", "whose prompt is it"),
         ("rm --namespace 00 --tokens /dev/null --older-than 1d", "do not go together"),
         ("rm --older-than soon", "not a duration"),
-        ("rm --salt s", "are of a prompt"),
+        ("rm --lora s", "is of a prompt"),
         ("rm --max-bytes 1GiB --tenant x", "--max-bytes is of the whole store"),
         ("rm --max-bytes 1GiB --everything", "--max-bytes is of the whole store"),
         ("pin --until 1h", "choose the records"),

@@ -67,7 +67,7 @@ def put_prompt(
         store.describe(space.digest, space.as_text())
         for number, key in enumerate(keys.keys):
             image = memoryview(bytearray(schema.head_bytes) + payload)
-            stored = put_record(store, schema, key, number * size, table, image)
+            stored = put_record(store, schema, key, number * size, table, image, mark=keys.mark)
             assert stored is PutResult.STORED
     return keys.keys
 

@@ -15,9 +15,9 @@ from kvferry.cli.choice import (
     DryRunOption,
     choosing,
     chosen,
-    count,
     why_nothing,
 )
+from kvferry.cli.erase import erase
 from kvferry.cli.output import (
     JsonOption,
     JsonRow,
@@ -25,7 +25,6 @@ from kvferry.cli.output import (
     confirm,
     emit,
     parse_duration,
-    progress,
     require_size,
     say_nothing,
 )
@@ -39,7 +38,9 @@ from kvferry.store.kind import shown_url
 
 @choosing
 def rm(
-    url: UrlArgument,
+    urls: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="Store, or all that may hold it.")
+    ],
     choice: Choice,
     max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Keep at most this much, e.g. 10GiB.")
@@ -57,22 +58,37 @@ def rm(
 ) -> None:
     """Delete the records that match all given options, or the least recently used beyond a size.
 
-    Asks first. Pinned records stay where age or size chooses; else they are deleted, too. Of a
+    Asks first. Pinned records stay where age or size chooses; else they are deleted, too, and
+    engines drop them from memory within seconds. --salt without a prompt is all of that salt. Of a
     prompt, its own chunks are deleted: longer prompts that begin with it miss from then on. A
-    bucket says when a record was written, not used. Exit code 1 if nothing matches.
+    bucket says when a record was written, not used. Exit code 1 if nothing matches, 3 if something
+    is left.
 
     Example: kvferry rm file:///var/cache/kvferry --tenant team-a --dry-run
     """
     choice = _with_age(choice, older_than)
     is_by_use = _is_by_use(choice, max_bytes is not None, everything)
     keep_bytes = None if max_bytes is None else require_size("--max-bytes", max_bytes)
+    if not is_by_use:
+        erase(urls, choice, json, dry_run=dry_run, yes=yes)
+        return
+    if len(urls) > 1:
+        raise ConfigError("--max-bytes and --older-than alone are of one store; give one URL")
+    _make_smaller(urls[0], keep_bytes, choice, json, dry_run=dry_run, yes=yes)
 
+
+def _make_smaller(
+    url: str,
+    keep_bytes: int | None,
+    choice: Choice,
+    json: str | None,
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> None:
     def ask(store: Catalogue) -> tuple[GcReport, str]:
-        if is_by_use:
-            found = stores.entries(store, store.scan())
-            report = maintenance.estimate(store, found, keep_bytes, choice.age)
-        else:
-            report = GcReport(*count(store, choice), 0)
+        found = stores.entries(store, store.scan())
+        report = maintenance.estimate(store, found, keep_bytes, choice.age)
         return report, explained(store, report)
 
     def explained(store: Catalogue, report: GcReport) -> str:
@@ -86,18 +102,15 @@ def rm(
     if not dry_run and not why:
         confirm(f"delete {_count(report)}, of {shown_url(url)}?", yes=yes)
         with open_existing(url, writable=True) as store:
-            report = _shrink(store, keep_bytes, choice.age) if is_by_use else _clear(store, choice)
+            report = _shrink(store, keep_bytes, choice.age)
             why = explained(store, report)
     value: JsonRow = {"dry_run": dry_run, "records": report.removed_records}
-    value |= {"num_bytes": report.removed_bytes}
-    verb = "would be deleted" if dry_run else "deleted"
-    said = f"{_count(report)} {verb}"
-    if is_by_use:
-        value["used_bytes"] = report.used_bytes
-        said += f"; {format_size(report.used_bytes)} in use after it"
+    value |= {"num_bytes": report.removed_bytes, "used_bytes": report.used_bytes}
     if why:
         say_nothing(value, json, why)
-    emit(value, json, said)
+    verb = "would be deleted" if dry_run else "deleted"
+    used = format_size(report.used_bytes)
+    emit(value, json, f"{_count(report)} {verb}; {used} in use after it")
 
 
 def _count(report: GcReport) -> str:
@@ -117,8 +130,8 @@ def _is_by_use(choice: Choice, has_size: bool, everything: bool) -> bool:
     is_by_use = replace(choice, age=None).is_everything and not everything
     if is_by_use and not has_size and choice.age is None:
         raise ConfigError(
-            "choose the records: --max-bytes, --older-than, --namespace, --model, --tenant, a "
-            "prompt, or --everything"
+            "choose the records: --max-bytes, --older-than, --namespace, --model, --tenant, "
+            "--salt, a prompt, or --everything"
         )
     if has_size and not is_by_use:
         raise ConfigError("--max-bytes is of the whole store: it goes with --older-than alone")
@@ -132,11 +145,6 @@ def _shrink(store: Catalogue, keep_bytes: int | None, age: float | None) -> GcRe
     if not (report.removed_records or report.used_bytes):
         stores.namespaces(store)  # raises where the prefix is wrong
     return report
-
-
-def _clear(store: Catalogue, choice: Choice) -> GcReport:
-    with progress() as bar:
-        return maintenance.clear(store, bar.track(chosen(store, choice), description="deleting"))
 
 
 @choosing

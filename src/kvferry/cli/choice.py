@@ -29,14 +29,20 @@ from kvferry.cli.prompts import (
     model_identity,
 )
 from kvferry.errors import ConfigError
-from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, state_keys
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
+from kvferry.record.check import MissReason
+from kvferry.store import maintenance
 from kvferry.store.base import Catalogue, Entry
+from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
 from kvferry.types import NO_EXTRA_KEYS
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
 ]
+
+_MAX_KEYS = 256
+"""Most chunks of a prompt that a notice names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,7 @@ class Choice:
     Attributes:
         digits: first digits of the namespace's digest.
         prompt: a prompt, whose whole chunks are meant, and the states behind them.
+        salt: salt of the requests, without a prompt.
         age: seconds since the last use, at least.
     """
 
@@ -53,11 +60,12 @@ class Choice:
     identity: ModelIdentity | None
     tenant: str | None
     prompt: AskedPrompt | None
+    salt: str | None = None
     age: float | None = None
 
     @property
     def is_everything(self) -> bool:
-        parts = (self.digits, self.identity, self.tenant, self.prompt, self.age)
+        parts = (self.digits, self.identity, self.tenant, self.prompt, self.salt, self.age)
         return all(part is None for part in parts)
 
 
@@ -80,15 +88,14 @@ def _read_choice(
     )
     if prompt.names_prompt and namespace is None and model is None:
         raise ConfigError("whose prompt is it? give --model DIR or --namespace DIGEST")
-    if not prompt.names_prompt and (salt is not None or lora is not None):
-        raise ConfigError(
-            "--salt and --lora are of a prompt: give --prompt-file, --chat or --tokens"
-        )
+    if not prompt.names_prompt and lora is not None:
+        raise ConfigError("--lora is of a prompt: give --prompt-file, --chat or --tokens")
     return Choice(
         digits=None if namespace is None else check_digits(namespace, "a namespace"),
         identity=None if model is None else model_identity(model),
         tenant=tenant,
         prompt=prompt.read(model) if prompt.names_prompt else None,
+        salt=None if prompt.names_prompt else salt,
     )
 
 
@@ -118,15 +125,29 @@ def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
     return num_records, num_bytes
 
 
-def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
+@dataclass(slots=True)
+class Looked:
+    """What a search by salt could not tell.
+
+    Attributes:
+        num_unmarked: records that say no salt.
+        num_unreadable: records whose header could not be read, or is wrong.
+    """
+
+    num_unmarked: int = 0
+    num_unreadable: int = 0
+
+
+def chosen(store: Catalogue, choice: Choice, looked: Looked | None = None) -> Iterator[Entry]:
     """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
-    pinned record is never too old. Raises as `stores.entries` and `of_tokens` do, and ConfigError
+    pinned record is never too old. A search by salt reads every header, and counts in `looked` what
+    it cannot tell. Raises as `stores.entries` and `of_tokens` do, and ConfigError
     if the store does not know when its records were used."""
     if choice.prompt is not None:
         yield from _of_prompt(store, choice, choice.prompt)
         return
-    is_any = choice.digits is None and choice.identity is None and choice.tenant is None
-    digests = None if is_any else set(_spaces(store, choice))
+    digests = set(_spaces(store, choice)) if _names_spaces(choice) else None
+    looked = Looked() if looked is None else looked
     unused_since = None if choice.age is None else time.time() - choice.age
     for entry in stores.entries(store, store.scan()):
         if digests is not None and entry.namespace not in digests:
@@ -138,7 +159,47 @@ def chosen(store: Catalogue, choice: Choice) -> Iterator[Entry]:
                 )
             if entry.last_used > unused_since or entry.pinned_until > time.time():
                 continue
-        yield entry
+        if choice.salt is None or _has_salt(store, entry, choice.salt, looked):
+            yield entry
+
+
+def _names_spaces(choice: Choice) -> bool:
+    return (choice.digits, choice.identity, choice.tenant) != (None, None, None)
+
+
+def _has_salt(store: Catalogue, entry: Entry, salt: str, looked: Looked) -> bool:
+    info = maintenance.inspect(store, entry)
+    if isinstance(info, MissReason):
+        looked.num_unreadable += info is not MissReason.ABSENT
+        return False
+    looked.num_unmarked += not info.mark
+    return info.mark == salt_mark(info.schema.namespace, salt)
+
+
+def names_of_choice(store: Catalogue, choice: Choice) -> set[str]:
+    """The names under which engines learn that what is chosen was erased. Raises as `_spaces`, and
+    as `stores.namespaces`."""
+    if choice.age is not None:
+        return set()  # what was used lately stays
+    counted = stores.namespaces(store)
+    if _names_spaces(choice):
+        known = _spaces(store, choice)
+    else:
+        known = dict.fromkeys([*counted, *store.described()])
+    spaces = [space for space in known if space]
+    if choice.salt is not None:
+        return {name_of_mark(salt_mark(space, choice.salt)) for space in spaces}
+    if choice.prompt is None:
+        return {name_of_namespace(space) for space in spaces}
+    found: list[str] = []
+    for described in known.values():
+        size = None if described is None else chunk_tokens_of(described)
+        if described is not None and size is not None:
+            keys = ChunkKeys(described.digest, size, choice.prompt.extra)
+            keys.extend(choice.prompt.token_ids)
+            for chunk in keys.keys[:_MAX_KEYS]:  # behind one that is gone, nothing is found
+                found += map(name_of_key, (chunk, *state_keys(chunk, described.state_parts)))
+    return set(found)
 
 
 def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Namespace]:
@@ -199,11 +260,11 @@ def _of_prompt(store: Catalogue, choice: Choice, prompt: AskedPrompt) -> Iterato
 
 def why_nothing(store: Catalogue, choice: Choice) -> str:
     """Say why `chosen` yields nothing. Raises as `chosen`."""
-    is_any = choice.digits is None and choice.identity is None and choice.tenant is None
-    if not is_any and not _spaces(store, choice):
+    if _names_spaces(choice) and not _spaces(store, choice):
         return f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`"
     if choice.prompt is None:
         what = "" if choice.age is None else ", or all are pinned or were used since"
+        what += "" if choice.salt is None else " (records of older releases do not say their salt)"
         return f"no record in {store.url} matches{what}"
     text = f"no chunk of this prompt of {len(choice.prompt.token_ids)} tokens is in {store.url}. "
     hints = list(choice.prompt.hints)

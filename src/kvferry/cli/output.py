@@ -45,6 +45,7 @@ class Exit(IntEnum):
         "prompt, `demo` differs",
     )
     MISUSE = 2, "it could not run as asked; one line on stderr says why"
+    LEFT = 3, "`rm` is partly done: what is left is named; run the same again"
     INTERRUPTED = 130, "interrupted by Ctrl-C; `status --watch` then ends with 0"
     READER_LEFT = 141, "the reader of the output closed the pipe, as `head` does"
     """A shell reports the same for a command ended by SIGPIPE."""

@@ -40,7 +40,9 @@ DateOption = Annotated[
     str | None,
     typer.Option(metavar="DATE", help="Day of the request, if the chat template prints the date."),
 ]
-SaltOption = Annotated[str | None, typer.Option(help="The prompt's cache salt.")]
+SaltOption = Annotated[
+    str | None, typer.Option(help="Cache salt of the prompt, or of all requests.")
+]
 ChunkTokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens per record.")]
 LoraOption = Annotated[
     str | None, typer.Option(help="The prompt's LoRA adapter: directory or identity.")

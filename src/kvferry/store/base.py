@@ -4,8 +4,9 @@ Every store implements it: engines call a `Store`, commands a `Catalogue`. A sto
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
 `takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
-`awaits`, `note_stored`, `on_result`, `tier_of` and `tiers` do no I/O. All others may block on it:
-while an engine serves, they run on I/O threads, never on a scheduler's. A call with a deadline
+`awaits`, `note_stored`, `on_result`, `tier_of`, `erased_since` and `tiers` do no I/O. All others
+may block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call
+with a deadline
 (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore it, and a
 mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
 """
@@ -250,6 +251,11 @@ class Store(ABC):
     def close(self) -> None:
         """Stop background work. Idempotent."""
 
+    def erased_since(self, number: int) -> Sequence[str]:
+        """What commands erased meanwhile, by the names of `kvferry.store.erasures`, without the
+        first `number` that this object heard of. Memory only."""
+        return ()
+
     # -- an index that lags behind what other processes store -----------------------------------
 
     @property
@@ -352,6 +358,11 @@ class Catalogue(Store):
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
         The text is untrusted, and empty or cut if it is too long. A given `description` replaces
         the stored one. Never raises."""
+        return None
+
+    def notice(self, text: str | None = None) -> str | None:
+        """The notice of what commands erased (`kvferry.store.erasures`); None if there is none, or
+        the store keeps none. A given `text` replaces it. The text is untrusted. Never raises."""
         return None
 
     def removals(self, limit: int) -> list[Removal] | None:

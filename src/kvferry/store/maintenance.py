@@ -27,6 +27,9 @@ Progress = Callable[[int, int], None]
 """Called after each record with the number of records and of bytes checked so far."""
 
 _WINDOW_BYTES = 4 << 20
+_HEADER_BYTES = 4096
+"""What is read of a header at first: enough for most."""
+
 _MAX_HEAD_BYTES = 64 << 20
 """A larger head is called bad. So a hostile file can take no more memory than this."""
 
@@ -92,8 +95,11 @@ def inspect(store: Catalogue, entry: Entry) -> RecordInfo | MissReason:
 def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes become a reason. Raises StoreError if the medium
     failed."""
-    head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+    head = memoryview(bytearray(_HEADER_BYTES))
     size = store.read(key, [(0, head)])
+    if size is not None and head.nbytes < 8 + int.from_bytes(head[:8], "little") <= size:
+        head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
+        size = store.read(key, [(0, head)])
     if size is None:
         return MissReason.ABSENT
     info = parse_head(head[:size], size)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache.deciding.loans import Loans
@@ -387,6 +387,12 @@ class HostPool:
         free only after its last pin."""
         for slot in list(self._by_key.values()):
             self.give_up(slot)
+
+    def erase(self, is_erased: Callable[[Slot], bool]) -> None:
+        """Give up some chunks, as `clear` gives up all."""
+        for slot in list(self._by_key.values()):
+            if is_erased(slot):
+                self.give_up(slot)
 
     def drop(self, key: ChunkKey) -> None:
         """Give up a chunk that cannot be loaded, or has to be read again, unless its slot is pinned

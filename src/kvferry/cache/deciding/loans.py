@@ -15,6 +15,7 @@ from typing import Literal
 
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.messages import SlotRegion
+from kvferry.store.base import Value
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
@@ -43,6 +44,9 @@ class Loans:
     Args:
         ranks: opens the slots; None: nothing is lent.
         clock: monotonic seconds.
+
+    Attributes:
+        is_erased: whether a command erased a record that is still held.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Loans:
     ) -> None:
         self._ranks = ranks
         self._clock = clock
+        self.is_erased: Callable[[Value], bool] = lambda _: False
         self._lock = threading.Lock()
         self._slots: dict[ChunkKey, int | None] = {}  # None while the record is being brought
         self._lent: dict[int, list[SlotLoan]] = {}
@@ -114,7 +119,7 @@ class Loans:
         # From here on the slot is not assigned again, unless the scheduler is just evicting it.
         parts = None if self._ranks is None else self._ranks.whole_record(slot)
         loan.buffers = tuple(part.toreadonly() for part in parts or ())
-        if loan.buffers:
+        if loan.buffers and not self.is_erased((key, loan.buffers)):
             return loan
         self.release(loan)
         return None

@@ -37,6 +37,7 @@ class RequestState:
     probed_at: float | None = None  # when the store was last asked what it has of the prompt
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
     next_save: int = 0  # chunks before it are stored, on their way, or not to be saved
+    is_erased: bool = False  # by a command, while it ran: nothing more of it is stored
     lacks_slot: bool = False  # the host pool has no slot for the next chunk to save
     handover: HandoverPlan = NO_HANDOVER
     answer: JournalAnswer | None = None  # what its tokens got at its first admission

@@ -101,7 +101,7 @@ class SavePlan:
         if self._unsaved:
             for item in step.scheduled:
                 state = self._unsaved.get(item.request.request_id)
-                if state is None or state.saves_blocked:
+                if state is None or state.saves_blocked or state.is_erased:
                     continue
                 try:
                     self._plan_request(item, state, saves)

@@ -21,6 +21,7 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup, Search, Short
@@ -52,6 +53,7 @@ from kvferry.journal import Journal, JournalAnswer
 from kvferry.network import join_host
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
+from kvferry.store.erasures import names_of
 from kvferry.types import BlockTable, RequestView, StepView
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,9 @@ class SharedStorageScheduler(SchedulerRole):
         # Running requests that could not be cached when they were admitted, and what they got.
         self._uncached: dict[str, JournalAnswer] = {}
         self._plan_numbers = count(1)
+        self._erased = Erased(context.store)
+        pool.loans.is_erased = self._erased.covers
+        self._has_looked_up = False  # in this step
         self._is_running = True
 
     def advertise(self, host: str, port: int) -> None:
@@ -207,6 +212,9 @@ class SharedStorageScheduler(SchedulerRole):
             self.context.store.probe(self._track(request).keys.keys)  # which chunks the store lacks
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+        if not self._has_looked_up:  # before any hit of this step is promised
+            self._has_looked_up = True
+            self._heed_erased()
         if not self._follow(request):
             return LookupResult(0, False, request.extra_keys.reason)
         if self._weights.is_open:
@@ -287,7 +295,25 @@ class SharedStorageScheduler(SchedulerRole):
     def empty_plan(self) -> Plan:
         return EMPTY_PLAN
 
+    def _heed_erased(self) -> None:
+        """Drop what commands erased: from memory, and of live requests what is still to be saved.
+        What a live request was promised is loaded; nobody else finds it."""
+        names = frozenset(pending := self._erased.pending())
+        if not names:
+            return
+        namespace = self.requests.namespace
+        for request_id, state in self.requests.by_id.items():
+            if is_of_request(names, namespace, state):
+                state.is_erased = True
+                self._end_search(state)
+                self.saves.forget(request_id)
+        self.pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
+        self._erased.heeded(pending)
+        logger.info("dropped from memory what a command erased (%d names)", len(names))
+
     def build_plan(self, step: StepView) -> Plan:
+        self._has_looked_up = False
+        self._heed_erased()
         if step.preempted_request_ids:
             self.saves.lost_blocks(step.preempted_request_ids)
             # A host that preempts everything can admit a request again in the same step: the load

@@ -270,14 +270,15 @@ class Directory:
         the file comes back with the next write."""
         self._kept_texts[*within, name] = text
         if not is_there:
-            self._write_text(name, text, *within)
+            self.write_text(name, text, *within)
 
     def _restore_texts(self) -> None:
         for (*within, name), text in tuple(self._kept_texts.items()):
             if not os.path.lexists(self.path(*within, name)):
-                self._write_text(name, text, *within)
+                self.write_text(name, text, *within)
 
-    def _write_text(self, name: str, text: str, *within: str) -> None:
+    def write_text(self, name: str, text: str, *within: str) -> None:
+        """Make or replace a file atomically."""
         path = f"{self.made(*within)}/{name}"
         temporary = f"{self.folder(*within)}/.{name}.{secrets.token_hex(8)}"
         fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -54,6 +54,7 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
+_NOTICE = "erased.json"
 _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
 _Found = TypeVar("_Found")
@@ -310,6 +311,13 @@ class FileStore(Catalogue):
                 is_there = description == said
                 self.directory.keep_text(name, description, "namespaces", is_there=is_there)
             return description or said
+        return None
+
+    def notice(self, text: str | None = None) -> str | None:
+        with suppress(StoreError), self._faults.guard("notice"):
+            if text is not None and self._writes():
+                self.directory.write_text(_NOTICE, text)
+            return self.directory.read_text(_NOTICE)
         return None
 
     def removals(self, limit: int) -> list[Removal]:

@@ -34,6 +34,7 @@ from kvferry.types import ChunkKey
 T = TypeVar("T")
 
 _ABOUT = "about.json"
+_NOTICE = "erased.json"
 _REMEMBERED_NAMES = 1 << 16
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
@@ -294,7 +295,14 @@ class RemoteStore(ServerStore):
             yield Entry(key, num_bytes, last_used, namespace)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        name = f"{self._prefix}{namespace.hex()}/{_ABOUT}"
+        return self._text(f"{namespace.hex()}/{_ABOUT}", description)
+
+    def notice(self, text: str | None = None) -> str | None:
+        return self._text(_NOTICE, text)
+
+    def _text(self, name: str, given: str | None) -> str | None:
+        """Return the text under a name, or replace it by the given one."""
+        name = f"{self._prefix}{name}"
         until = self._clock() + self._bounds.quick_seconds
         said = None
         with suppress(StoreError):
@@ -303,11 +311,11 @@ class RemoteStore(ServerStore):
                 text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
                 self._client.read(name, [(0, memoryview(text))], until)
                 said = text.decode(errors="replace")
-            if description not in (None, said) and not self._closed:
+            if given not in (None, said) and not self._closed:
                 if said is not None:
                     self._client.delete(name, until)
-                self._client.put(name, [str(description).encode()], until)
-        return description or said
+                self._client.put(name, [str(given).encode()], until)
+        return given or said
 
     def name_of(self, key: ChunkKey) -> str:
         """Return the name of a value at the server."""

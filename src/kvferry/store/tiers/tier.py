@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Catalogue, PutResult, ReadRange, StoreStat, TierStatus, Value
+from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
@@ -58,6 +60,7 @@ class Tier:
         opening: done after the first try to open the store; has the error if that failed.
         faults: boundary of the tier's thread.
         when_due: called when the store is to be opened or tried, now or later.
+        erasures: says what must not be written; None: nothing was erased.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Tier:
         self.clock = clock
         self.patience = patience
         self.when_due: Callable[[], object] = lambda: None
+        self.erasures: Erasures | None = None
         self._observer = observer
         self.faults = Faults(given.url, observer, clock)
         self._health = Health(f"store {given.url}", clock, patience)
@@ -241,7 +245,12 @@ class Tier:
                 self.count("writes", "away" if store is None else "skipped")
                 results.append(PutResult.FAILED)
                 continue
+            if self._is_erased(values[start]):
+                self.count("writes", "erased")
+                results.append(PutResult.FAILED)
+                continue
             some = values[start : start + store.values_per_put]
+            some = list(takewhile(lambda each: not self._is_erased(each), some))
             ended = store.put_all(some, min(deadline, self.clock() + self.patience.write_seconds))
             for result in ended:
                 if result is PutResult.FAILED:
@@ -251,8 +260,14 @@ class Tier:
                 elif result is PutResult.STORED:
                     self._event(Health.stored)
                 self.count("writes", result)
+            for value, result in zip(some, ended, strict=True):
+                if self.erasures is not None and result is PutResult.STORED:
+                    self.erasures.wrote(value)
             results += ended
         return results
+
+    def _is_erased(self, value: Value) -> bool:
+        return self.erasures is not None and self.erasures.refuses(value)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Do `Store.discard`; nothing while the store is not up."""

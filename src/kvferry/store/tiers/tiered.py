@@ -30,6 +30,7 @@ from kvferry.store.base import (
     Value,
     ValueCheck,
 )
+from kvferry.store.erasures import Erasures
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.thread import TierThread
@@ -37,6 +38,9 @@ from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
+
+_LEAVE_SECONDS = 1.0
+"""How long a close waits for a thread that reads notices, because a mount may hang."""
 
 
 class TieredStore(Catalogue):
@@ -75,14 +79,23 @@ class TieredStore(Catalogue):
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._threads = tuple(TierThread(tier, observer, check) for tier in self._tiers)
         self._closed = False
-        end = partial(_close, self._tiers, self._threads, clock, self._patience.close_seconds)
-        self._keep = end_when_dropped(self, f"store {self.url}", end)
+        tiers = self._tiers
+        self._erasures = Erasures(
+            partial(_notices, tiers), partial(_delete, tiers), observer, clock
+        )
+        for tier in tiers:
+            tier.erasures = self._erasures
+        self._end = partial(
+            _close, tiers, self._threads, self._erasures, clock, self._patience.close_seconds
+        )
+        self._keep = end_when_dropped(self, f"store {self.url}", self._end)
         self._serving = threading.Lock()
         self._deleting = threading.Lock()
         for tier, thread in zip(self._tiers, self._threads, strict=True):
             if tier.store is None and not thread.start():
                 thread.run_due()  # on this thread, as the process can start none
         self._wait_opened()
+        self._erasures.start()
         self.multi_process = all(
             tier.store is None or tier.store.multi_process for tier in self._tiers
         )
@@ -221,6 +234,14 @@ class TieredStore(Catalogue):
             removed = [tier.delete(key) for tier in self._tiers]
         return any(removed)
 
+    def erased_since(self, number: int) -> Sequence[str]:
+        return self._erasures.since(number)
+
+    def notice(self, text: str | None = None) -> str | None:
+        """The notice of a single tier; several have one each."""
+        only = next(self._up(), None) if len(self._tiers) == 1 else None
+        return None if only is None else only.notice(text)
+
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         keys = tuple(keys)
         for tier in self._tiers:
@@ -311,7 +332,7 @@ class TieredStore(Catalogue):
         """Let copies go on for a limited time, then close all tiers."""
         self._closed = True
         self._keep()
-        _close(self._tiers, self._threads, self._clock, self._patience.close_seconds)
+        self._end()
 
     def __repr__(self) -> str:
         return f"<TieredStore {', '.join(map(repr, self._threads))}>"
@@ -320,6 +341,7 @@ class TieredStore(Catalogue):
 def _close(
     tiers: Iterable[Tier],
     threads: Iterable[TierThread],
+    erasures: Erasures,
     clock: Callable[[], float],
     seconds: float,
 ) -> None:
@@ -329,8 +351,18 @@ def _close(
             tier.close()
     for thread in threads:
         thread.close(until)
+    erasures.close(_LEAVE_SECONDS)
     for tier in tiers:
         tier.close()
+
+
+def _notices(tiers: Iterable[Tier]) -> list[str | None]:
+    return [store.notice() for tier in tiers if (store := tier.up) is not None]
+
+
+def _delete(tiers: Iterable[Tier], key: ChunkKey) -> None:
+    for tier in tiers:
+        tier.delete(key)
 
 
 def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:

@@ -1,0 +1,204 @@
+"""What `kvferry rm` deletes by its kind: in every store that is named and, by a notice, in the
+memory of the engines that use them. Says what was erased where, and what was not reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import typer
+
+from kvferry.cli.choice import Choice, Looked, chosen, names_of_choice, why_nothing
+from kvferry.cli.output import Exit, JsonRow, confirm, emit, make_table, progress, say_nothing
+from kvferry.cli.stores import open_existing
+from kvferry.config import format_size
+from kvferry.errors import StoreError
+from kvferry.store import maintenance
+from kvferry.store.base import Catalogue
+from kvferry.store.erasures import add_to_notice, parse_notice
+from kvferry.store.kind import shown_url
+
+_TRIES = 3
+_COLUMNS = {
+    "store": "url", "records": "records", "size": "num_bytes", "say no salt": "unmarked",
+    "in quarantine": "quarantined", "left": "left",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Erased:
+    """What was deleted from one store, or is to be.
+
+    Attributes:
+        store: None if it could not be opened.
+        is_only: whether no other store is named, so that its failure is that of the command.
+        left: why something may be left; empty if nothing is.
+        told: whether engines are told of it.
+    """
+
+    url: str
+    store: Catalogue | None
+    is_only: bool = False
+    num_records: int = 0
+    num_bytes: int = 0
+    looked: Looked | None = None
+    quarantined: int = 0
+    left: str = ""
+    told: bool = False
+
+    def failed(self, error: StoreError) -> None:
+        if self.is_only and not self.num_records:
+            raise error
+        self.left = str(error)
+
+    def row(self, choice: Choice) -> JsonRow:
+        looked = self.looked or Looked()
+        row: JsonRow = {"url": self.url, "records": self.num_records, "num_bytes": self.num_bytes}
+        if choice.salt is not None:
+            row |= {"unmarked": looked.num_unmarked, "unreadable": looked.num_unreadable}
+        row |= {"quarantined": self.quarantined, "left": self.left or None}
+        return row
+
+
+def erase(
+    urls: Sequence[str], choice: Choice, json: str | None, *, dry_run: bool, yes: bool
+) -> None:
+    """Delete the chosen records from all stores, or count them. Raises ConfigError, before anything
+    was changed, for what is no store; NothingFound if nothing was there. Ends with `Exit.LEFT` if
+    something may be left somewhere."""
+    found: list[_Erased] = []
+    if dry_run or not yes:
+        with ExitStack() as closing:
+            found = [_opened(closing, url, len(urls), writable=False) for url in urls]
+            for each in found:
+                _walk(each, choice, deletes=False)
+            why = _why(found, choice)
+        if dry_run or why:
+            _show(found, choice, json, why, dry_run=dry_run)
+            return
+        num_bytes = format_size(sum(each.num_bytes for each in found))
+        where = ", ".join(map(shown_url, urls))
+        total = sum(each.num_records for each in found)
+        confirm(f"delete {total:,} records, {num_bytes}, of {where}?", yes=yes)
+    with ExitStack() as closing:
+        found = [_opened(closing, url, len(urls), writable=True) for url in urls]
+        names = _names(found, choice)
+        for each in found:
+            _tell(each, names)
+        for each in found:
+            _walk(each, choice, deletes=True)
+        why = _why(found, choice)
+    _show(found, choice, json, why, dry_run=False)
+
+
+def _opened(closing: ExitStack, url: str, num_urls: int, *, writable: bool) -> _Erased:
+    shown = shown_url(url)
+    try:
+        store = closing.enter_context(open_existing(url, writable=writable))
+        quarantined = store.facts().get("quarantined") or 0
+    except StoreError as error:
+        each = _Erased(shown, None, num_urls == 1)
+        each.failed(error)
+        return each
+    return _Erased(shown, store, num_urls == 1, quarantined=int(quarantined))
+
+
+def _names(found: Sequence[_Erased], choice: Choice) -> set[str]:
+    """The names of what is chosen, for the notices: those of all stores, since an engine may use
+    several. Raises ConfigError where the prefix of a server is wrong."""
+    names: set[str] = set()
+    for each in found:
+        try:
+            names |= set() if each.store is None else names_of_choice(each.store, choice)
+        except StoreError as error:
+            each.failed(error)
+    return names
+
+
+def _tell(each: _Erased, names: set[str]) -> None:
+    """Leave a notice. Another command may do so at the same time, so look whether it is there."""
+    if each.store is None or each.left or not names:
+        return
+    at = time.time()
+    for _ in range(_TRIES):
+        each.store.notice(add_to_notice(each.store.notice(), sorted(names), at))
+        told: Mapping[str, float] = parse_notice(each.store.notice())
+        each.told = names <= told.keys() or len(names) > len(told)
+        if each.told:
+            return
+    each.left = each.left or "the notice for engines could not be written"
+
+
+def _walk(each: _Erased, choice: Choice, *, deletes: bool) -> None:
+    """Count or delete the chosen records of one store, until it fails."""
+    if each.store is None or each.left:
+        return
+    each.num_records = each.num_bytes = 0
+    each.looked = Looked()
+    try:
+        with progress() as bar:
+            what = "deleting" if deletes else "looking"
+            for entry in bar.track(chosen(each.store, choice, each.looked), description=what):
+                if not deletes or maintenance.delete_or_fail(each.store, entry, each.num_records):
+                    each.num_records += 1
+                    each.num_bytes += entry.num_bytes
+    except StoreError as error:
+        each.failed(error)
+    if each.looked.num_unreadable and not each.left:
+        each.left = f"{each.looked.num_unreadable} records could not be read"
+
+
+def _why(found: Sequence[_Erased], choice: Choice) -> str:
+    """Why nothing was found; empty if something was, or may be left."""
+    if any(each.left or each.num_records for each in found):
+        return ""
+    reasons = [why_nothing(each.store, choice) for each in found if each.store is not None]
+    return "; ".join(reasons)
+
+
+def _notes(found: Sequence[_Erased], choice: Choice, *, dry_run: bool) -> list[str]:
+    """What was not reached, and what became of the memory of engines."""
+    notes = []
+    if any(each.told for each in found) and not dry_run:
+        notes.append(
+            "Engines that use these stores drop it from memory within seconds; one of an older "
+            "release does not: restart it."
+        )
+    if choice.salt is not None and not dry_run:
+        notes.append(
+            "Not reached: tiers and copies that are not named here; vLLM's own prefix cache, until "
+            "its blocks are used again or reset_prefix_cache is called; journals."
+        )
+    if choice.salt is not None and any(each.looked and each.looked.num_unmarked for each in found):
+        notes.append(
+            "Records that say no salt had none, or are of an older release or a host's own pages: "
+            "with their prompts (--chat, --tokens) they are found."
+        )
+    if any(each.quarantined for each in found):
+        notes.append("Damaged records in quarantine were not looked through.")
+    return notes
+
+
+def _show(
+    found: Sequence[_Erased], choice: Choice, json: str | None, why: str, *, dry_run: bool
+) -> None:
+    num_records = sum(each.num_records for each in found)
+    num_bytes = sum(each.num_bytes for each in found)
+    rows = [each.row(choice) for each in found]
+    notes = _notes(found, choice, dry_run=dry_run)
+    value: JsonRow = {"dry_run": dry_run, "records": num_records, "num_bytes": num_bytes}
+    value |= {"stores": list(rows), "notes": list(notes)}
+    if why:
+        say_nothing(value, json, why)
+    verb = "would be deleted" if dry_run else "deleted"
+    said = f"{num_records:,} records, {format_size(num_bytes)} {verb}"
+    is_left = any(each.left for each in found)
+    columns = _COLUMNS if choice.salt is not None else {**_COLUMNS, "say no salt": ""}
+    columns = {name: field for name, field in columns.items() if field}
+    tables = [make_table(columns, rows)] if len(rows) > 1 or is_left or choice.salt else []
+    emit(value, json, said, *tables, *notes)
+    if is_left:
+        raise typer.Exit(Exit.LEFT)

@@ -1,0 +1,194 @@
+"""What commands erased, and how the processes of engines learn it.
+
+`kvferry rm` deletes records from the stores that it is given, and leaves a notice in each: what was
+erased, and when. What it cannot reach is in processes: chunks in host memory, writes under way,
+copies that wait for another tier. So each open store of an engine reads the notices of its tiers
+every few seconds. For a minute it writes nothing that was erased, and it takes back what it wrote
+just before. The scheduler role asks for the same names, and drops what it holds in memory.
+
+What was erased has a name: a namespace, the mark of a salt in a namespace, or a key.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvferry.observe import Observer
+from kvferry.processors import begin_io_thread
+from kvferry.record.check import mark_of, namespace_of
+from kvferry.store.base import Value
+from kvferry.types import ChunkKey
+
+MAX_NAMES = 4096
+"""Most names in a notice; the oldest are left out."""
+
+LOOK_SECONDS = 2.0
+"""How often a process reads the notices of its stores."""
+
+HEED_SECONDS = 60.0
+"""How long a process writes nothing of what it heard was erased: longer than a write takes."""
+
+_MAX_RECENT = 1 << 16
+_HEAD_BYTES = 1024
+
+
+def name_of_namespace(namespace: bytes) -> str:
+    return f"namespace:{namespace.hex()}"
+
+
+def name_of_mark(mark: bytes) -> str:
+    return f"mark:{mark.hex()}"
+
+
+def name_of_key(key: bytes) -> str:
+    return f"key:{key.hex()}"
+
+
+def names_of(namespace: bytes, key: bytes, mark: bytes) -> tuple[str, ...]:
+    """The names under which a record may have been erased."""
+    names = name_of_namespace(namespace), name_of_key(key)
+    return (*names, name_of_mark(mark)) if mark else names
+
+
+def parse_notice(text: str | None) -> dict[str, float]:
+    """Return when what was erased, by name, in seconds since the epoch. Text that is no notice
+    names nothing."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): float(at) for name, at in found.items() if isinstance(at, int | float)}
+
+
+def add_to_notice(text: str | None, names: Iterable[str], at: float) -> str:
+    """Return a notice with further names."""
+    found = parse_notice(text) | dict.fromkeys(names, at)
+    newest = sorted(found.items(), key=lambda each: each[1])[-MAX_NAMES:]
+    return json.dumps(dict(newest))
+
+
+class _Written(NamedTuple):
+    at: float
+    key: ChunkKey
+    names: tuple[str, ...]
+
+
+class Erasures:
+    """What a process has heard of erasures, and what it wrote lately. Thread-safe.
+
+    Args:
+        read: reads the notices of the stores that answer now. Blocks on I/O; raises nothing.
+        delete: deletes a value in all of them.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[str | None]],
+        delete: Callable[[ChunkKey], object],
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._delete = delete
+        self._observer = observer
+        self._clock = clock
+        self._known: Mapping[str, float] | None = None
+        self._until: dict[str, float] = {}  # by name, how long nothing of it is written
+        self._heard: list[str] = []
+        self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to read the notices every few seconds. Without a thread to be had, nothing is
+        heard."""
+        thread = threading.Thread(target=self._run, name="kvferry-erased", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return
+        self._thread = thread
+
+    def _run(self) -> None:
+        begin_io_thread()
+        self.look()
+        while not self._closing.wait(LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Read the notices once. What the first reading finds was erased before this process held
+        anything."""
+        found: dict[str, float] = {}
+        for text in self._read():
+            for name, at in parse_notice(text).items():
+                found[name] = max(at, found.get(name, at))
+        known, self._known = self._known, {**(self._known or {}), **found}
+        if known is not None:
+            self._hear([name for name, at in found.items() if known.get(name) != at])
+
+    def _hear(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        now = self._clock()
+        self._until = {
+            **{name: until for name, until in self._until.items() if until > now},
+            **dict.fromkeys(names, now + HEED_SECONDS),
+        }
+        self._heard += names
+        # A write that ends from here on finds the names itself.
+        for written in list(self._recent):
+            if written.at > now - HEED_SECONDS and not self._until.keys().isdisjoint(written.names):
+                self._take_back(written.key)
+
+    def _take_back(self, key: ChunkKey) -> None:
+        self._observer.count("erased_records")
+        self._delete(key)
+
+    def close(self, seconds: float) -> None:
+        """End the thread; a read that hangs is abandoned after `seconds`. Idempotent."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, seconds))
+
+    # -- what the scheduler role asks -----------------------------------------------------------
+
+    def since(self, number: int) -> Sequence[str]:
+        """The names that were heard, without the first `number`. Memory only."""
+        return self._heard[number:] if len(self._heard) > number else ()
+
+    # -- writes ---------------------------------------------------------------------------------
+
+    def refuses(self, value: Value) -> bool:
+        """Whether a value was erased a short while ago, so that it must not be written."""
+        if not self._until:
+            return False
+        return self._is_erased(names_in(value))
+
+    def wrote(self, value: Value) -> None:
+        """Note that a value was written, and delete it if it was erased meanwhile."""
+        written = _Written(self._clock(), value[0], names_in(value))
+        self._recent.append(written)
+        if self._until and self._is_erased(written.names):
+            self._take_back(written.key)
+
+    def _is_erased(self, names: Iterable[str]) -> bool:
+        now = self._clock()
+        return any(self._until.get(name, now) > now for name in names)
+
+
+def names_in(value: Value) -> tuple[str, ...]:
+    """The names of a value, as its first bytes say, unchecked."""
+    key, buffers = value
+    head = bytes(memoryview(buffers[0])[:_HEAD_BYTES]) if buffers else b""
+    namespace = namespace_of(head)
+    return names_of(namespace or b"", key, mark_of(head))

@@ -1,0 +1,149 @@
+"""What a process writes, and takes back, once a command erased it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.keys import salt_mark
+from kvferry.observe import Counters
+from kvferry.store.base import PutResult
+from kvferry.store.erasures import (
+    HEED_SECONDS,
+    MAX_NAMES,
+    Erasures,
+    add_to_notice,
+    name_of_key,
+    name_of_mark,
+    name_of_namespace,
+    parse_notice,
+)
+from kvferry.store.file.store import FileStore
+from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers.tiered import TieredStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.types import ChunkKey
+from tests.record.samples import KEY, MARK, NAMESPACE, encode, golden, payload_of
+
+SCHEMA = golden("tiny")[0]
+RECORD = encode(SCHEMA, payload_of(SCHEMA), mark=MARK)
+OTHER_KEY = ChunkKey(bytes(32))
+OTHER = encode(SCHEMA, payload_of(SCHEMA), key=OTHER_KEY, mark=salt_mark(NAMESPACE, "bob"))
+NAMES = {
+    "a salt": name_of_mark(MARK),
+    "a key": name_of_key(KEY),
+}
+
+
+class Notices:
+    """The notice of a store, read by `erasures` without a thread."""
+
+    def __init__(self) -> None:
+        self.clock, self.text, self.deleted = FakeClock(), None, []
+        self.counters = Counters()
+        self.erasures = Erasures(
+            lambda: [self.text], self.deleted.append, self.counters, self.clock
+        )
+        self.erasures.look()
+
+    def add(self, *names: str, at: float = 1.0) -> None:
+        self.text = add_to_notice(self.text, names, at)
+        self.erasures.look()
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_what_was_erased_is_not_written_for_a_minute_and_all_else_is(name):
+    notices = Notices()
+    assert not notices.erasures.refuses((KEY, [RECORD]))
+    notices.add(name)
+    assert notices.erasures.refuses((KEY, [RECORD]))
+    assert not notices.erasures.refuses((OTHER_KEY, [OTHER]))
+    assert not notices.erasures.refuses((OTHER_KEY, [b"no record"]))
+    notices.clock.advance(HEED_SECONDS + 1)
+    notices.erasures.look()  # the notice is still there
+    assert not notices.erasures.refuses((KEY, [RECORD]))
+    notices.add(name, at=2.0)  # erased once more
+    assert notices.erasures.refuses((KEY, [RECORD]))
+
+
+def test_a_namespace_that_was_erased_is_all_of_its_records():
+    notices = Notices()
+    notices.add(name_of_namespace(NAMESPACE))
+    assert notices.erasures.refuses((KEY, [RECORD]))
+    assert notices.erasures.refuses((OTHER_KEY, [OTHER]))
+
+
+def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
+    notices = Notices()
+    notices.erasures.wrote((ChunkKey(b"o" * 32), [RECORD]))
+    notices.clock.advance(HEED_SECONDS + 1)  # a record of long ago was there for the command
+    notices.erasures.wrote((KEY, [RECORD]))
+    notices.erasures.wrote((OTHER_KEY, [OTHER]))
+    notices.add(name_of_mark(MARK))
+    assert notices.deleted == [KEY]
+    notices.erasures.wrote((KEY, [RECORD]))  # its write had begun before
+    notices.erasures.wrote((OTHER_KEY, [OTHER]))
+    assert notices.deleted == [KEY, KEY]
+    assert notices.counters["erased_records"] == 2
+
+
+def test_what_was_erased_before_the_start_is_not_heard():
+    notices = Notices()
+    notices.text = add_to_notice(None, ["mark:00"], 1.0)
+    late = Erasures(lambda: [notices.text], notices.deleted.append, Counters(), notices.clock)
+    late.look()
+    assert list(late.since(0)) == []
+    notices.text = add_to_notice(notices.text, ["mark:01"], 2.0)
+    late.look()
+    assert list(late.since(0)) == ["mark:01"]
+    assert list(late.since(1)) == []
+
+
+@pytest.mark.parametrize("text", [None, "", "[", "[" * 10**5, "5", '{"a": "b"}', '{"a": null}'])
+def test_text_that_is_no_notice_names_nothing(text):
+    assert parse_notice(text) == {}
+    assert parse_notice(add_to_notice(text, ["mark:00"], 5.0)) == {"mark:00": 5.0}
+
+
+def test_a_notice_is_bounded_and_forgets_the_oldest():
+    text = add_to_notice(None, [f"key:{number}" for number in range(MAX_NAMES)], 1.0)
+    found = parse_notice(add_to_notice(text, ["mark:00"], 2.0))
+    assert len(found) == MAX_NAMES
+    assert found["mark:00"] == 2.0
+
+
+# -- in tiers -------------------------------------------------------------------------------------
+
+
+def make_tiers(near, far) -> TieredStore:
+    return TieredStore([near, far], Counters())
+
+
+def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
+    """Neither to the near tier nor behind it, nor back from a far tier that was not named."""
+    far, near = MemoryStore("memory://far"), FileStore(tmp_path / "near")
+    with make_tiers(near, far) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures.look()
+        far.put(KEY, [RECORD])
+        far.put(OTHER_KEY, [OTHER])
+        near.notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        erasures.look()
+        assert tiers.put(KEY, [RECORD]) is PutResult.FAILED
+        assert near.read(KEY, ()) is None
+        for key in (KEY, OTHER_KEY):
+            tiers._threads[0].add(key, tiers._tiers[1])
+        tiers._threads[0].run_due()
+        assert near.read(KEY, ()) is None
+        assert near.read(OTHER_KEY, ()) is not None
+
+
+def test_a_thread_reads_the_notices_of_every_tier(tmp_path):
+
+    far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")
+    with make_tiers(near, far) as tiers:
+        wait_until(lambda: tiers._erasures._known is not None, "the first look")
+        far.notice(add_to_notice(None, ["mark:00"], 1.0))
+        near.notice(add_to_notice(None, ["mark:01"], 1.0))
+        wait_until(lambda: len(tiers.erased_since(0)) == 2, "what was erased")
