@@ -1,0 +1,95 @@
+"""What the scheduler role drops once a command erased it: by salt, namespace or key."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.keys import ChunkKeys, salt_mark
+from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
+from kvferry.types import ExtraKeys
+
+PROMPT = list(range(300, 340))
+CHUNK = 8
+ALICE, BOB = ExtraKeys(cache_salt="alice"), ExtraKeys(cache_salt="bob")
+
+
+def keys_of(host, extra: ExtraKeys) -> list:
+    keys = ChunkKeys(host.scheduler.requests.namespace, CHUNK, extra)
+    keys.extend(PROMPT)
+    return keys.keys
+
+
+def names(host) -> dict[str, list[str]]:
+    namespace = host.scheduler.requests.namespace
+    return {
+        "salt": [name_of_mark(salt_mark(namespace, "alice"))],
+        "keys": [name_of_key(key) for key in keys_of(host, ALICE)],
+        "namespace": [name_of_namespace(namespace)],
+    }
+
+
+def hear(host, kind: str = "salt") -> None:
+    """As the thread does that reads notices."""
+    host.parts[0].store._erasures._hear(names(host)[kind])
+
+
+@pytest.fixture
+def host(make_host):
+    """With the prompt of two users in memory."""
+    host = make_host(chunk_tokens=CHUNK)
+    for name, extra in (("alice", ALICE), ("bob", BOB)):
+        host.run(name, PROMPT, extra_keys=extra)
+    host.settle()
+    assert all(host.pool.find(key) for extra in (ALICE, BOB) for key in keys_of(host, extra))
+    return host
+
+
+def held(host, extra: ExtraKeys) -> int:
+    return sum(host.pool.find(key) is not None for key in keys_of(host, extra))
+
+
+@pytest.mark.parametrize("kind", ["salt", "keys", "namespace"])
+def test_it_is_gone_from_memory_before_the_next_hit_is_promised(host, kind):
+    hear(host, kind)
+    request = host.add("next", [1, 2, 3])
+    host.scheduler.lookup(request, 0)
+    assert held(host, ALICE) == 0
+    assert held(host, BOB) == (0 if kind == "namespace" else len(keys_of(host, BOB)))
+
+
+@pytest.mark.parametrize("kind", ["salt", "keys", "namespace"])
+def test_an_engine_without_requests_lends_it_no_more(host, kind):
+    mine, other = keys_of(host, ALICE)[0], keys_of(host, BOB)[0]
+    for key in (mine, other):
+        host.pool.loans.release(host.pool.loans.lend(key, 5.0))
+    hear(host, kind)
+    assert host.pool.loans.lend(mine, 5.0) is None
+    assert (host.pool.loans.lend(other, 5.0) is None) == (kind == "namespace")
+
+
+def test_nothing_more_is_saved_of_a_request_that_runs_and_the_next_one_is_saved(host):
+    longer = [*PROMPT, *range(900, 940)]
+    request = host.add("long", longer, extra_keys=ALICE)
+    host.admit(request)
+    host.step([request], tokens=8)
+    hear(host)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert held(host, ALICE) == 0
+    keys = ChunkKeys(host.scheduler.requests.namespace, CHUNK, ALICE)
+    keys.extend(longer)
+    assert not any(host.pool.find(key) for key in keys.keys)
+    host.run("later", longer, extra_keys=ALICE)
+    assert all(host.pool.find(key) for key in keys.keys[5:])
+
+
+def test_a_hit_that_was_promised_is_loaded_and_then_nobody_finds_it(host):
+    request = host.add("served", PROMPT, extra_keys=ALICE)
+    assert host.scheduler.lookup(request, 0).num_tokens == 36
+    hear(host)
+    assert host.admit(request) == 36
+    host.prefill(request)  # checks every byte
+    host.finish(request)
+    host.settle()
+    assert held(host, ALICE) == 0
