@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from kvferry.v1 import KVConnectorBase_V1, KVConnectorMetadata
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+    )
+except ImportError:
+    from kvferry.v1 import KVConnectorBase_V1, KVConnectorMetadata
 
 CHECKSUM = 16
 

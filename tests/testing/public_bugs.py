@@ -175,6 +175,12 @@ class JoinsTokensAsText(Plain):
         return blake2b(before + "".join(map(str, tokens)).encode(), digest_size=16).digest()
 
 
+@found_by("token-borders")
+class KeysTokensOf16Bits(Plain):
+    def key(self, before, start, tokens):
+        return super().key(before, start, [token & 0xFFFF for token in tokens])
+
+
 @found_by("random-walk")
 class SavesAStepLate(Plain):
     """KV is copied in the next step, when its blocks may be others'."""
@@ -222,6 +228,13 @@ class OnlyRankZeroSaves(Plain):
     def write(self, block, key):
         if self.rank == 0:
             super().write(block, key)
+
+
+@found_by("reuse")
+class NeverFreesBlocks(Plain):
+    def request_finished(self, request, block_ids):
+        super().request_finished(request, block_ids)
+        return True, None
 
 
 @found_by("aborts")
@@ -294,13 +307,13 @@ class KeepsBlocksOfAbortedLoads(Async):
         return is_loading, None
 
 
-@missed
+@found_by("forgotten-requests")
 class KeepsEndedRequests(Plain):
     def request_finished(self, request, block_ids):
         return False, None
 
 
-@missed
+@found_by("reuse")
 class ChangesTheStep(Plain):
     def build_connector_meta(self, scheduler_output):
         moves = super().build_connector_meta(scheduler_output)

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+from dataclasses import replace
 
 from kvferry.store import recordio
 from kvferry.v1 import running_model
@@ -128,18 +129,18 @@ class IgnoresItsRank(Ours):
 @found_by("chunked-prefill")
 class SeesFirstChunksOnly(Ours):
     def build_connector_meta(self, scheduler_output):
-        scheduler_output.scheduled_cached_reqs = CachedRequestData()
-        return super().build_connector_meta(scheduler_output)
+        step = replace(scheduler_output, scheduled_cached_reqs=CachedRequestData())
+        return super().build_connector_meta(step)
 
 
 @found_by("preempted")
 class AppendsBlocksOfResumedRequests(Ours):
     def build_connector_meta(self, scheduler_output):
         cached = scheduler_output.scheduled_cached_reqs
-        cached.resumed_req_ids.clear()
-        cached.resumed_from_preemption = [False] * len(cached.req_ids)
-        scheduler_output.preempted_req_ids = set()
-        return super().build_connector_meta(scheduler_output)
+        old = [False] * len(cached.req_ids)
+        cached = replace(cached, resumed_req_ids=set(), resumed_from_preemption=old)
+        step = replace(scheduler_output, scheduled_cached_reqs=cached, preempted_req_ids=set())
+        return super().build_connector_meta(step)
 
 
 @found_by("reuse")

@@ -9,3 +9,10 @@ from kvferry.testing.connector import faults, life, partition
 from kvferry.testing.connector.rules import rules_of
 
 RULES = [*rules_of(life), *rules_of(partition), *rules_of(faults)]
+
+QUICK = (
+    "starts", "reuse", "restart", "chunked-prefill", "preempted", "preempted-in-chunks",
+    "local-blocks", "aborts", "quick-look-ups", "salt", "same-end", "truncated", "flipped",
+    "gone-after-promise",
+)  # fmt: skip
+"""Rules for each push: narrow ones, of which each takes a second or two."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -73,6 +74,7 @@ class KitHost(ABC):
         self._hidden: list[int] = []
         self._answers: dict[str, tuple[int, bool]] = {}  # local tokens, is the load async
         self._starting: dict[str, frozenset[int]] = {}  # async loads of the next step
+        self.seen_requests: list[weakref.ref[Any]] = []  # what look-ups were asked about
         self._late = deque([dict.fromkeys(_ENDS, frozenset[str]())] * setup.late_rank)
         self.scheduler_half: Any
         self.worker_halves: list[Any] = []
@@ -93,6 +95,7 @@ class KitHost(ABC):
             ("get_num_new_matched_tokens", self._lookup),
             ("update_state_after_alloc", self._allocated),
             ("update_connector_output", self._reported),
+            ("build_connector_meta", self._planned),
         ):
             setattr(self.scheduler_half, name, partial(watched, getattr(self.scheduler_half, name)))
 
@@ -185,6 +188,7 @@ class KitHost(ABC):
 
     def _lookup(self, ask: Any, request: Any, num_local: int) -> tuple[int | None, bool]:
         name = request.request_id
+        self.seen_requests.append(weakref.ref(request))
         before = (list(request.all_token_ids), request.num_computed_tokens)
         with self.around():
             answer = ask(request, num_local)
@@ -235,6 +239,15 @@ class KitHost(ABC):
         tell(output)
         if self.repeats_reports:
             tell(replace(output, kv_connector_stats=None, kv_connector_worker_meta=None))
+
+    def _planned(self, build: Any, output: Any) -> Any:
+        before = _shown(output)
+        metadata = build(output)
+        if _shown(output) != before:
+            raise CaseEnd(
+                "wrong", "build_connector_meta changed the step that the host goes on with"
+            )
+        return metadata
 
     # --- a step of the ranks
 
@@ -334,6 +347,15 @@ class KitHost(ABC):
     @abstractmethod
     def _step(self) -> bool:
         """Returns whether there was something to compute."""
+
+
+def _shown(output: Any) -> str:
+    """What a step shows of its requests."""
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    shown = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in new]
+    known = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+    ended = sorted(output.finished_req_ids), sorted(cached.resumed_req_ids)
+    return repr((shown, known, ended, output.num_scheduled_tokens))
 
 
 def describe(error: BaseException) -> str:

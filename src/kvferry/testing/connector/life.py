@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from contextlib import nullcontext
@@ -154,11 +155,11 @@ TABLE: Table = (
      partial(_reused, tokens=64, repeats_reports=True)),
     ("random_walk", "Any mix of arrivals, aborts and preemptions, also of half a prompt, ends "
      "right, with no block held. "
-     "[scheduler.py]", _random_walk),
+     "[scheduler.py]", flags(wide=True)(partial(_random_walk))),
     ("random_walk_async", "The same with two steps in flight. [async_scheduler.py]",
-     partial(_random_walk, in_flight=2)),
+     flags(wide=True)(partial(_random_walk, in_flight=2))),
     ("random_walk_ranks", "The same with two ranks, of which one reports late. "
-     "[KVOutputAggregator]", partial(_random_walk, ranks=2, late_rank=3)),
+     "[KVOutputAggregator]", flags(wide=True)(partial(_random_walk, ranks=2, late_rank=3))),
 )  # fmt: skip
 
 
@@ -189,6 +190,7 @@ def async_scheduling(lab: Lab) -> None:
     lab.expect(lab.again(asks[0], max_tokens=6), 64)
 
 
+@flags(wide=True)
 def full_pool(lab: Lab) -> None:
     """Requests that take blocks from each other are right in the end. [scheduler.py, schedule]"""
     lab.start(num_blocks=14, budget=48)
@@ -291,6 +293,25 @@ def no_attention_metadata(lab: Lab) -> None:
     lab.expect(lab.again(stored), 64)
 
 
+def forgotten_requests(lab: Lab) -> None:
+    """A request that ended, was aborted or never ran is forgotten. [operators: engines serve
+    millions of requests]"""
+    host, count = lab.start(), 40
+    stored = lab.store_prompt(lab.ask(37))
+    host.seen_requests.clear()
+    for number in range(count):
+        row = host.add(lab.ask(9) if number % 2 else lab.again(stored))
+        host.step(number % 3 + 1)
+        if number % 4 == 0:
+            host.abort(row)
+    host.run()
+    host.step(3)
+    gc.collect()
+    kept = {id(each()) for each in host.seen_requests if each() is not None}
+    if len(kept) > count // 4:
+        raise CaseEnd("wrong", f"{len(kept)} of {count} requests are kept after their end")
+
+
 # --- what operators see ---------------------------------------------------------------------------
 
 
@@ -323,7 +344,7 @@ def sleep(lab: Lab) -> None:
     lab.expect(lab.again(stored), 64)
 
 
-@flags(parts=2)
+@flags(parts=2, wide=True)
 def shutdown_under_load(lab: Lab) -> None:
     """A shutdown with requests under way ends, and what was stored is right. [base.py, shutdown]"""
     host = lab.start()

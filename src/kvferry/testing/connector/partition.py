@@ -90,10 +90,14 @@ def same_end(lab: Lab) -> None:
 
 
 def token_borders(lab: Lab) -> None:
-    """Tokens share nothing with others whose numbers join to the same text. [kv_cache_utils.py]"""
+    """Tokens share nothing with others whose numbers join to the same text, or end in the same
+    bytes. [kv_cache_utils.py: it hashes tuples of integers]"""
     lab.start()
     lab.store_prompt(lab.ask((33, 3) * 34 + (5,)))
     lab.expect_none(lab.ask((3, 33) * 34 + (5,)), "other tokens of the same digits")
+    for bits in (8, 16):
+        tokens = (33 + (1 << bits), 3) * 34 + (5,)
+        lab.expect_none(lab.ask(tokens), f"other tokens of which the last {bits} bits are the same")
 
 
 @flags(may=("miss", "refused"), parts=2)

@@ -35,6 +35,7 @@ class Rule:
     may: tuple[Verdict, ...] = ()  # verdicts that keep it, besides "right" and "not run"
     parts: int = 1  # processes that the case runs in, one after the other, over one store
     killed: int | None = None  # the part that ends its process
+    wide: bool = False  # whether many bugs break it, so that the others say more
     fresh: bool = False  # whether later parts share nothing with the first, such as hash seeds
     models: tuple[str, ...] = ()  # which of `MODELS` is at the same path, by part
 

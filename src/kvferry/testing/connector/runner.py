@@ -147,7 +147,7 @@ class Runner:
 
     Attributes:
         host: the host that they run on, in words; "" before the first one has ended.
-        seconds: how long each case took, by name.
+        seconds: how long each case took, by name, without imports.
     """
 
     def __init__(self, target: Target, seed: int = 0, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
@@ -182,14 +182,14 @@ class Runner:
     def _run_one(self, rule: Rule) -> CaseOutcome:
         outcome = self.run_case(rule)
         if outcome.verdict == "hangs":
-            ended = [self.seconds[name] for name in list(self.seconds) if name not in self._hung]
             self._hung.add(rule.name)
+            ended = [self.seconds[name] for name in list(self.seconds) if name not in self._hung]
             self._limits = self._limits.after_a_hang(max(ended, default=0.0))
         return outcome
 
     def run_case(self, rule: Rule) -> CaseOutcome:
         """Run the parts of a case over one directory, until one shows something."""
-        start = time.monotonic()
+        self.seconds[rule.name] = 0.0
         verdict, detail, notes = CaseOutcome("right")
         with tempfile.TemporaryDirectory(prefix="kv-", ignore_cleanup_errors=True) as path:
             for part in range(rule.parts):
@@ -202,7 +202,6 @@ class Runner:
                 notes += more
                 if verdict != "right":
                     break
-        self.seconds[rule.name] = time.monotonic() - start
         detail = detail.replace(path, "{case}").replace(self._models.name, "{models}")
         return CaseOutcome(verdict, re.sub(r"0x[0-9a-f]{6,}", "0x...", detail), notes)
 
@@ -213,8 +212,10 @@ class Runner:
         process = context.Process(target=_child, args=(job, theirs))
         process.start()
         theirs.close()
+        start = time.monotonic()
         try:
             mine.recv()
+            start = time.monotonic()
             if mine.poll(job.limits.part):
                 outcome, self.host = mine.recv()
                 return outcome  # type: ignore[no-any-return]
@@ -230,6 +231,7 @@ class Runner:
                 said = f"the process ended with status {status} in the middle of a case"
             return CaseOutcome("engine dead", said)
         finally:
+            self.seconds[rule.name] += time.monotonic() - start
             assert process.pid is not None, "it was started"
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
