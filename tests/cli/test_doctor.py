@@ -478,6 +478,7 @@ def test_errors_come_before_warnings_wherever_they_are(found, url):
 
 def test_every_option_of_the_connector_is_known(found):
     extra = {"store": "memory://a", "handover": False, "chunk_tokens": 64, "save_generated": True}
+    extra["client_options"] = ["store"]
     assert found("--vllm-config", config(kv_connector_extra_config=extra)) == []
     sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4, "max_model_len": None}
     assert found("--vllm-config", json.dumps({"kv_transfer_config": CONFIG, **sizes})) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvferry.contract.driver import StepDriver
@@ -24,6 +25,7 @@ from kvferry.v1.driven import V1SchedulerRole, V1WorkerRole
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.host import (
     ADAPTER_SECONDS,
+    CLIENT_OPTIONS,
     UNCACHEABLE,
     HostRequests,
     UnknownAdapterError,
@@ -736,6 +738,23 @@ def test_the_options_of_a_request_are_read_from_both_places():
     # Another connector answers: a second answer would end the host.
     beside = HostRequests(lambda _lora: None, str, hands_over=False)
     assert beside.view(asked).options == RequestOptions(store=False)
+
+
+@pytest.mark.parametrize("allowed", [*CLIENT_OPTIONS, None])
+def test_options_that_the_operator_forbids_have_no_effect(allowed, caplog):
+    asked = RequestOptions(store=False, load=False, max_load_tokens=16, pin=60.0, explain=True)
+    given = {"kvferry": msgspec.structs.asdict(asked)}
+    requests = HostRequests()
+    requests.client_options = frozenset({allowed} - {None})
+    for number in range(3):
+        view = requests.view(host_request(str(number), kv_transfer_params=given))
+        for name in CLIENT_OPTIONS:
+            expected = asked if name == allowed else DEFAULT_OPTIONS
+            assert getattr(view.options, name) == getattr(expected, name)
+    lines = [each for each in caplog.messages if "client_options leaves out" in each]
+    assert len(lines) == len(CLIENT_OPTIONS) - (allowed is not None)  # once each
+    plain = requests.view(host_request("plain"))
+    assert plain.options is DEFAULT_OPTIONS
 
 
 def test_wrong_options_are_one_line_and_the_request_runs_without_any(caplog):

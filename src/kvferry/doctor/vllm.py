@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.adapters.vllm import CONNECTOR
-from kvferry.adapters.vllm.connector import WHERE, connector_options
+from kvferry.adapters.vllm.connector import WHERE, connector_options, take_rules
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.layers import refuse_parallel
 from kvferry.adapters.vllm.spec import HostedModel, hosted_model
@@ -186,7 +186,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     extra = transfer.get("kv_connector_extra_config") or {}
     try:
         options = connector_options(extra)
-        options.pop("handover", None)  # of the connector itself
+        take_rules(options)  # of the connector itself
         config = build_config(SharedStorageConfig, options, where=WHERE)
     except ConfigError as error:
         found.add(error)

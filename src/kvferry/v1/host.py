@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn, cast
 
 import msgspec
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 ADAPTER_SECONDS = 1.0
 """How long the look-ups of a request wait for its adapter to be read. After that the request is
 computed, and stored if the adapter is known before it ends."""
+
+CLIENT_OPTIONS = frozenset(RequestOptions.__struct_fields__)
+"""All options that a client may use for one request."""
 
 LoraIdentity = Callable[[Any], str | None]
 """Maps a host's LoRA request to an identity of the adapter's content; None: do not cache. Raises
@@ -135,8 +139,12 @@ class HostRequests:
         unread: says why the model has no identity yet; empty if it has one. Requests that come
             before are not cached.
         loads: False: nothing is loaded for any request, whatever it asks for.
+
+    Attributes:
+        client_options: names of the `RequestOptions` that clients may use. Others have no effect.
     """
 
+    client_options: AbstractSet[str] = CLIENT_OPTIONS
     clock = staticmethod(time.monotonic)  # replaced by tests
 
     def __init__(
@@ -155,6 +163,7 @@ class HostRequests:
         self._loads = loads
         self._lora_identity = lora_identity
         self._item_identity = item_identity
+        self._forbidden: set[str] = set()  # options that clients tried to use
         self._views: dict[str, HostRequestView] = {}
         self._tables: dict[str, list[list[int]]] = {}
 
@@ -167,7 +176,7 @@ class HostRequests:
         if view is None or view.request is not request:  # hosts may use an id again
             params = getattr(request, "kv_transfer_params", None)
             handover = read_handover(params) if self._hands_over else None
-            options = options_of(request, params)
+            options = self._allowed(options_of(request, params))
             if options.explain and not self._hands_over:
                 options = msgspec.structs.replace(options, explain=False)
             if not self._loads or needs_all_tokens(request):
@@ -182,6 +191,21 @@ class HostRequests:
         if is_lookup:
             view.awaits_adapter |= self._check_adapter(view)
         return view
+
+    def _allowed(self, options: RequestOptions) -> RequestOptions:
+        """Return what the operator allows of the options of a request."""
+        asked = {
+            name
+            for name in CLIENT_OPTIONS - self.client_options
+            if getattr(options, name) != getattr(DEFAULT_OPTIONS, name)
+        }
+        if not asked:
+            return options
+        for name in sorted(asked - self._forbidden):
+            logger.warning("a client uses the option %r, which client_options leaves out", name)
+        self._forbidden |= asked
+        defaults = {name: getattr(DEFAULT_OPTIONS, name) for name in asked}
+        return msgspec.structs.replace(options, **defaults)
 
     def waits(self, view: HostRequestView) -> bool:
         """Whether a request that is looked up waits for its adapter to be looked at."""

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvferry.adapters.vllm.connector import connector_options
+from kvferry.adapters.vllm.connector import connector_options, take_rules
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import own_report
 from kvferry.adapters.vllm.metrics import NOW, PromMetrics, Stats
@@ -19,6 +19,7 @@ from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.observe import FAMILIES, TIME_BOUNDS, Counters
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
+from kvferry.v1.host import CLIENT_OPTIONS
 
 
 def test_without_a_store_one_in_the_users_cache_is_used(tmp_path, monkeypatch):
@@ -37,6 +38,29 @@ def test_configurations_of_the_example_connector_name_a_directory():
 def test_options_that_are_no_object_are_refused():
     with pytest.raises(ConfigError, match="is a list, not an object"):
         connector_options(["store"])
+
+
+RULES = {
+    "none": ({}, (True, CLIENT_OPTIONS)),
+    "some": ({"client_options": ["store", "explain"]}, (True, {"store", "explain"})),
+    "no client option": ({"handover": False, "client_options": []}, (False, set())),
+    "a text": ({"client_options": "store"}, "must be a list"),
+    "true": ({"client_options": True}, "must be a list"),
+    "a mistake": ({"client_options": ["pins"]}, "did you mean 'pin'"),
+    "no name": ({"client_options": [{}]}, "unknown option of requests"),
+    "a number": ({"handover": 1}, "must be true or false"),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), RULES.values(), ids=RULES)
+def test_rules_for_requests_are_taken_or_refused(given, expected):
+    options = {"store": "memory://a", **given}
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            take_rules(options)
+    else:
+        assert take_rules(options) == expected
+        assert options == {"store": "memory://a"}
 
 
 @dataclass

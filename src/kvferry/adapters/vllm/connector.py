@@ -27,14 +27,14 @@ from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentitie
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
-from kvferry.config import build_config, format_size
+from kvferry.config import build_config, format_size, unknown
 from kvferry.contract.rules import HookFaults
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
-from kvferry.v1.host import HostRequests
+from kvferry.v1.host import CLIENT_OPTIONS, HostRequests
 from kvferry.v1.late_weights import LateWeights, begin_hashing
 from kvferry.v1.running_model import local_model, model_identity
 
@@ -92,11 +92,7 @@ class FerryConnector(OneRole):
         self._kv_caches: dict[str, torch.Tensor] = {}  # the host's, as registered
         self._is_worker = role.name == "WORKER"
         self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._hands_over = self._options.pop("handover", True)
-        if not isinstance(self._hands_over, bool):
-            raise ConfigError(
-                f"{WHERE}: handover is {self._hands_over!r}; it must be true or false"
-            )
+        self._hands_over, self._client_options = take_rules(self._options)
         self._step_back_beside_another()
         refuse_parallel(vllm_config.parallel_config)
         self._layers: list[Layer] | None = None
@@ -177,18 +173,20 @@ class FerryConnector(OneRole):
             sources = self.host.hit_sources
             self._cache_hit_source = sources.HOST if in_memory else sources.DISK
         config = self._host_config
+        requests = HostRequests(
+            self._lora_identities,
+            ItemIdentities(config, local_model(config)),
+            hands_over=self._hands_over,
+            drafts=getattr(config, "speculative_config", None) is not None,
+            unread=self._why_unread,
+            loads=not needs_all_tokens(config),
+        )
+        requests.client_options = self._client_options
         self.attach(
             self._cache.worker() if self._is_worker else self._cache.scheduler(log=logger),
             block_size=self._cache.block_multiple,
             observer=self._observer,
-            requests=HostRequests(
-                self._lora_identities,
-                ItemIdentities(config, local_model(config)),
-                hands_over=self._hands_over,
-                drafts=getattr(config, "speculative_config", None) is not None,
-                unread=self._why_unread,
-                loads=not needs_all_tokens(config),
-            ),
+            requests=requests,
         )
         if not self._is_worker:
             self._cache.wait_ready(START_SECONDS)
@@ -356,6 +354,29 @@ def connector_options(extra: object) -> dict[str, Any]:
     if "store" not in options:
         options["store"] = _default_store() if path is None else f"file://{Path(path).absolute()}"
     return options
+
+
+def take_rules(options: dict[str, Any]) -> tuple[bool, frozenset[str]]:
+    """Take out of the connector's options those about fields of requests: whether it hands requests
+    over, and which options clients may use.
+
+    Raises:
+        ConfigError: one of them is of another form, or names an unknown option.
+    """
+    hands_over = options.pop("handover", True)
+    if not isinstance(hands_over, bool):
+        raise ConfigError(f"{WHERE}: handover is {hands_over!r}; it must be true or false")
+    allowed = options.pop("client_options", sorted(CLIENT_OPTIONS))
+    if not isinstance(allowed, list | tuple):
+        raise ConfigError(
+            f"{WHERE}: client_options is {allowed!r}; it must be a list of options of requests, "
+            'such as ["store", "explain"], or [] for none'
+        )
+    for name in allowed:
+        if not isinstance(name, str) or name not in CLIENT_OPTIONS:
+            said = unknown("option of requests", name, CLIENT_OPTIONS)
+            raise ConfigError(f"{WHERE}: client_options: {said}")
+    return hands_over, frozenset(allowed)
 
 
 def _default_store() -> str:
