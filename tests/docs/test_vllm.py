@@ -30,7 +30,7 @@ def test_the_option_table_lists_every_option_and_its_default():
     (table,) = re.findall(r"\| option \| default \|.*?\n\n", PAGE, re.DOTALL)
     told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE))
     options = {each.name: each.default for each in fields(SharedStorageConfig)}
-    assert told.keys() == {*options, "handover"}
+    assert told.keys() == {*options, "handover", "client_options"}
     for name, default in options.items():
         if isinstance(default, (bool, int, float)) or default == "first":
             assert (
