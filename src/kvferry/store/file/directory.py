@@ -152,7 +152,7 @@ class Directory:
                     os.mkdir(self.folder(*names[:depth]), 0o700)
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
-            self._restore_texts()
+            self.restore_texts()
         return path
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
@@ -272,7 +272,8 @@ class Directory:
         if not is_there:
             self.write_text(name, text, *within)
 
-    def _restore_texts(self) -> None:
+    def restore_texts(self) -> None:
+        """Write again what `keep_text` keeps and people removed."""
         for (*within, name), text in tuple(self._kept_texts.items()):
             if not os.path.lexists(self.path(*within, name)):
                 self.write_text(name, text, *within)

@@ -130,10 +130,14 @@ class Upkeep:
 
     def clean(self) -> None:
         """Remove the hidden files of dead writers, and add to the index the records that they had
-        placed. Bound the quarantine, and end the pins that are due."""
+        placed. Bound the quarantine, and end the pins that are due. Write the marker and the
+        descriptions of this process again if people removed them."""
         if not self._changes:
             return
         directory = self._index.directory
+        with self._past_errors_of_files():
+            if not directory.is_empty():  # below a mount that is away, no store is made
+                directory.restore_texts()
         for file, found in directory.list_files("writing").items():
             # By this machine's clock, which stamps the files, and not by `settings.wall`.
             is_old = time.time() - found.modified >= self._bounds.abandoned_seconds

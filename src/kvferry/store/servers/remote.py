@@ -36,6 +36,8 @@ T = TypeVar("T")
 _ABOUT = "about.json"
 _NOTICE = "erased.json"
 _REMEMBERED_NAMES = 1 << 16
+_LOOK_SECONDS = 10.0
+"""How often a store that is used looks whether its server has the descriptions that it gave."""
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
 
@@ -176,6 +178,9 @@ class RemoteStore(ServerStore):
         self._namespace = opening.namespace
         self._size = opening.value_bytes
         self._refusal = ""
+        self._descriptions: dict[str, str] = {}  # by name, that this process gave
+        self._looks_at = clock() + _LOOK_SECONDS  # whether the server has them
+        self._keys.after_answer = self._describe_again
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -215,6 +220,8 @@ class RemoteStore(ServerStore):
             self._observer.count("store_put_bytes", num_bytes)
         elif result is PutResult.EXISTS:
             self._keys.learn(key)
+        if result.is_there:
+            self._describe_again()
         return result
 
     def _is_wrong(self, size: int | None) -> bool:
@@ -295,13 +302,28 @@ class RemoteStore(ServerStore):
             yield Entry(key, num_bytes, last_used, namespace)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        return self._text(f"{namespace.hex()}/{_ABOUT}", description)
+        name = f"{namespace.hex()}/{_ABOUT}"
+        if description is not None:
+            self._descriptions[name] = description
+        return self._text(name, description)
 
     def notice(self, text: str | None = None) -> str | None:
         return self._text(_NOTICE, text)
 
-    def _text(self, name: str, given: str | None) -> str | None:
-        """Return the text under a name, or replace it by the given one."""
+    def _describe_again(self) -> None:
+        """Write the descriptions again that the server has lost: it restarted empty, was emptied,
+        was away when they came, or evicted them. Runs in: I/O thread, after an answer."""
+        now = self._clock()
+        if self._closed or now < self._looks_at:
+            return
+        self._looks_at = now + _LOOK_SECONDS
+        for name, text in tuple(self._descriptions.items()):
+            # To read it also makes it one of the most recent, where the server evicts by use.
+            self._text(name, text, replaces=False)
+
+    def _text(self, name: str, given: str | None, *, replaces: bool = True) -> str | None:
+        """Return the text under a name. Write the given one if there is none, or, with `replaces`,
+        another one."""
         name = f"{self._prefix}{name}"
         until = self._clock() + self._bounds.quick_seconds
         said = None
@@ -311,7 +333,8 @@ class RemoteStore(ServerStore):
                 text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
                 self._client.read(name, [(0, memoryview(text))], until)
                 said = text.decode(errors="replace")
-            if given not in (None, said) and not self._closed:
+            is_new = given not in (None, said) and (replaces or said is None)
+            if is_new and not self._closed:
                 if said is not None:
                     self._client.delete(name, until)
                 self._client.put(name, [str(given).encode()], until)

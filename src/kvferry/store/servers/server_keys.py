@@ -76,6 +76,7 @@ class ServerKeys:
 
     Attributes:
         on_result: called on an I/O thread after each question: with None, or its error.
+        after_answer: called on an I/O thread once the answers to queued prompts are known.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ServerKeys:
         self._waiting: deque[_Question] = deque()
         self._threads = IOPool(2, "kvferry-probe")
         self.on_result: Callable[[StoreError | None], None] = lambda _fault: None
+        self.after_answer: Callable[[], None] = lambda: None
 
     def contains(self, key: ChunkKey) -> bool | None:
         """See `Store.contains`."""
@@ -198,6 +200,7 @@ class ServerKeys:
                 self._ask([each.keys for each in questions if each.first_batch == count], count)
         finally:
             self._asked.difference_update(*(each.keys for each in questions))
+        self.after_answer()
 
     def _ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int) -> None:
         """Ask for the first `count` keys of each prompt, and for more keys of a prompt while the

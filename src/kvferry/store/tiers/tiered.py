@@ -310,8 +310,11 @@ class TieredStore(Catalogue):
         return super().scan() if only is None else only.scan()
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """Describe the namespace in every tier that may be asked now."""
-        known = [store.describe(namespace, description) for store in self._up()]
+        """Describe the namespace in every tier that may be asked now. Give a new description to
+        every tier that is open: one that is away writes it once it is back."""
+        opened = [tier.store for tier in self._tiers if tier.store is not None]
+        asked = self._up() if description is None else opened
+        known = [store.describe(namespace, description) for store in asked]
         return next(filter(None, known), None)
 
     def stat(self) -> StoreStat:
