@@ -53,9 +53,14 @@ def shows_changes(directory: str | Path) -> bool:
     return is_known and not os.statvfs(directory).f_flag & os.ST_RDONLY
 
 
-def why_untrusted(root: str) -> str | None:
-    """Say why others may be able to change this directory; None if only this user and root can."""
-    return why_shared(os.stat(root), 0o022)
+def why_untrusted(root: str, *, shares_group: bool = False) -> str | None:
+    """Say why others may be able to change this directory; None if only this user and root can, or,
+    with `shares_group`, a group of this process, which its operator trusts."""
+    status = os.stat(root)
+    if shares_group and status.st_gid in {os.getegid(), *os.getgroups()}:
+        is_shared = status.st_mode & 0o002
+        return f"can be written by others (mode {_mode(status)})" if is_shared else None
+    return why_shared(status, 0o022)
 
 
 def why_shared(status: os.stat_result, rights: int) -> str | None:
@@ -66,10 +71,14 @@ def why_shared(status: os.stat_result, rights: int) -> str | None:
     taken = status.st_mode & rights
     if taken & ~0o070 or (taken and not _is_own_group(status.st_gid)):
         verb = "written" if taken & 0o022 else "read"
-        mode = f"{stat.S_IMODE(status.st_mode):o}"
+        mode = _mode(status)
         group = "" if taken & ~0o070 else f", group {status.st_gid}"
         return f"can be {verb} by others (mode {mode}{group})"
     return None
+
+
+def _mode(status: os.stat_result) -> str:
+    return f"{stat.S_IMODE(status.st_mode):o}"
 
 
 def _is_own_group(group_id: int) -> bool:

@@ -52,8 +52,9 @@ class Fault(Enum):
            r"[A-Z]\w*\.[a-z]+ failed: ")
     # A store does not serve.
     RIGHTS = (_E, "its user may not do this: {said}",
-              "allow this user to read, write and delete under the prefix",
-              r"NOPERM|cannot be written")
+              "allow this user to read, write and delete there; users of one group share a "
+              "directory with ?mode=0770",
+              r"NOPERM|cannot be written|Permission denied")
     LOGIN = (_E, "it refuses the login: {said}",
              "give the server's user and password or key, and check that they are not outdated",
              r"WRONGPASS|NOAUTH|refused the login|password_file|rights to list|keys are different")

@@ -204,7 +204,8 @@ def _check_records(store: Catalogue, report: StoreReport) -> None:
 def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) -> int:
     """Check a directory; return how many bytes can be stored without evicting records."""
     root, options = parsed.path, read_options(parsed)
-    if untrusted := why_untrusted(root):
+    shares_group = getattr(options, "mode", "") == "0770"
+    if untrusted := why_untrusted(root, shares_group=shares_group):
         report.add(Fault.UNTRUSTED, why=untrusted)
     report.facts["file_system"] = file_system(root)
     report.facts["shared_by_machines"] = not is_of_one_machine(root)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
-from kvferry.store.file.settings import DirectIO, FileSettings
+from kvferry.store.file.settings import DirectIO, FileSettings, Mode
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.memory import MemoryOptions
@@ -23,6 +23,7 @@ class FileOptions(MemoryOptions):
 
     create: bool = True
     read_only: bool = False
+    mode: Mode = "0700"
     direct_io: DirectIO = "auto"
     index_file: str | None = None
 
@@ -59,6 +60,7 @@ def _open_url(url: StoreUrl, options: FileOptions, opening: Opening) -> FileStor
         observer=opening.observer,
         settings=FileSettings(
             create=options.create and opening.may_create,
+            mode=options.mode,
             direct_io=options.direct_io,
             index=opening.index,
             index_file=None if options.index_file is None else Path(options.index_file),

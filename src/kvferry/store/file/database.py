@@ -30,6 +30,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvferry.errors import ConfigError
+from kvferry.store.file.fileio import PRIVATE, open_at
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,17 @@ class Database:
             AUTOINCREMENT: its sequence only grows, which shows whether a database is an older copy.
         read_only: whether to change nothing; then the database must exist.
         lock_seconds: how long a call waits for another process, or for another thread of this one.
+        mode: mode of the file, if this makes it.
     """
 
     def __init__(
-        self, path: str | None, schema: Sequence[str], *, read_only: bool, lock_seconds: float
+        self,
+        path: str | None,
+        schema: Sequence[str],
+        *,
+        read_only: bool,
+        lock_seconds: float,
+        mode: int = PRIVATE,
     ) -> None:
         if sqlite3.sqlite_version_info < (3, 33):
             raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 is needed")
@@ -75,6 +83,7 @@ class Database:
         self._schema = schema
         self.read_only = read_only
         self._timeout = lock_seconds
+        self._mode = mode
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
@@ -179,10 +188,10 @@ class Database:
         self._inode = self._inode_now()
         self._check_place()
         if self._path is not None and not self.read_only:
-            # A new file is private to the user, and SQLite gives the journal the same mode. An
-            # existing file is not opened: closing it would drop this process's locks on it.
+            # SQLite gives the journal the same mode. An existing file is not opened: closing it
+            # would drop this process's locks on it.
             with suppress(FileExistsError):
-                os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                os.close(open_at(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode))
         self._inode = self._inode_now()  # before it is opened: a later replacement is noticed
         db = sqlite3.connect(
             name, timeout=self._timeout, isolation_level=None, check_same_thread=False, uri=True

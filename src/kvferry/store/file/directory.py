@@ -35,7 +35,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from kvferry.errors import StoreError, StorePlaceError
-from kvferry.filesystem import file_system
+from kvferry.filesystem import file_system, why_refused
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
@@ -112,10 +112,16 @@ def record_path(root: str, key: ChunkKey) -> str:
 
 class Directory:
     """Files under one absolute root. Thread-safe; keeps no file open. Methods raise OSError if the
-    medium refuses, unless they say what they do instead."""
+    medium refuses, unless they say what they do instead.
 
-    def __init__(self, root: str) -> None:
+    Args:
+        mode: of the folders that it makes; its files have the same without the right to search.
+    """
+
+    def __init__(self, root: str, mode: int = 0o700) -> None:
         self.root = root
+        self.mode = mode
+        self.file_mode = mode & 0o666
         self._kept_texts: dict[tuple[str, ...], str] = {}
 
     @cached_property
@@ -146,14 +152,31 @@ class Directory:
         `keep_text` keeps: people may have emptied the root."""
         path = self.folder(*names)
         if not os.path.isdir(path):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            self.make_root()
             for depth in range(1, len(names) + 1):
                 with suppress(FileExistsError):
-                    os.mkdir(self.folder(*names[:depth]), 0o700)
+                    folder = self.folder(*names[:depth])
+                    os.mkdir(folder, 0o700)
+                    self._share(folder)
             if not os.path.isdir(path):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
             self.restore_texts()
         return path
+
+    def make_root(self) -> None:
+        """Make the root, if it is absent."""
+        try:
+            os.makedirs(self.root, mode=0o700)
+        except FileExistsError:
+            if not os.path.isdir(self.root):
+                raise
+        else:
+            self._share(self.root)
+
+    def _share(self, folder: str) -> None:
+        """Give a new folder the mode of this directory; a bit that passes on the group stays."""
+        if self.mode != 0o700:
+            os.chmod(folder, self.mode | (os.stat(folder).st_mode & stat.S_ISGID))
 
     def open_record(self, key: ChunkKey) -> tuple[int, int] | None:
         """Open a record; return descriptor and size, None if absent. May raise `NotAFile`."""
@@ -282,7 +305,7 @@ class Directory:
         """Make or replace a file atomically."""
         path = f"{self.made(*within)}/{name}"
         temporary = f"{self.folder(*within)}/.{name}.{secrets.token_hex(8)}"
-        fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.file_mode)
         try:
             write_all(fd, as_views([text.encode()]), 0)
             os.rename(temporary, path)
@@ -350,7 +373,7 @@ def _read(path: str, limit: int) -> bytes | None:
         os.close(opened[0])
 
 
-def open_root(root: Path, *, create: bool) -> Directory:
+def open_root(root: Path, *, create: bool, mode: int = 0o700) -> Directory:
     """Check that `root` is a store that this version can use: one with a marker, or one that people
     emptied in part. If `create`, make it one if it is empty or absent; a directory without a marker
     that holds other things is never turned into a store.
@@ -359,10 +382,10 @@ def open_root(root: Path, *, create: bool) -> Directory:
         StorePlaceError: `root` cannot be used; the message says why and what to do.
         StoreError: the medium does not answer now.
     """
-    directory = Directory(os.path.abspath(root))
+    directory = Directory(os.path.abspath(root), mode)
     try:
         if create:
-            os.makedirs(directory.root, mode=0o700, exist_ok=True)
+            directory.make_root()
         is_store = _read_marker(directory)
         if not is_store:
             own, foreign = _own_and_foreign(directory)
@@ -390,9 +413,12 @@ def open_root(root: Path, *, create: bool) -> Directory:
             raise StoreError(
                 f"the store directory {directory.root} does not answer: {error.strerror}"
             ) from error
+        why = f"{error.strerror}"
+        if isinstance(error, PermissionError):
+            why += f": {why_refused(str(error.filename or directory.root))}"
         raise StorePlaceError(
-            f"the store directory {directory.root} cannot be used: {error.strerror}; choose a "
-            "directory that this user may read and write"
+            f"the store directory {directory.root} cannot be used: {why}; choose a directory that "
+            "this user may read and write; users of one group share one with ?mode=0770"
         ) from error
     return directory
 

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from kvferry.errors import StoreError
 from kvferry.store.base import Buffer, ReadRange
 
+PRIVATE = 0o600
+"""Mode of a file that only this user may read and write."""
+
 BLOCK_BYTES = 4096
 """Alignment that is enough for O_DIRECT on every common file system."""
 
@@ -33,10 +36,17 @@ _UNSUPPORTED = frozenset(
 )
 
 
-def open_at(path: str, flags: int) -> int:
+def open_at(path: str, flags: int, mode: int = PRIVATE) -> int:
     """Open a file; a symbolic link in its place is an error. A file that this makes is private to
-    the user."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    the user, or has this `mode`, whatever the umask."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE)
+    if mode != PRIVATE:
+        try:
+            os.fchmod(fd, mode)
+        except OSError:
+            os.close(fd)
+            raise
+    return fd
 
 
 def as_views(buffers: Sequence[Buffer]) -> list[memoryview]:

@@ -154,8 +154,13 @@ class Index:
         read_only: bool,
         settings: FileSettings,
     ) -> None:
-        lock_seconds = settings.bounds.lock_seconds
-        self.database = Database(path, _SCHEMA, read_only=read_only, lock_seconds=lock_seconds)
+        self.database = Database(
+            path,
+            _SCHEMA,
+            read_only=read_only,
+            lock_seconds=settings.bounds.lock_seconds,
+            mode=directory.file_mode,
+        )
         self.directory = directory
         self.known = known
         self._observer = observer

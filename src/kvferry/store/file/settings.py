@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 DirectIO = Literal["auto", "off"]
+Mode = Literal["0700", "0770"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class FileSettings:
 
     Attributes:
         create: whether to make the directory a store if it is absent or empty.
+        mode: mode of what the store makes in its directory, whatever the umask: "0700" for this
+            user alone; "0770" for its group, too, which then is trusted (files have 0660).
         direct_io: "auto" uses direct I/O to read what is not in the page cache; "off" never does.
         index: whether to know what is stored. Without that, `contains` finds nothing.
         index_file: path of the index database. The default is in the directory itself; for a
@@ -62,6 +65,7 @@ class FileSettings:
     """
 
     create: bool = True
+    mode: Mode = "0700"
     direct_io: DirectIO = "auto"
     index: bool = True
     index_file: Path | None = None

@@ -103,7 +103,9 @@ class FileStore(Catalogue):
             ConfigError: `root` cannot be used.
             StoreError: the medium does not answer now.
         """
-        self.directory = open_root(root, create=settings.create and not read_only)
+        self.directory = open_root(
+            root, create=settings.create and not read_only, mode=int(settings.mode, 8)
+        )
         self.url = str(StoreUrl(scheme="file", path=self.directory.root))
         self._max_bytes = NO_QUOTA if max_bytes is None else max_bytes
         self._settings = settings
@@ -137,7 +139,8 @@ class FileStore(Catalogue):
                 raise
 
     def _warn(self, *, is_forced: bool) -> None:
-        if untrusted := why_untrusted(self.directory.root):
+        shares_group = self._settings.mode == "0770"
+        if untrusted := why_untrusted(self.directory.root, shares_group=shares_group):
             logger.warning("store %s %s: other users can change it", self.url, untrusted)
         if is_forced:
             logger.warning("store %s cannot be written: it is opened read-only", self.url)

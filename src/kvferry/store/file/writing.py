@@ -63,7 +63,8 @@ class Writing:
         start = f"{folder}/{self.key.hex()}.{machine_of(folder)}."
         for _ in range(_MAX_TRIES):
             self.path = f"{start}{secrets.token_hex(12)}"
-            self._fd = open_at(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._fd = open_at(self.path, flags, self._directory.file_mode)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_ours = os.fstat(self._fd).st_nlink > 0
