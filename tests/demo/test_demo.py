@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.cli.demo import verdict
+from kvferry.cli.demo import _COLUMNS, _facts, verdict
 from kvferry.cli.main import main
+from kvferry.cli.output import emit, make_table
 from kvferry.demo.child import DemoProcess
 from kvferry.demo.model import prepare_model
 from kvferry.demo.run import (
@@ -142,6 +143,15 @@ def test_the_summary_takes_medians_and_the_worst():
     assert (*seconds, result.speedup) == (3.0, 0.375, 8.0)
     assert result.max_abs_logit_diff == pytest.approx(3e-4, rel=1e-2)
     assert result.faults() == []
+
+
+def test_the_table_fits_80_columns_and_breaks_no_word(capsys):
+    _, rows = _facts(_result(logits=(1.0, 2.0 + 3e-4)))
+    large = {"prompt_tokens": "3106", "hit_tokens": "2944", "cold_ttft_s": "123.45 s"}
+    emit(None, None, make_table(_COLUMNS, [{**row, **large} for row in rows]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 2 + len(rows)  # the heading has two lines, each row one
 
 
 @pytest.mark.parametrize(

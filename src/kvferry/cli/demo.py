@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kvferry.demo.run import Comparison, DemoOptions, DemoResult
 
 _COLUMNS = {
-    "from the\nstore": "phase", "question": "question", "prompt\ntokens": "prompt_tokens",
+    "read in a": "phase", "of": "number", "prompt\ntokens": "prompt_tokens",
     "hit\ntokens": "hit_tokens", "cold\nTTFT": "cold_ttft_s", "\nTTFT": "ttft_s",
     "times\nfaster": "speedup", "max\n|Δlogit|": "max_abs_logit_diff",
     "same\nanswer": "tokens_equal",
 }  # fmt: skip
-_SHOWN = {"warm": "in a new process", "corrupted": "one byte flipped"}
+_SHOWN = {"warm": "new process", "corrupted": "byte flipped"}
 
 
 def demo(
@@ -64,7 +64,8 @@ def demo(
     value, rows = _facts(result)
     title = f"{result.model}, float32: computed once, read back by other processes"
     table = make_table(_COLUMNS, rows, title=title)
-    emit(value, json, table, verdict(result), f"Store: kvferry ls {result.store}")
+    asked = [f"{number}: {each.question}" for number, each in enumerate(result.warm, 1)]
+    emit(value, json, table, "", *asked, "", verdict(result), f"Store: kvferry ls {result.store}")
     if result.faults():
         raise typer.Exit(Exit.NO)
 
@@ -89,8 +90,8 @@ def _run(options: DemoOptions, console: Console) -> DemoResult:
 def _facts(result: DemoResult) -> tuple[JsonRow, list[JsonRow]]:
     """Return the result for programs, and the rows of the table: one for each run, and one with the
     medians over the warm runs and the worst of all runs."""
-    runs = [_run_facts("warm", run) for run in result.warm]
-    runs.append(_run_facts("corrupted", result.corrupted))
+    runs = [_run_facts("warm", run, number) for number, run in enumerate(result.warm, 1)]
+    runs.append(_run_facts("corrupted", result.corrupted, 1))
     whole: JsonRow = {
         "model": result.model,
         "prompts": len(result.warm),
@@ -103,14 +104,15 @@ def _facts(result: DemoResult) -> tuple[JsonRow, list[JsonRow]]:
         "tokens_equal": result.tokens_equal,
         "quarantined": result.quarantined,
     }
-    named: JsonRow = {"phase": "median, worst", "question": f"{len(result.warm)} questions"}
+    named: JsonRow = {"phase": "median, worst", "number": "all"}
     summary = {**whole, **named, "ttft_s": result.warm_ttft_seconds}
     return {**whole, "runs": list(runs)}, [_row(each) for each in [*runs, summary]]
 
 
-def _run_facts(phase: str, run: Comparison) -> JsonRow:
+def _run_facts(phase: str, run: Comparison, number: int) -> JsonRow:
     return {
         "phase": phase,
+        "number": str(number),
         "question": run.question,
         "prompt_tokens": run.reused.prompt_tokens,
         "hit_tokens": run.reused.hit_tokens,
