@@ -11,7 +11,9 @@ import torch
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.errors import ConfigError
+from kvferry.journal import read_journal
 from kvferry.observe import Counters
+from kvferry.readings import read_days
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
@@ -261,3 +263,28 @@ def test_another_process_reads_batches_and_beams(model_dir, load_model, store_ur
         command, cwd=root, capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout.splitlines() == ["(80, 0) (80, 0)"] * len(paths)
+
+
+def test_the_journal_has_a_line_for_each_row(model_dir, load_model, store_url, tmp_path):
+    """Its tokens add up: each of a row was loaded from a tier, or missed for a reason."""
+    model, rows, record = load_model(model_dir("llama")), batch(90, 53, 37), tmp_path / "journal"
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, record=str(record)) as kv:
+        for _ in range(2):
+            loaded(kv, rows.input_ids, rows.attention_mask)
+        kv.generate(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False,
+                    max_new_tokens=1)  # fmt: skip
+    lines = read_journal(record, None, 100)
+    assert [line.num_tokens for line in lines] == 2 * [90, 53, 37]
+    for line in lines:
+        assert sum(line.hits.values()) + sum(line.misses.values()) == line.num_tokens
+        assert len(line.keys) == line.num_tokens // CHUNK
+    assert [line.misses for line in lines[:3]] == [
+        {"absent": 80, "partial": 10}, {"absent": 48, "partial": 5}, {"absent": 32, "partial": 5}
+    ]  # fmt: skip
+    assert [line.hits for line in lines[3:]] == [{"file": 80}, {"file": 43}, {"file": 27}]
+    assert [line.compute_rate > 0 for line in lines] == 3 * [False] + 3 * [True]
+    [day] = read_days(record)
+    assert (day.num_requests, day.loaded, day.untimed) == (6, 150, 0)
+    assert day.seconds > 0
+    with pytest.raises(ConfigError, match="cannot record requests in"):
+        StoredKV(model, store_url, record=str(tmp_path / "none" / "journal"))

@@ -42,10 +42,13 @@ class StoredKVConfig(ChunkOptions):
     Attributes:
         save_timeout_seconds: after this, a call starts no more writes and returns.
         io_threads: threads for reads, and half as many for writes.
+        record: file to which a line for each row of a call is appended, with its keys and its
+            answer; None: none.
     """
 
     save_timeout_seconds: float = 60.0
     io_threads: int = 2
+    record: str | None = None
 
 
 class Prompt(NamedTuple):

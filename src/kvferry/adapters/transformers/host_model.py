@@ -209,6 +209,11 @@ class HostModel:
         samples values of a few parameters, different ones each time."""
         return self._look() == self._fingerprint and self._samples_agree()
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether a forward has ended when it returns, so that its time can be told."""
+        return bool(self._model.device.type == "cpu")
+
     def compute(
         self, input_ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None
     ) -> None:

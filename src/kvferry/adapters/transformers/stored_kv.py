@@ -22,11 +22,13 @@ from kvferry.adapters.transformers.arguments import (
 )
 from kvferry.adapters.transformers.audit import Auditor
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm, form_of
+from kvferry.adapters.transformers.call_journal import CallJournal
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.prefill import Computed, TreePrefill
 from kvferry.adapters.transformers.proof import NUM_CHUNKS, ensure_proven
 from kvferry.adapters.transformers.states import StateRecords
 from kvferry.config import build_config
+from kvferry.contract.messages import LookupMiss
 from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys
@@ -118,6 +120,8 @@ class StoredKV:
         self._schema = self._form.rows.schema
         self._store = self._opened(store)
         try:
+            chunk_tokens = self._schema.chunk_tokens
+            self._journal = CallJournal(self._config.record, self._store, chunk_tokens)
             self._prefill = self._proven_prefill()
         except BaseException:
             if self._store is not store:
@@ -263,6 +267,7 @@ class StoredKV:
         rows = [_Row(each, self._keys(each)) for each in prompts.each()] if serves else []
         limit = max(limit, 0)
         cache, first = self._loaded(rows, limit)
+        started = time.perf_counter()
         if self._prefill is not None:
             if limit < len(prompts.rows[0]) - 1:
                 limit = limit // self._schema.chunk_tokens * self._schema.chunk_tokens
@@ -275,6 +280,9 @@ class StoredKV:
             if first < limit:
                 input_ids = torch.tensor(prompts.rows)[:, first:limit]
                 self._model.compute(input_ids, cache, prompts.mask[:, :limit])
+        if self._model.is_timed:
+            num_computed = len(prompts.rows) * (limit - first)
+            self._journal.computed(num_computed, time.perf_counter() - started)
         return computed, [] if self._auditor.has_failed else rows
 
     # ---- loading
@@ -295,6 +303,9 @@ class StoredKV:
             if not self._auditor.agrees(keys, stored.rows[longest].images, prompt.token_ids):
                 hits = []
         self._observer.count("requests_missed", len(rows) - len(hits))
+        missed = LookupMiss.DEADLINE if time.monotonic() >= deadline else LookupMiss.ABSENT
+        missed = LookupMiss.OTHER_MODEL if self._auditor.has_failed else missed
+        self._journal.add(rows, stored.num_tokens if hits else 0, limit, missed)
         if not hits:
             return self._form.cache_of([], 0), 0
         cache = self._form.cache_of(stored.rows, stored.num_tokens, stored.state)
@@ -426,6 +437,7 @@ class StoredKV:
             self._records.close(CLOSE_SECONDS)
             if self._states is not None:
                 self._states.close(CLOSE_SECONDS)
+            self._journal.close()
         finally:
             self._store.close()
 
