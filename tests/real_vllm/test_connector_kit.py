@@ -10,6 +10,7 @@ from kvferry.testing.connector.rules import Rule
 from kvferry.testing.connector.runner import CaseOutcome, Limits, Runner, Target
 from kvferry.testing.connector.suite import ConnectorTests
 from tests.real_vllm.host import RELEASE
+from tests.testing.public_bugs import OPTIONS
 
 pytestmark = pytest.mark.skipif(RELEASE != (0, 32), reason="the kit's host is that of vLLM 0.32")
 
@@ -49,6 +50,10 @@ DEFECTS = {
     "saves are skipped in full graphs": "full-graphs",
     "a reset forgets nothing": "reset",
     "each hit is logged": "quiet",
+    "weights that replace others at the same path are not in the key": "weights-in-place",
+    "a configuration that replaces another is not in the key": "rope-in-place",
+    "a prompt that loses its blocks half-way is not stored": "preempted-in-chunks",
+    "a folder may hold what another salt stored": "same-end",
 }
 
 
@@ -61,7 +66,24 @@ OURS = {
 class TestOurs(ConnectorTests):
     connector = "kvferry.adapters.vllm:KVFerryConnector"
     options = OURS
-    limits = Limits(part=300.0, patience=20.0)
+    limits = Limits(part=300.0, patience=14.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "broken", "verdict"),
+    [
+        ("AppendsBlocksOfHalfAPrompt", "preempted", "preempted-in-chunks", "wrong"),
+        # The host of `kvferry.v1` asks no third time.
+        ("AnswersAHitAgainAfterAFailure", "reuse", "gone-after-promise", "hangs"),
+    ],
+)
+def test_bugs_of_public_connectors_are_found_over_vllms_scheduler(name, kept, broken, verdict):
+    target = Target("tests.testing.public_bugs", name, OPTIONS)
+    with Runner(target, limits=Limits(part=300.0, patience=14.0, steps=1_500)) as runner:
+        rule = {rule.name: rule for rule in RULES}
+        assert runner.run_case(rule[kept]).verdict == "right"
+        assert runner.run_case(rule[broken]).verdict == verdict
+        assert runner.host.startswith("vLLM 0.32")
 
 
 @pytest.mark.timeout(900)

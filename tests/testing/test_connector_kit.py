@@ -41,7 +41,7 @@ class TestPlain(ConnectorTests):
 
     connector = "tests.testing.plain:Plain"
     options = public_bugs.OPTIONS
-    limits = Limits(part=300.0, patience=2.0)
+    limits = Limits(part=300.0, patience=1.0)
 
 
 def run_seeded(name: str, case: str, limits: Limits):
