@@ -367,6 +367,7 @@ class TestOtherPools:
         assert asked(PoolTransfer(PoolName.MAMBA, None, ["x"], trailing)) == (3, [1, 3])
         assert asked(PoolTransfer(PoolName.MAMBA, None, ["x"] * 2, trailing)) == (1, [1])
         assert asked(PoolTransfer(PoolName.INDEXER)) == (0, [])
+        assert asked(PoolTransfer(PoolName.MAMBA, None, ["x"], "a later policy")) == (1, [1])
         groups = PoolTransfer(PoolName.INDEXER, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
         assert asked(groups) == (3, [1, 2, 3])
 

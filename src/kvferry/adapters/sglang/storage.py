@@ -180,9 +180,9 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never decides; a pool that is not reported has no verdict
             found = self._exist(_text(transfer.name), keys[:num_pages])
-            window = len(transfer.keys or ()) or 1
-            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                window = num_pages
+            window = num_pages  # also for a policy that is not known
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = len(transfer.keys or ()) or 1
             ends = {end for end in restorable if all(found[max(0, end - window) : end])}
             if ends:
                 hits[transfer.name] = max(ends)
