@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.real_vllm.harness import (
 )
 from tests.real_vllm.host import RELEASE, does
 from tests.real_vllm.test_cross_engine import as_answer, embedded
+from tests.tokenizers import save_tiny_tokenizer
 
 WINDOW = 150
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 4096}
@@ -214,9 +216,12 @@ def test_latent_attention_on_a_cpu_is_served_without_the_cache_and_with_one_warn
 def test_a_model_that_keeps_no_kv_is_served_and_one_line_says_so(
     tmp_path: Path, models: dict[str, Path], second: Process
 ) -> None:
-    embeds = {"runner": "pooling", "hf_overrides": {"is_causal": False}}
+    model = shutil.copytree(models["plain"], tmp_path / "model")
+    save_tiny_tokenizer(model)
+    embeds: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_causal": False}}
+    embeds["skip_tokenizer_init"] = False  # which vLLM has no embedders without
     before = len(second.log.read_text(errors="replace"))
-    second.start(models["plain"], kvferry(tmp_path / "store"), **embeds)
+    second.start(model, kvferry(tmp_path / "store"), **embeds)
     second.call("stop", 30)
     log = second.log.read_text(errors="replace")[before:]
     assert log.count("kvferry is off for this model: it keeps no KV") == 1
