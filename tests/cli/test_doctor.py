@@ -32,6 +32,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.url import open_one
+from kvferry.types import ChunkKey
 from tests.adapters.transformers.generating import prompt, reuse
 from tests.cli.test_explain import put_prompt, put_row, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
@@ -690,6 +691,49 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
     assert "put_gb_per_second" not in report.facts
     with open_one(url) as store:
         assert list(store.scan()) == []
+
+
+@pytest.mark.parametrize(
+    ("opened", "kept", "wrong"),
+    [
+        (["?max_bytes=1GiB"], 1 << 30, []),
+        (["?max_bytes=1GiB", "?max_bytes=2GiB"], 2 << 30, []),
+        (["?max_bytes=1GiB", ""], None, [Fault.NO_QUOTA]),
+        ([""], None, [Fault.NO_QUOTA]),
+    ],
+)
+def test_a_store_remembers_the_quota_of_its_last_engine(run, root, opened, kept, wrong):
+    plain = root.as_uri()
+    for options in opened:
+        open_one(f"{plain}{options}").close()
+    for _ in range(2):
+        assert faults(plain) == wrong
+        assert run("ls", plain, "--by", "namespace").code == 0
+        (facts,) = json.loads(run("doctor", plain, "--json", "-").out)["stores"]
+        assert facts["max_bytes"] == kept
+        with open_one(plain, Opening(index=False)):  # as `copy` and `warm` do
+            pass
+    shutil.rmtree(root)  # the quota comes back with the store, if its engine goes on
+    with FileStore(root, max_bytes=1 << 30, background=False) as store:
+        store.put(ChunkKey(bytes(32)), [b"value"])
+        for each in root.iterdir():
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        store.put(ChunkKey(bytes(32)), [b"value"])
+        assert store.directory.quota() == {"max_bytes": 1 << 30}
+
+
+def test_of_a_store_of_an_earlier_version_the_quota_is_not_known(run, root):
+    open_one(root.as_uri()).close()
+    marker = root / "kvferry.json"
+    marker.write_text('{"format": "kvferry-store", "version": 2}\n')
+    ran = run("doctor", root.as_uri(), "--json", "-")
+    assert ran.code == 0
+    (facts,) = json.loads(ran.out)["stores"]
+    assert facts["quota"] == "not known"
+    assert "max bytes" not in run("ls", root.as_uri(), "--by", "namespace").out
+    for wrong in (-1, 0, True, "1GiB", [1]):
+        marker.write_text(json.dumps({"format": "kvferry-store", "version": 2, "max_bytes": wrong}))
+        assert run("doctor", root.as_uri()).code == 0
 
 
 def test_every_finding_is_in_the_docs_as_in_the_code():

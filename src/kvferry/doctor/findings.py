@@ -83,7 +83,8 @@ class Fault(Enum):
     NO_MAXMEMORY = (_W, "it has no maxmemory: it grows until its machine's memory is full", _EVICT)
     EVICTS_NOTHING = (_W, "its maxmemory-policy evicts no records, as none expires: once full, it "
                       "refuses all", _EVICT)
-    NO_QUOTA = (_W, "its URL has no quota: it grows until the disk ({free} free) is full",
+    NO_QUOTA = (_W, "the engine that used it last has no quota: it grows until the disk ({free} "
+                "free) is full",
                 "add ?max_bytes=200GiB or what the disk can spare")
     QUOTA_ABOVE_DISK = (_W, "its quota ({quota}) does not fit: {used} are used, and the disk has "
                         "{free} free", "set max_bytes to at most {most}, or make room")

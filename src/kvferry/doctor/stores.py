@@ -56,6 +56,8 @@ _DELIBERATE = frozenset({"tenant", "weights_version"})
 _OF_PEERS = "another model, configuration or tenant is served here"
 """What a peer says to a reader that names no namespace: it answers, and the key is right."""
 
+_UNKNOWN = "not known"
+
 _PREFIX = "kvferry-doctor-"
 """Start of the names of this check's records on a server."""
 
@@ -167,8 +169,8 @@ def _check_open(
     report.step = "listing its records"
     _check_records(store, report)
     _check_namespaces(store, model, report)
-    quota = getattr(read_options(parsed), "max_bytes", None)
-    if model is not None and quota is not None:
+    quota = report.facts.get("max_bytes")
+    if model is not None and isinstance(quota, int):
         _check_quota(quota, model, report)
 
 
@@ -211,28 +213,30 @@ def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) ->
     report.facts["shared_by_machines"] = not is_of_one_machine(root)
     found, facts = os.statvfs(root), store.facts()
     report.facts |= {name: facts[name] for name in ("used_bytes", "quarantined") if name in facts}
-    quota = getattr(options, "max_bytes", None)
-    report.facts["max_bytes"] = quota
+    # A store of an earlier version does not know the quota of its engines.
+    quota = getattr(options, "max_bytes", None) or facts.get("max_bytes", _UNKNOWN)
+    report.facts["max_bytes" if quota != _UNKNOWN else "quota"] = quota
     used, free = int(facts.get("used_bytes") or 0), found.f_bavail * found.f_frsize
     check_room(report, quota, used, free, found.f_favail if found.f_files else None)
     if facts.get("quarantined"):
         report.add(Fault.QUARANTINE, num=facts["quarantined"])
     if getattr(options, "read_only", False):
         return 0
-    return free if quota is None else min(free, quota - used)
+    return min(free, quota - used) if isinstance(quota, int) else free
 
 
 def check_room(
-    report: StoreReport, quota: int | None, used: int, free: int, free_files: int | None
+    report: StoreReport, quota: int | str | None, used: int, free: int, free_files: int | None
 ) -> None:
-    """Check that a directory has room to grow. `free_files` is None if there is no limit."""
+    """Check that a directory has room to grow. `quota` is a text if it is not known, and
+    `free_files` is None if there is no limit."""
     report.facts |= {"free_bytes": free, "free_files": free_files}
-    sizes = {"used": used, "free": free, "most": used + free, "quota": quota or 0}
+    sizes = {"used": used, "free": free, "most": used + free}
     texts = {name: format_size(size) for name, size in sizes.items()}
     if quota is None:
         report.add(Fault.NO_QUOTA, **texts)
-    elif quota - used > free:
-        report.add(Fault.QUOTA_ABOVE_DISK, **texts)
+    elif isinstance(quota, int) and quota - used > free:
+        report.add(Fault.QUOTA_ABOVE_DISK, **texts, quota=format_size(quota))
     if free_files is not None and free_files < MIN_FREE_FILES:
         report.add(Fault.FEW_FILES, free=free_files)
 

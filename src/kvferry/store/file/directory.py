@@ -1,6 +1,7 @@
 """The directory tree of a store: where files stand, and how a directory becomes a store.
 
-    kvferry.json                              format marker; another version is refused
+    kvferry.json                              format marker, and the quota of the last engine;
+                                              another version is refused
     records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
     writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and mount
     quarantine/                               values that failed verification
@@ -26,7 +27,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +41,9 @@ from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
 STORE_FORMAT_VERSION = 2
+_FORMAT = "kvferry-store"
 MARKER = "kvferry.json"
+_QUOTA = "max_bytes"
 NUM_SHARDS = 32
 """Number of shards: directories of records, 00 to 1f, named by the first five bits of the key."""
 
@@ -295,6 +298,20 @@ class Directory:
         if not is_there:
             self.write_text(name, text, *within)
 
+    def keep_quota(self, max_bytes: int | None) -> None:
+        """Note in the marker the quota of an engine, or that it has none."""
+        marker = _marker({_QUOTA: max_bytes})
+        self.keep_text(MARKER, marker, is_there=marker == self.read_text(MARKER))
+
+    def quota(self) -> dict[str, int | None]:
+        """Return the quota of the engine that opened the store last, None if it had none, as
+        `max_bytes`; nothing if it is not known, as in a store of an earlier version."""
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            max_bytes = json.loads(self.read_text(MARKER) or "")[_QUOTA]
+            if max_bytes is None or (type(max_bytes) is int and max_bytes > 0):
+                return {_QUOTA: max_bytes}
+        return {}
+
     def restore_texts(self) -> None:
         """Write again what `keep_text` keeps and people removed."""
         for (*within, name), text in tuple(self._kept_texts.items()):
@@ -399,9 +416,8 @@ def open_root(root: Path, *, create: bool, mode: int = 0o700) -> Directory:
                     f"{directory.root} is not a kvferry store: it has no {MARKER}; check the path, "
                     "or let the first writer create the store"
                 )
-        # All writers write the same bytes, so it does not matter who replaces whose file.
-        marker = json.dumps({"format": "kvferry-store", "version": STORE_FORMAT_VERSION}) + "\n"
-        directory.keep_text(MARKER, marker, is_there=is_store or not create)
+        # Writers differ in the quota only, so it does not matter who replaces whose file.
+        directory.keep_text(MARKER, _marker({}), is_there=is_store or not create)
         if not is_store and create:
             directory.made("records")
     except FileNotFoundError as error:
@@ -423,6 +439,10 @@ def open_root(root: Path, *, create: bool, mode: int = 0o700) -> Directory:
     return directory
 
 
+def _marker(facts: Mapping[str, int | None]) -> str:
+    return json.dumps({"format": _FORMAT, "version": STORE_FORMAT_VERSION, **facts}) + "\n"
+
+
 def _read_marker(directory: Directory) -> bool:
     """Whether the directory has the marker of this version; another raises StorePlaceError."""
     text = directory.read_text(MARKER)
@@ -431,7 +451,7 @@ def _read_marker(directory: Directory) -> bool:
         return False
     try:
         marker = json.loads(text)
-        version = marker["version"] if marker["format"] == "kvferry-store" else None
+        version = marker["version"] if marker["format"] == _FORMAT else None
     except (ValueError, KeyError, TypeError, RecursionError):
         version = None
     if type(version) is not int or version < 1:

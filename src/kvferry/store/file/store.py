@@ -115,6 +115,7 @@ class FileStore(Catalogue):
         self._known = KnownKeys(tracks_keys=settings.index)
         self.is_read_only = read_only or not os.access(self.directory.root, os.W_OK)
         self._warn(is_forced=self.is_read_only and not read_only)
+        self._keep_quota(max_bytes)
         file = settings.index_file
         machines_share = file is not None or not is_of_one_machine(self.directory.root)
         try:
@@ -137,6 +138,13 @@ class FileStore(Catalogue):
             except BaseException:  # also for a Ctrl-C: no caller could end the thread
                 self.close()
                 raise
+
+    def _keep_quota(self, max_bytes: int | None) -> None:
+        """Note the quota of an engine. A command gives no quota, or asks for no keys."""
+        is_of_engine = self._settings.create and (max_bytes or self._settings.index)
+        if is_of_engine and not self.is_read_only:
+            with suppress(StoreError), self._faults.guard("open"):
+                self.directory.keep_quota(max_bytes)
 
     def _warn(self, *, is_forced: bool) -> None:
         shares_group = self._settings.mode == "0770"
@@ -353,6 +361,9 @@ class FileStore(Catalogue):
         counts = self.stat()._asdict()
         del counts["url"]
         with self._faults.guard("list", "cannot be listed", is_logged=False):
+            if counts["max_bytes"] is None:  # a command may not give that of the engines
+                del counts["max_bytes"]
+                counts |= self.directory.quota()
             files = self.directory.list_files("quarantine").values()
         sizes = [file.num_bytes for file in files]
         return {**counts, "quarantined": len(sizes), "quarantined_bytes": sum(sizes)}
