@@ -372,7 +372,7 @@ def test_files_that_no_host_reads_make_no_other_model_and_are_named(
     assert found["about"]["weights"].startswith("model.safetensors (by its content")
     assert found["about"]["not_counted"] == (
         "consolidated.safetensors, pytorch_model.bin; vLLM and SGLang count "
-        "consolidated.safetensors, pytorch_model.bin"
+        "consolidated.safetensors"
     )
     assert [each["read_by_model"] for each in found["stores"][0]["namespaces"]] == [True]
     (both / "model.safetensors").write_bytes(

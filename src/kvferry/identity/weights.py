@@ -270,8 +270,6 @@ def _not_loaded(model_dir: Path, names: set[str], loads: Loads) -> set[str]:
         return set()
     if loads is Loads.BY_NAME:
         return names - ({_WHOLE} if _WHOLE in names else {_INDEX, *shards})
-    if any(name.startswith("consolidated") for name in names):
-        return set()  # which vLLM prefers, in some releases
     left_out = {name for name in names if _BESIDE.fullmatch(name)}
     if shards:  # without an index, all files in safetensors are read
         left_out |= {"adapter_model.safetensors"} & (names - shards)
