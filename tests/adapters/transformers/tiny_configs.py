@@ -10,7 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -19,6 +23,7 @@ NOT_BUILT = {
     "gemma3n": "its vision part needs the library timm",
     "gemma4_assistant": "it drafts from the KV of another model and has none of its own",
     "gemma4_unified_assistant": "it drafts from the KV of another model and has none of its own",
+    "marian": "all prompts have nearly the same answer in its tiny model",
     "musicgen": "Transformers' AutoModelForCausalLM cannot load it",
     "musicgen_melody": "Transformers' AutoModelForCausalLM cannot load it",
 }
@@ -173,6 +178,48 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
+
+
+_VISION = {
+    **dict.fromkeys(("out_hidden_size", "projection_dim"), 64),
+    **dict.fromkeys(("image_size", "window_size"), 32),
+    "depth": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "in_channels": 3,
+}
+
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**_SLIDING, "model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 56},
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 3, 3],
+            }
+        },
+        "vision_config": _VISION,
+    },
+    "qwen3_vl": {"vision_config": _VISION},
+    "qwen3_5": {"text_config": _LINEAR, "vision_config": _VISION},
+}
+"""What classes that take images and text need, in place of `CHANGES`."""
+
+
+def build_with_images(model_type: str) -> Any:
+    """Build a tiny model that takes images and text."""
+    config = CONFIG_MAPPING[model_type](
+        **_values(CONFIG_MAPPING[model_type], WITH_IMAGES[model_type])
+    )
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(config)
 
 
 def tiny_config(model_type: str) -> Any:

@@ -95,7 +95,10 @@ def read_call(
     input_ids = rest.get("input_ids") if inputs is None else inputs
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
         return "it has no input_ids of the shape [rows, tokens]"
-    others = {name for name, value in rest.items() if value is not None} - _OF_NO_KV
+    others = {
+        name for name, value in rest.items() if value is not None and not _is_text(name, value)
+    }
+    others -= _OF_NO_KV
     asked = [name for name in _NOT_SERVED if getattr(config, name, None)]
     if config.use_cache is False:
         asked.append("use_cache=False")
@@ -107,6 +110,12 @@ def read_call(
     rows = read_rows(input_ids, model.vocab_size)
     mask = read_mask(rest.get("attention_mask"), rows, config)
     return Prompts(rows, mask, max(config.num_beams or 1, config.num_return_sequences or 1))
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """Whether an argument only says that all tokens are text, as processors of models with images
+    do."""
+    return name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not value.any()
 
 
 def read_rows(given: Any, vocab_size: int) -> list[list[int]]:

@@ -52,6 +52,10 @@ _ALIGNED_TOKENS = 64
 """Recurrent layers compute blocks of so many tokens: pieces of other sizes round otherwise."""
 
 
+class NoRowsError(ConfigError):
+    """A cache of states alone."""
+
+
 class ModelRun(Protocol):
     """What learning needs of a model."""
 
@@ -223,7 +227,9 @@ class CacheTree:
         tree._find_laws(seen, _snapshot(pair), _aliases(cache))
         tree._refuse_later_tokens(model, ids)
         if not tree.rows:
-            raise ConfigError("no leaf of its cache grows by token, so that generate() cannot see")
+            raise NoRowsError(
+                "no leaf of its cache grows by token, so generate() cannot see where to go on"
+            )
         return tree
 
     # ---- learning

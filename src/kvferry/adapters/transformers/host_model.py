@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.cache_tree import CacheTree
+from kvferry.adapters.transformers.cache_tree import CacheTree, NoRowsError
 from kvferry.adapters.transformers.identity import (
     called_functions,
     deviations,
@@ -43,7 +43,9 @@ from kvferry.errors import ConfigError
 from kvferry.identity import Loads, identify, length_dependent_rope
 from kvferry.types import KVGroup
 
-UNRUNNABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+UNRUNNABLE = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError),
+)
 """Errors of a model that cannot run in a way that it was not made for."""
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
@@ -94,7 +96,7 @@ class CacheLayer(NamedTuple):
         return None
 
 
-class _NotCausal(ConfigError):
+class _NotCausalError(ConfigError):
     """No form of cache can serve the model."""
 
 
@@ -131,6 +133,7 @@ class HostModel:
         self._hidden: tuple[tuple[Any, str, Any], ...] = ()
         self._is_settled = False
         self._empty_cache: tuple[Any] | None = None
+        self._records_states = False
         self._refuses_code = weights_version is None
         loads = Loads.ALL
         if weights_version is None:
@@ -151,7 +154,7 @@ class HostModel:
         try:
             self.plain = _plain_kv(self, directory, dtype)
             self.settle()
-        except _NotCausal:
+        except _NotCausalError:
             raise
         except ConfigError as error:
             self.why_not_plain = str(error)
@@ -281,7 +284,9 @@ class HostModel:
         a cache of its own."""
         if self._empty_cache is None:
             cache, _ = self.run(self.probe_ids(2, 9), None, 0)
-            self._empty_cache = (_recording(cache, self._model.config),)
+            self._empty_cache = (
+                _recording(cache, self._model.config, with_states=self._records_states),
+            )
         self.reset_all()
         return copy.deepcopy(self._empty_cache[0])
 
@@ -293,7 +298,7 @@ class HostModel:
         """
         name = type(self._model).__name__
         try:
-            tree = CacheTree.learn(self, chunk_tokens)
+            tree = self._learnt(chunk_tokens)
         except ConfigError as error:  # it is a ValueError, too
             raise ConfigError(f"{name} cannot be served: {error}") from error
         except UNRUNNABLE as error:
@@ -306,6 +311,14 @@ class HostModel:
                     "Transformers' own code; pass a weights_version that names the code, too"
                 )
         return tree
+
+    def _learnt(self, chunk_tokens: int | None) -> CacheTree:
+        try:
+            return CacheTree.learn(self, chunk_tokens)
+        except NoRowsError:
+            # All attention may be in windows beside states: keep their tokens, too.
+            self._records_states, self._empty_cache = True, None
+            return CacheTree.learn(self, chunk_tokens)
 
     def reset_all(self) -> None:
         """As `reset`, while the hidden state is not known yet."""
@@ -361,20 +374,22 @@ class HostModel:
         return True
 
 
-def _recording(cache: Any, config: Any) -> Any:
-    """Return an empty cache like `cache` whose windows keep all tokens; None if it has no windows,
-    or cannot be made from the config."""
-    from transformers.cache_utils import DynamicSlidingWindowLayer
+def _recording(cache: Any, config: Any, *, with_states: bool) -> Any:
+    """Return an empty cache like `cache` whose windows keep all tokens, also those in layers with
+    states if asked for; None if it has no windows, or cannot be made from the config."""
+    from transformers import cache_utils
 
-    layers = getattr(cache, "layers", ())
-    if not any(type(layer) is DynamicSlidingWindowLayer for layer in layers):
+    windows = [cache_utils.DynamicSlidingWindowLayer]
+    if with_states:
+        windows.append(cache_utils.LinearAttentionAndSlidingWindowAttentionLayer)
+    if not any(type(layer) in windows for layer in getattr(cache, "layers", ())):
         return None
     try:
         empty = type(cache)(config=config.get_text_config(decoder=True))
     except (TypeError, ValueError, AttributeError):
         return None
     for layer in empty.layers:
-        if type(layer) is DynamicSlidingWindowLayer:
+        if type(layer) in windows:
             layer.record_past = True  # as its `activate_past_recording` does
     return empty
 
@@ -437,7 +452,7 @@ def _probed_devices(
                 "config.json and dtype"
             )
         if _differ_before_last(layer, other[number]):
-            raise _NotCausal(
+            raise _NotCausalError(
                 f"{name} is not causal: KV of a token in layer {number} depends on later tokens, "
                 "so the KV of a prefix cannot be reused"
             )
