@@ -127,6 +127,19 @@ def test_an_engine_that_needs_every_token_neither_stores_nor_reads_rows(
     assert request.mm_features == []
 
 
+def test_rows_that_are_a_part_of_each_token_are_not_kept(tmp_path: Path, vllm_config: Any) -> None:
+    parts = kv_caches(attention())
+    parts.hisparse_host_num_blocks = 8
+    request = SimpleNamespace(lora_request=None, mm_features=[])  # found among the callers
+    for kv in (parts, None):
+        with scripted(vllm_config, tmp_path.as_uri(), kv_cache_config=kv) as one:
+            one.store(1, 2, 3, 4)
+            one.store(5, 6, 7, 8)
+        with scripted(vllm_config, tmp_path.as_uri(), kv_cache_config=kv) as one:
+            assert one.lookup(1)[0] is (LookupResult.MISS if kv else LookupResult.HIT)
+    assert request.mm_features == []
+
+
 @pytest.mark.parametrize("features", [[], [SimpleNamespace(modality="video")]])
 def test_rows_of_requests_with_pruned_items_are_not_kept(
     tmp_path: Path, vllm_config: Any, features: list[Any]

@@ -157,6 +157,14 @@ def needs_all_tokens(vllm_config: Any) -> str:  # noqa: ANN401 - the host's
     return ""
 
 
+def offloads_a_part(kv_cache_config: Any) -> str:  # noqa: ANN401 - the host's
+    """Say why vLLM's offloading moves only a part of each token's KV, if it does: a row that comes
+    back after a restart is then a hit without the rest."""
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is None:
+        return ""
+    return "HiSparse keeps KV in host memory of its own, and offloads its indexer alone"
+
+
 def prunes_items(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     """Whether this engine drops tokens of videos. It then knows the positions of the text behind
     one by its encoder alone, which does not run for tokens of a hit (seen with 0.32: other

@@ -41,6 +41,7 @@ from kvferry.adapters.vllm.host import (
     constructing,
     load_host,
     needs_all_tokens,
+    offloads_a_part,
     prunes_items,
 )
 from kvferry.adapters.vllm.metrics import PREFIX
@@ -135,7 +136,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         has_adapters = getattr(found[0], "lora_config", None) is not None
         self._keeps_adapters = not has_adapters or options.weights_version is not None
         self._keeps_items = not prunes_items(found[0])
-        self._is_off = needs_all_tokens(found[0])
+        self._is_off = needs_all_tokens(found[0]) or offloads_a_part(found[1])
         if self._is_off:
             logger.warning("kvferry: the tier neither stores nor reads: %s", self._is_off)
         return rows_namespace(
