@@ -50,11 +50,19 @@ class Holding:
         tenant = None if self.namespace is None else self.namespace.description.get("tenant")
         return tenant if isinstance(tenant, str) else ""
 
+    @property
+    def dtype(self) -> str | None:
+        """Of the model as it ran; None without a description that says so."""
+        config = None if self.namespace is None else self.namespace.description.get("config")
+        dtype = config.get("dtype") if isinstance(config, Mapping) else None
+        return dtype if isinstance(dtype, str) else None
+
     def row(self) -> dict[str, JsonValue]:
         """Return a row of a table of namespaces."""
         return {
             "namespace": self.digest.hex() or None,
             "model": self.title,
+            "dtype": self.dtype,
             "num_records": self.num_records,
             "num_bytes": self.num_bytes,
         }

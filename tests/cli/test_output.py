@@ -17,6 +17,7 @@ from kvferry.journal import JournalLine
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.store.url import open_store
 from kvferry.types import KVGroup
+from tests.cli.test_explain import put_prompt, space_of
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,40 @@ def test_a_journal_at_80_columns_breaks_no_id(run, tmp_path):
     assert {*shown} <= {*out.split()}
     assert "\n".join(out.split()).count("absent") >= 3  # no word is broken, either
     assert f" {shown[1]} " in run("explain", "--journal", journal, "--request", shown[1]).out
+
+
+def test_namespaces_of_several_dtypes_are_told_apart(run, tmp_path):
+    url = (tmp_path / "store").as_uri()
+    put_prompt(url, space_of())
+    assert "dtype" not in run("ls", url, "--by", "namespace").out
+    put_prompt(url, space_of(dtype="bfloat16"))
+    for command in (["ls", url, "--by", "namespace"], ["status", url], ["doctor", url]):
+        out = run(*command).out
+        words = [line.split() for line in out.splitlines()]
+        assert {"float32", "bfloat16"} <= {word for line in words for word in line}, command
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("verify {url}", "verifying"),
+        ("copy {url} {url}-2", "copying"),
+        ("rm {url} --everything --yes", "deleting"),
+        ("report {url} --html {page}", "reading records"),
+        ("doctor {url}", "looking at stores"),
+        ("explain {url} --model {model} --tokens {tokens}", "hashing the weights"),
+    ],
+)
+def test_what_may_take_long_shows_in_a_terminal_how_far_it_is(
+    make_store, run, monkeypatch, tmp_path, model_dir, tokens_file, command, says
+):
+    for name in ("piped", "shown"):
+        made = make_store(num_records=4, name=name)
+        given = {"url": made.url, "page": tmp_path / "page.html", "model": model_dir}
+        arguments = [each.format(**given, tokens=tokens_file) for each in command.split()]
+        if name == "shown":
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        assert (says in run(*arguments).err) == (name == "shown")
 
 
 COMMANDS = typer.main.get_command(build_app()).commands

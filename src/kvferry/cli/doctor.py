@@ -24,6 +24,7 @@ from kvferry.cli.output import (
     emit,
     make_fact_table,
     make_namespace_table,
+    progress,
     read_text,
     require_extra,
 )
@@ -73,7 +74,6 @@ def doctor(
     """
     from kvferry.cache.memory import machine_bytes
     from kvferry.doctor import machine
-    from kvferry.doctor.stores import run
     from kvferry.record.leaves import native_leaves
 
     findings = machine.check_checksums(native_leaves() is not None)
@@ -93,7 +93,7 @@ def doctor(
     if config is not None:
         pool = memory, config.memory_bytes, facts, config.step_tokens
         findings += checked("machine", partial(machine.check_pool, *pool))
-    reports = [run(url, _opened, facts, timeout) for url in dict.fromkeys(wanted)]
+    reports = _look_at_stores(wanted, facts, timeout)
     for report in reports:
         findings += report.findings
     about: JsonRow = {**machine.software(), "memory_bytes": memory}
@@ -117,6 +117,14 @@ def _right(findings: list[Finding], *, vllm: bool, has_config: bool) -> JsonRow:
     return right
 
 
+def _look_at_stores(urls: list[str], model: Model | None, timeout: float) -> list[StoreReport]:
+    from kvferry.doctor.stores import run
+
+    with progress() as bar:
+        each = bar.track(list(dict.fromkeys(urls)), description="looking at stores")
+        return [run(url, _opened, model, timeout) for url in each]
+
+
 def _look_at_vllm(
     model: Path | None,
     facts: Model | None,
@@ -129,7 +137,8 @@ def _look_at_vllm(
     # What matters of vLLM's warnings are findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):  # vLLM logs to stdout from its import on
+    with redirect_stdout(sys.stderr), progress() as bar:  # it logs to stdout from its import on
+        bar.add_task("importing vLLM", total=None)
         findings = checked("vllm", check_installed)
         if findings or model is None or facts is None:
             return findings, facts

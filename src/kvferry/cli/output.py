@@ -258,6 +258,8 @@ def make_namespace_table(
     shown = spaces[:_SHOWN_NAMESPACES]
     rows = [{**row, "namespace": row["namespace"] or "not known yet"} for row in shown]
     columns = {"namespace": "namespace", "records": "num_records", "size": "num_bytes"}
+    if len({row.get("dtype") for row in shown}) > 1:  # what an engine of another one left
+        columns["dtype"] = "dtype"
     return make_table({**columns, "model": "model", **(more or {})}, rows, title=title)
 
 
