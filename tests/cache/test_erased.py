@@ -93,3 +93,30 @@ def test_a_hit_that_was_promised_is_loaded_and_then_nobody_finds_it(host):
     host.finish(request)
     host.settle()
     assert held(host, ALICE) == 0
+
+
+def test_what_was_read_from_a_store_is_known_by_its_salt_too(host):
+    host.forget_memory()
+    for name, extra in (("alice reads", ALICE), ("bob reads", BOB)):
+        assert host.run(name, PROMPT, extra_keys=extra).num_external_tokens == 36
+    num_read = held(host, BOB)
+    assert held(host, ALICE) == num_read > 0
+    hear(host)
+    host.step([])
+    assert (held(host, ALICE), held(host, BOB)) == (0, num_read)
+
+
+def test_a_request_that_was_preempted_meanwhile_is_not_saved_either(host):
+    longer = [*PROMPT, *range(900, 940)]
+    request = host.add("long", longer, extra_keys=ALICE)
+    host.admit(request)
+    hear(host)
+    host.step([request], tokens=8)
+    host.preempt(request)
+    host.admit(request)
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    keys = ChunkKeys(host.scheduler.requests.namespace, CHUNK, ALICE)
+    keys.extend(longer)
+    assert not any(host.pool.find(key) for key in keys.keys[5:])

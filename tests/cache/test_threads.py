@@ -15,7 +15,9 @@ from tests.servers.process import LOCALHOST
 
 from .keeping import PROMPT
 
-OF_DIRECTORY = Counter({"kvferry-io": 4, "kvferry-seal": 1, "kvferry-store": 1})
+OF_DIRECTORY = Counter(
+    {"kvferry-io": 4, "kvferry-seal": 1, "kvferry-store": 1, "kvferry-erased": 1}
+)
 OF_OTHERS = Counter({"kvferry-probe": 6, "kvferry-journal": 1, "kvferry-serve": 1})
 
 

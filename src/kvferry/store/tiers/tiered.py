@@ -39,6 +39,9 @@ from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
 
+_WITHOUT_NOTICES = ("memory:", "peer:")
+"""Start of the URLs of stores that no command can be given."""
+
 _LEAVE_SECONDS = 1.0
 """How long a close waits for a thread that reads notices, because a mount may hang."""
 
@@ -95,7 +98,8 @@ class TieredStore(Catalogue):
             if tier.store is None and not thread.start():
                 thread.run_due()  # on this thread, as the process can start none
         self._wait_opened()
-        self._erasures.start()
+        if not all(store.url.startswith(_WITHOUT_NOTICES) for store in stores):
+            self._erasures.start()
         self.multi_process = all(
             tier.store is None or tier.store.multi_process for tier in self._tiers
         )
