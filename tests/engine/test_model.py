@@ -119,9 +119,10 @@ def test_a_missing_tensor_is_refused_and_not_made_up(model_dir, tmp_path):
 
 
 def test_without_transformers_the_line_to_install_it_is_given(model_dir, monkeypatch):
+    path = model_dir()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[transformers\]'"):
-        ModelConfig(model_dir(), EngineConfig())
+    with pytest.raises(ConfigError, match=r"pip install '\.\[transformers\]'"):
+        ModelConfig(path, EngineConfig())
 
 
 def test_dtype_follows_the_config_unless_set(tmp_path):

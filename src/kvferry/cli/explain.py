@@ -142,7 +142,10 @@ def _ask_tiers(
         try:
             return question(tiers, away)
         except ConfigError as error:
-            raise type(error)("; ".join([str(error), *away_lines(away)])) from error
+            if not away:
+                raise
+            # What was not found may be in a tier that is away, so this is no answer.
+            raise ConfigError("; ".join([str(error), *away_lines(away)])) from error
 
     if len(urls) == 1:
         scheme = parse_store_url(urls[0]).scheme

@@ -5,7 +5,7 @@ The threads are daemons. Those of `concurrent.futures` are not: they are joined 
 ends, so a read that hangs in a stalled file system would hang the shutdown.
 
 Threads end with their owner. A pool that is dropped ends its threads, since these do not refer to
-it. Objects whose end takes longer (stores, engines, `StoredKV`) have `end_when_dropped` end them.
+it. Objects whose end takes longer (stores, engines) have `end_when_dropped` end them.
 """
 
 from __future__ import annotations

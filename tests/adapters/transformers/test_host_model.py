@@ -277,7 +277,7 @@ def test_what_is_no_model_is_refused(store_url, given):
 
 def test_without_transformers_the_line_to_run_is_named(monkeypatch, store_url):
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[transformers\]'"):
         StoredKV(None, store_url)
 
 

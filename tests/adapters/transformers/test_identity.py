@@ -49,7 +49,8 @@ def assert_own_namespace(model, store_url, tokens, **options):
     assert reuse(model, store_url, tokens, **options).num_loaded == 0
     warm = reuse(model, store_url, tokens, **options)
     assert warm.num_loaded == (tokens.shape[1] - 1) // CHUNK * CHUNK
-    assert_same_as_cold(model, tokens, warm, within=0.02)
+    # In bfloat16, neighbours of a logit of 4 to 8 differ by 0.03.
+    assert_same_as_cold(model, tokens, warm, within=0.04)
 
 
 def assert_refused(model, store_url, match, **options):
