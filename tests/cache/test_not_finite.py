@@ -161,6 +161,20 @@ def test_what_older_releases_stored_of_it_goes_and_the_cache_goes_on(
     assert removed <= {"not_finite"}
 
 
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, [0]), (2, [1])], ids=str)
+def test_with_a_record_go_those_behind_it_though_their_values_are_finite(make, world_size, ranks):
+    with as_older_releases():
+        old = make(world_size)
+        spoil(old, ranks, math.inf)
+        run(old, "bad")
+        wait_for(lambda: (old.settle(0.5), all(stored(old)))[1])
+    host = make(world_size, audit="first")
+    assert host.run("first", PROMPT).num_external_tokens <= BAD * CHUNK
+    behind = set(keys_of(host)[BAD:])
+    store = host.parts[0].store.inner
+    wait_for(lambda: {each.key for each in store.removals(100)} == behind)
+
+
 @pytest.mark.parametrize("side", ["stored", "computed"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, [0]), (2, [1])], ids=str)
