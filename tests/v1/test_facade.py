@@ -740,7 +740,7 @@ def test_the_options_of_a_request_are_read_from_both_places():
     assert beside.view(asked).options == RequestOptions(store=False)
 
 
-@pytest.mark.parametrize("allowed", [*CLIENT_OPTIONS, None])
+@pytest.mark.parametrize("allowed", [*sorted(CLIENT_OPTIONS), None])
 def test_options_that_the_operator_forbids_have_no_effect(allowed, caplog):
     asked = RequestOptions(store=False, load=False, max_load_tokens=16, pin=60.0, explain=True)
     given = {"kvferry": msgspec.structs.asdict(asked)}
