@@ -121,6 +121,35 @@ def test_an_index_that_no_host_can_read_makes_nothing_certain(tmp_path):
         assert weight_files(model, loads).left_out == ()
 
 
+def test_an_index_of_files_elsewhere_hides_no_file_that_vllm_looks_for(tmp_path):
+    """It looks for files in safetensors in the directory itself; if there are none, for others."""
+    for number, named in enumerate(["sub/model.safetensors", "pytorch_model-00001-of-00002.bin"]):
+        model = write_files(tmp_path / str(number), [named, "pytorch_model-00002-of-00002.bin"])
+        (model / INDEX).write_text(json.dumps({"weight_map": {"x": named}}))
+        assert weight_files(model, Loads.BY_PATTERN).left_out == ()
+        (model / "some.safetensors").write_bytes(b"x")
+        assert weight_files(model, Loads.BY_PATTERN).left_out == (
+            "pytorch_model-00002-of-00002.bin",
+        )
+
+
+OF_FILES = {
+    "an adapter": ("adapter_config.json", "{}", False),
+    "a name": ("config.json", '{"transformers_weights": "other.safetensors"}', False),
+    "a name in a part": ("config.json", '{"text_config": {"transformers_weights": "o"}}', False),
+    "no JSON": ("config.json", "{", False),
+    "no name": ("config.json", '{"model_type": "llama"}', True),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "is_certain"), OF_FILES.values(), ids=OF_FILES)
+def test_transformers_reads_the_files_that_a_configuration_names(name, text, is_certain, tmp_path):
+    beside = ["adapter_model.safetensors", "other.safetensors"]
+    model = write_files(tmp_path / "m", [*ONE, *beside])
+    (model / name).write_text(text)
+    assert weight_files(model, Loads.BY_NAME).left_out == (tuple(beside) if is_certain else ())
+
+
 @pytest.mark.parametrize("loads", Loads)
 def test_what_is_loaded_counts_whatever_lies_beside_it(loads, tmp_path):
     model = write_files(tmp_path / "m", [*ONE, *BIN])

@@ -190,11 +190,10 @@ def _digests(
     return digests
 
 
-def weights_state(model_dir: Path) -> object:
-    """Return a value that differs after a weight file of `model_dir` is changed, added or removed.
-    Reads no weights. Raises ConfigError as `weights_digest`."""
-    files = weight_files(model_dir).counted
-    return {name: _identity(_stat(path)) for name, path in files.items()}
+def weights_state(model_dir: Path, *others: str) -> object:
+    """Return a value that differs after a weight file of `model_dir`, or one of `others` in it, is
+    changed, replaced, added or removed. Reads no weights. Raises as `weights_digest`."""
+    return {str(path): _identity(_stat(path)) for path in _files_and(model_dir, others)}
 
 
 def newest_change(model_dir: Path, *others: str) -> float:
@@ -269,11 +268,29 @@ def _not_loaded(model_dir: Path, names: set[str], loads: Loads) -> set[str]:
     if loads is Loads.ALL or not (shards or _WHOLE in names):
         return set()
     if loads is Loads.BY_NAME:
+        if _names_its_files(model_dir):
+            return set()
         return names - ({_WHOLE} if _WHOLE in names else {_INDEX, *shards})
+    if not any(name.endswith(".safetensors") and not name.startswith(".") for name in names):
+        return set()  # they are looked for in the directory itself, whatever an index names
     left_out = {name for name in names if _BESIDE.fullmatch(name)}
     if shards:  # without an index, all files in safetensors are read
         left_out |= {"adapter_model.safetensors"} & (names - shards)
     return left_out
+
+
+def _names_its_files(model_dir: Path) -> bool:
+    """Whether Transformers may read other files than those of the usual names: such as the
+    configuration names, or an adapter's, too."""
+    if (model_dir / "adapter_config.json").exists():
+        return True
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, RecursionError):
+        return True
+    return '"transformers_weights":' in json.dumps(config)
 
 
 def basis_of(path: Path) -> str:

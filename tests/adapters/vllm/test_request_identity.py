@@ -249,6 +249,23 @@ def test_a_look_at_files_whose_times_show_changes_reads_none(
     assert len(reads) == (1 if shows else 3)
 
 
+@pytest.mark.parametrize("replaced", ["of the adapter", "above it"])
+def test_files_that_come_in_the_place_of_others_are_others(replaced, tmp_path, clock):
+    """Also if they are as old: what replaces a directory above them leaves their times alone."""
+    for number, group in enumerate(["now", "next"]):
+        (tmp_path / group).mkdir()
+        write_adapter(tmp_path / group / "x", float(number))
+    identities = LoraIdentities(clock)
+    lora = Lora(tmp_path / "now" / "x")
+    assert len(settled(identities, lora)) == 129
+    inner = "x" if replaced == "of the adapter" else "."
+    (tmp_path / "now" / inner).rename(tmp_path / "old")
+    (tmp_path / "next" / inner).rename(tmp_path / "now" / inner)
+    clock.advance(RECHECK_SECONDS)
+    assert "changed on disk" in settled(identities, lora)
+    identities.close()
+
+
 def test_files_that_cannot_be_read_now_may_be_later(adapter, identities, clock, caplog):
     (adapter / "model.safetensors").rename(adapter.parent / "kept")
     for _ in range(2):

@@ -13,12 +13,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from kvferry.adapters.vllm.host import prunes_items
-from kvferry.identity import adapter_digest, is_in_snapshot, newest_change, shows_its_changes
+from kvferry.identity import (
+    adapter_digest,
+    is_in_snapshot,
+    newest_change,
+    shows_its_changes,
+    weights_state,
+)
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.v1.host import UnknownAdapterError, UnreadAdapterError
 
@@ -66,25 +72,33 @@ class LoraIdentities:
             raise UnknownAdapterError(adapter.refused)
         if adapter.job is None and self._clock() >= adapter.next_check:
             self._pool = self._pool or IOPool(_NUM_THREADS, "kvferry-lora")
-            look = partial(_look_at, Path(adapter.path), self._started_at, adapter.digest)
+            look = partial(_look_at, Path(adapter.path), self._started_at, adapter.seen)
             # Adapters that were never read leave threads to those that are looked at again.
-            adapter.job = self._pool.submit(lambda _job: look(), can_wait=not adapter.digest)
+            adapter.job = self._pool.submit(lambda _job: look(), can_wait=adapter.seen is None)
         if adapter.job is not None:  # also while they are looked at again: files may differ
             raise UnreadAdapterError("is being hashed")
         if adapter.fault:
             raise UnknownAdapterError(adapter.fault)
-        return adapter.digest
+        assert adapter.seen is not None, "a look found no fault"
+        return adapter.seen.digest
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close(1.0)
 
 
+class _Seen(NamedTuple):
+    """What a look at an adapter's files found: their digest, and their inodes and times."""
+
+    digest: str
+    state: object
+
+
 class _Adapter:
     """What is known of the adapter that has an id in the host.
 
     Attributes:
-        digest: digest of its files; empty before they were hashed.
+        seen: what the first look found that was no fault; None: no look yet.
         fault: why its files could not be read at the last look; or empty.
         refused: why it has no identity and gets none any more; or empty.
         job: looks at its files; None: nothing does.
@@ -93,10 +107,10 @@ class _Adapter:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.digest = ""
+        self.seen: _Seen | None = None
         self.fault = ""
         self.refused = ""
-        self.job: Job[str] | None = None
+        self.job: Job[_Seen] | None = None
         self.next_check = -math.inf
         self._is_said = False
 
@@ -104,15 +118,17 @@ class _Adapter:
         """Learn what the job found, if it has ended."""
         if self.job is None or not self.job.poll():
             return
-        digest, error = self.job.result, self.job.error
+        seen, error = self.job.result, self.job.error
         self.job, self.next_check, self.fault = None, now + RECHECK_SECONDS, ""
-        if isinstance(error, _OtherFilesError) or digest not in (None, self.digest or digest):
+        if isinstance(error, _OtherFilesError):
             self.refuse(_CHANGED)
-        elif digest is None:
+        elif seen is None:
             self.fault = f"cannot be hashed: {error}"
             self._say(self.fault)
+        elif self.seen is not None and seen.digest != self.seen.digest:
+            self.refuse(_CHANGED)
         else:
-            self.digest = digest
+            self.seen = seen
 
     def refuse(self, why: str) -> None:
         """Let it have no identity from now on."""
@@ -136,19 +152,23 @@ class _OtherFilesError(Exception):
     """The files of an adapter changed since the engine started."""
 
 
-def _look_at(path: Path, started_at: float, known: str) -> str:
-    """Return the digest of an adapter, which was `known` at the last look. Runs in: I/O thread.
+def _look_at(path: Path, started_at: float, known: _Seen | None) -> _Seen:
+    """Look at the files of an adapter, of which the last look found what is `known`. Runs in: I/O
+    thread.
 
     Raises:
         ConfigError, OSError: its files cannot be read.
         _OtherFilesError: they changed since the engine started.
     """
-    # Files are read again only where their times may hide a change.
-    is_known = known and shows_its_changes(path, _SETTINGS_FILE)
-    digest = known if is_known else adapter_digest(path)
+    state = weights_state(path, _SETTINGS_FILE)
+    # Files are read again if they are others, as after a directory above them was replaced, and
+    # where their times may hide a change.
+    is_same = known is not None and known.state == state
+    if known is None or not (is_same and shows_its_changes(path, _SETTINGS_FILE)):
+        known = _Seen(adapter_digest(path), state)
     is_older = newest_change(path, _SETTINGS_FILE) < started_at
     if is_older or is_in_snapshot(path, _SETTINGS_FILE):
-        return digest
+        return known
     raise _OtherFilesError
 
 
