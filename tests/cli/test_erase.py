@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.erase import _Erased, _tell
 from kvferry.keys import ChunkKeys
+from kvferry.store.erasures import MAX_NAMES, add_to_notice
 from kvferry.store.file.store import FileStore
 from kvferry.store.url import open_one
 from kvferry.testing.stores.hooks import wait_until
@@ -133,6 +135,40 @@ def test_one_store_that_does_not_answer_is_named_and_the_others_are_erased(run, 
     assert str(port) in rows[1]["left"]
     ran = run(*command)  # again: nothing more, and still not all
     assert (ran.code, json.loads(ran.out)["records"]) == (3, 0)
+
+
+def test_a_notice_that_cannot_be_written_is_said_and_the_records_go_all_the_same(run, tmp_path):
+    one, two = ((tmp_path / name).as_uri() for name in ("one", "two"))
+    for url in (one, two):
+        put_salted(url, "s", "t")
+    (tmp_path / "one" / "erased.json").mkdir()  # in the way
+    ran = run("rm", one, two, "--salt", "s", "--yes", "--json", "-")
+    rows = json.loads(ran.out)["stores"]
+    assert (ran.code, [row["records"] for row in rows]) == (3, [4, 4])
+    assert ["notice" in (row["left"] or "") for row in rows] == [True, False]
+
+
+class Contended:
+    """A store whose notice other commands replace, some times, once it was written."""
+
+    def __init__(self, num_times: int) -> None:
+        self.text, self.num_times = None, num_times
+
+    def notice(self, text=None):
+        if text is not None:
+            self.text = text
+            if self.num_times:
+                self.num_times -= 1
+                self.text = add_to_notice(None, ["mark:of another"], 1.0)
+        return self.text
+
+
+@pytest.mark.parametrize(("num_times", "told"), [(0, True), (2, True), (99, False)])
+@pytest.mark.parametrize("num_names", [1, 3, MAX_NAMES, MAX_NAMES + 9])
+def test_engines_count_as_told_only_while_all_names_are_there(num_times, told, num_names):
+    erased = _Erased("url", Contended(num_times))
+    _tell(erased, {f"mark:{number}" for number in range(num_names)}, 2.0)
+    assert erased.told is told
 
 
 def test_what_cannot_be_read_may_be_left_and_is_said(run, url):

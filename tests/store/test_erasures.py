@@ -99,7 +99,12 @@ def test_what_was_erased_before_the_start_is_not_heard():
     assert list(late.since(1)) == []
 
 
-@pytest.mark.parametrize("text", [None, "", "[", "[" * 10**5, "5", '{"a": "b"}', '{"a": null}'])
+NO_TIMES = ("NaN", "Infinity", "-1", "1e12", "1" + 400 * "0", '"b"', "null")
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[", "[" * 10**5, "5", *(f'{{"a": {each}}}' for each in NO_TIMES)]
+)
 def test_text_that_is_no_notice_names_nothing(text):
     assert parse_notice(text) == {}
     assert parse_notice(add_to_notice(text, ["mark:00"], 5.0)) == {"mark:00": 5.0}

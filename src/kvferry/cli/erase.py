@@ -5,7 +5,7 @@ memory of the engines that use them. Says what was erased where, and what was no
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ from kvferry.config import format_size
 from kvferry.errors import StoreError
 from kvferry.store import maintenance
 from kvferry.store.base import Catalogue
-from kvferry.store.erasures import add_to_notice, parse_notice
+from kvferry.store.erasures import MAX_NAMES, add_to_notice, parse_notice
 from kvferry.store.kind import shown_url
 
-_TRIES = 3
+_TRIES = 4
 _COLUMNS = {
     "store": "url", "records": "records", "size": "num_bytes", "say no salt": "unmarked",
     "in quarantine": "quarantined", "left": "left",
@@ -85,11 +85,15 @@ def erase(
         confirm(f"delete {total:,} records, {num_bytes}, of {where}?", yes=yes)
     with ExitStack() as closing:
         found = [_opened(closing, url, len(urls), writable=True) for url in urls]
-        names = _names(found, choice)
+        names, at = _names(found, choice), time.time()
         for each in found:
-            _tell(each, names)
+            _tell(each, names, at)
         for each in found:
             _walk(each, choice, deletes=True)
+        for each in found:
+            _tell(each, names, at)
+            if names and not (each.told or each.left):
+                each.left = "the notice for engines could not be written: restart them"
         why = _why(found, choice)
     _show(found, choice, json, why, dry_run=False)
 
@@ -118,18 +122,19 @@ def _names(found: Sequence[_Erased], choice: Choice) -> set[str]:
     return names
 
 
-def _tell(each: _Erased, names: set[str]) -> None:
-    """Leave a notice. Another command may do so at the same time, so look whether it is there."""
-    if each.store is None or each.left or not names:
+def _tell(each: _Erased, names: set[str], at: float) -> None:
+    """Leave a notice, unless it is there. Another command may do so at the same time, and replace
+    it, so look whether it is there."""
+    each.told = False
+    if each.store is None or not names:
         return
-    at = time.time()
     for _ in range(_TRIES):
-        each.store.notice(add_to_notice(each.store.notice(), sorted(names), at))
-        told: Mapping[str, float] = parse_notice(each.store.notice())
-        each.told = names <= told.keys() or len(names) > len(told)
+        text = each.store.notice()
+        told = [name for name, since in parse_notice(text).items() if since >= at]
+        each.told = len(names.intersection(told)) == min(len(names), MAX_NAMES)
         if each.told:
             return
-    each.left = each.left or "the notice for engines could not be written"
+        each.store.notice(add_to_notice(text, sorted(names), at))
 
 
 def _walk(each: _Erased, choice: Choice, *, deletes: bool) -> None:
@@ -174,8 +179,8 @@ def _notes(found: Sequence[_Erased], choice: Choice, *, dry_run: bool) -> list[s
         )
     if choice.salt is not None and any(each.looked and each.looked.num_unmarked for each in found):
         notes.append(
-            "Records that say no salt had none, or are of an older release or a host's own pages: "
-            "with their prompts (--chat, --tokens) they are found."
+            "Records that say no salt had none, or are of an older release (found by their "
+            "prompts: --chat, --tokens), or a host's own pages (found by --namespace, --tenant)."
         )
     if any(each.quarantined for each in found):
         notes.append("Damaged records in quarantine were not looked through.")

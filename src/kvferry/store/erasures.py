@@ -33,6 +33,9 @@ LOOK_SECONDS = 2.0
 HEED_SECONDS = 60.0
 """How long a process writes nothing of what it heard was erased: longer than a write takes."""
 
+_NO_TIME = 1e12
+"""Seconds since the epoch that no clock shows."""
+
 _MAX_RECENT = 1 << 16
 _HEAD_BYTES = 1024
 
@@ -64,7 +67,11 @@ def parse_notice(text: str | None) -> dict[str, float]:
         return {}
     if not isinstance(found, dict):
         return {}
-    return {str(name): float(at) for name, at in found.items() if isinstance(at, int | float)}
+    return {
+        name: float(at)
+        for name, at in found.items()
+        if isinstance(at, int | float) and 0 <= at < _NO_TIME  # never true of NaN
+    }
 
 
 def add_to_notice(text: str | None, names: Iterable[str], at: float) -> str:
