@@ -4,6 +4,7 @@ marker of a directory. They come again with the next use if the store lost them,
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
 
@@ -115,6 +116,22 @@ def test_a_directory_that_lost_it_gets_it_again(tmp_path, removed):
         assert (root / "kvferry.json").is_file()
         with open_one(f"{root.as_uri()}?read_only=true") as other:
             assert other.describe(SPACE) == TEXT
+
+
+@pytest.mark.parametrize("fails", ["read_text", "write_text"])
+def test_a_directory_that_was_away_gets_its_description_once_it_is_back(
+    tmp_path, monkeypatch, fails
+):
+    def does_not_answer(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with FileStore(tmp_path / "kv", background=False) as store:
+        store.put(make_key(), [b"value"])
+        with monkeypatch.context() as away:
+            away.setattr(store.directory, fails, does_not_answer)
+            assert store.describe(SPACE, TEXT) is None
+        store.maintain()
+        assert store.describe(SPACE) == TEXT
 
 
 def test_upkeep_makes_no_store_where_a_mount_is_away(tmp_path):

@@ -317,10 +317,12 @@ class FileStore(Catalogue):
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"
         with suppress(StoreError), self._faults.guard("describe"):
+            given = description if self._writes() else None
+            if given is not None:  # so that it comes once the medium answers, if it does not now
+                self.directory.keep_text(name, given, "namespaces", is_there=True)
             said = self.directory.read_text(name, "namespaces")
-            if description is not None and self._writes():
-                is_there = description == said
-                self.directory.keep_text(name, description, "namespaces", is_there=is_there)
+            if given not in (None, said):
+                self.directory.keep_text(name, str(given), "namespaces")
             return description or said
         return None
 
