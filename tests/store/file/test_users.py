@@ -107,6 +107,33 @@ def test_a_new_directory_has_the_mode_too(place):
     assert kinds == {0o700, 0o600}
 
 
+@pytest.mark.parametrize("mode", ["0700", "0770"])
+@pytest.mark.parametrize("user", [0, BEN])
+@pytest.mark.parametrize("passes_on_its_group", [True, False])
+def test_engines_read_the_notice_that_a_command_of_another_user_wrote(
+    place, mode, user, passes_on_its_group
+):
+    """The command need not know the mode of the engines. Others of the group, if they may use the
+    records at all."""
+    place.chmod(0o2770 if passes_on_its_group else 0o770)
+    as_user(ANN, lambda: put(place, 0, mode=mode))
+
+    def write():
+        with FileStore(place, background=False, settings=FileSettings(create=False)) as store:
+            return store.notice("erased")
+
+    def read():
+        with opened(place, mode) as store:
+            return store.notice()
+
+    if (user, mode) != (BEN, "0700"):
+        assert as_user(user, write) == as_user(ANN, read) == "erased"
+    private = mode == "0700"
+    for path in place.rglob("*.json"):
+        found = path.stat()
+        assert stat.S_IMODE(found.st_mode) == (0o600 if private else 0o660), path
+
+
 def test_a_directory_of_another_user_is_refused_with_user_mode_and_umask(place):
     as_user(ANN, lambda: put(place, 0, mode="0700"))
     said = as_user(BEN, lambda: put(place, 1))

@@ -319,11 +319,17 @@ class Directory:
                 self.write_text(name, text, *within)
 
     def write_text(self, name: str, text: str, *within: str) -> None:
-        """Make or replace a file atomically."""
+        """Make or replace a file atomically. Whoever may use the records may read it, so that
+        engines see what a command writes as root, or as another user of the group."""
         path = f"{self.made(*within)}/{name}"
         temporary = f"{self.folder(*within)}/.{name}.{secrets.token_hex(8)}"
-        fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.file_mode)
+        status, mode = os.stat(self.folder(*within)), self.file_mode
+        with suppress(OSError):  # not made yet
+            mode |= os.stat(self.folder("records")).st_mode & 0o060
+        fd = open_at(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
+            with suppress(OSError):  # where this user may not
+                os.fchown(fd, status.st_uid if os.geteuid() == 0 else -1, status.st_gid)
             write_all(fd, as_views([text.encode()]), 0)
             os.rename(temporary, path)
         except OSError:
