@@ -19,7 +19,7 @@ from kvferry.store.file.directory import STORE_FORMAT_VERSION
 from kvferry.store.url import open_store
 from kvferry.transfer.messages import VERSION
 from kvferry.types import FORMAT_VERSION, ChunkKey
-from tests.record.samples import GOLDEN, KEY, golden, groups_of, read
+from tests.record.samples import GOLDEN, KEY, MARK, encode, golden, groups_of, payload_of, read
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/upgrade.md").read_text()
@@ -62,6 +62,9 @@ def both_read_each_others_records(yesterday):
 def the_older_reads_what_the_newer_stored(_yesterday):
     for name in GOLDEN:
         assert golden(name)[2] == (RECORDS / f"{name}.safetensors").read_bytes()
+    schema = golden("tiny")[0]
+    marked = encode(schema, payload_of(schema), mark=MARK)
+    assert b'"version":"1"' not in marked  # which is all that releases before it read
 
 
 def a_new_version_makes_new_namespaces(_yesterday):
