@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.store.file import FileStore
 from kvferry.store.url import MODULES
 from kvferry.testing.models import make_tiny_model
 from kvferry.v1.host import CLIENT_OPTIONS
@@ -52,6 +53,8 @@ def test_each_place_of_an_engine_is_listed_and_private(tmp_path, monkeypatch):
             },
         ) as llm:  # fmt: skip
             llm.generate([list(range(5, 300))], SamplingParams(max_tokens=1))
+        with FileStore(cache / "kvferry/kv") as store:
+            store.notice("{}")  # as `rm` leaves one
     finally:
         os.umask(before)
     listed = section("Where data of prompts lies")
@@ -65,10 +68,18 @@ def test_each_place_of_an_engine_is_listed_and_private(tmp_path, monkeypatch):
     places = {
         "records": "`records/`", "namespaces": "`namespaces/`", "index.sqlite3": "`index.sqlite3`",
         "requests.jsonl": "(`record`)", "weights": "(`weights/`)", "kv": "(`kv/`)",
-        "peer.key": "(`peer.key`)", "writing": "`writing/`", "quarantine": "`quarantine/`",
+        "peer.key": "(`peer.key`)", "erased.json": "`erased.json`",
+        "writing": "`writing/`", "quarantine": "`quarantine/`",
     }  # fmt: skip
     without_prompts = {"kvferry.json", "index.sqlite3-journal"}
-    assert {"records", "index.sqlite3", "requests.jsonl", "weights", "peer.key"} <= found
+    assert {
+        "records",
+        "index.sqlite3",
+        "requests.jsonl",
+        "weights",
+        "peer.key",
+        "erased.json",
+    } <= found
     assert found - without_prompts <= set(places)
     for name in found - without_prompts:
         assert places[name] in listed
