@@ -133,7 +133,7 @@ def test_records_are_listed_shown_and_counted(fill, run, kind):
     if kind == "valkey":  # what the server says of itself
         assert found["maxmemory"] > 0
         assert found["evicts_all_keys"] is True
-    space = {"namespace": SPACE.digest.hex(), "model": "org/model-7b"}
+    space = {"namespace": SPACE.digest.hex(), "model": "org/model-7b", "dtype": None}
     expected = {
         "url": made.url.partition("?")[0],
         "num_records": 3,
