@@ -34,6 +34,12 @@ def remove_files(root):
             path.unlink()
 
 
+def leave_the_notice(root):
+    text = (root / "erased.json").read_text()
+    remove_content(root)
+    (root / "erased.json").write_text(text)
+
+
 def move_away(root):
     root.rename(root.with_name("old"))
     root.mkdir()
@@ -44,6 +50,7 @@ CLEAN_UPS = {
     "rm -rf DIR": shutil.rmtree,
     "rm -rf DIR; mkdir DIR": remove_and_make,
     "find DIR -type f -delete": remove_files,
+    "all but erased.json": leave_the_notice,
     "rm DIR/kvferry.json": lambda root: (root / "kvferry.json").unlink(),
     "mv DIR old; mkdir DIR": move_away,
     "rm -rf DIR/records": lambda root: shutil.rmtree(root / "records"),
@@ -61,6 +68,7 @@ FOLLOWING = {
 def test_the_next_start_finds_a_store(bench, how, following):
     store = bench.open(max_bytes=100_000)
     store.describe(NAMESPACE, "a model")
+    store.notice("{}")
     for number in range(4):
         assert store.put(make_key(number), [make_value(1000)]) is PutResult.STORED
     CLEAN_UPS[how](bench.root)

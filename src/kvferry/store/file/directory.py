@@ -2,6 +2,7 @@
 
     kvferry.json                              format marker, and the quota of the last engine;
                                               another version is refused
+    erased.json                               what commands erased (`kvferry.store.erasures`)
     records/<shard>/<64 hex>.safetensors      one value per file, named by its key and nothing else
     writing/<64 hex>.<8 hex>.<24 hex>         values being written, by key and mount
     quarantine/                               values that failed verification
@@ -43,6 +44,7 @@ from kvferry.types import ChunkKey
 STORE_FORMAT_VERSION = 2
 _FORMAT = "kvferry-store"
 MARKER = "kvferry.json"
+NOTICE = "erased.json"
 _QUOTA = "max_bytes"
 NUM_SHARDS = 32
 """Number of shards: directories of records, 00 to 1f, named by the first five bits of the key."""
@@ -67,8 +69,8 @@ _OWN_FOLDERS = {
     **_FILE_NAMES,
 }
 _UNSAFE = re.compile(r"[^a-z0-9_]+")
-# Left by the file system, or by a process that died while it made this store.
-_IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*")
+# Left by the file system, by a command that erased, or by a process that died while it made one.
+_IGNORED = re.compile(r"lost\+found|\.kvferry\.json\..*|\.?erased\.json.*")
 # SeaweedFS lets two machines link to one name at once. A machine that saw a file under its first
 # name never finds it under its second.
 _LOSES_LINKS = frozenset({"fuse.seaweedfs"})

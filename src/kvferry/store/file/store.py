@@ -37,7 +37,14 @@ from kvferry.store.base import (
 )
 from kvferry.store.faults import Faults, outcome_of
 from kvferry.store.file.database import IndexUnavailable
-from kvferry.store.file.directory import MARKER, NUM_SHARDS, NotAFile, open_root, record_name
+from kvferry.store.file.directory import (
+    MARKER,
+    NOTICE,
+    NUM_SHARDS,
+    NotAFile,
+    open_root,
+    record_name,
+)
 from kvferry.store.file.fileio import OpenRecord, as_views
 from kvferry.store.file.index import (
     NO_QUOTA,
@@ -54,7 +61,6 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-_NOTICE = "erased.json"
 _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
 _Found = TypeVar("_Found")
@@ -329,8 +335,8 @@ class FileStore(Catalogue):
     def notice(self, text: str | None = None) -> str | None:
         with suppress(StoreError), self._faults.guard("notice"):
             if text is not None and self._writes():
-                self.directory.write_text(_NOTICE, text)
-            return self.directory.read_text(_NOTICE)
+                self.directory.write_text(NOTICE, text)
+            return self.directory.read_text(NOTICE)
         return None
 
     def removals(self, limit: int) -> list[Removal]:
