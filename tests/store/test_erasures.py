@@ -42,7 +42,7 @@ class Notices:
         self.clock, self.text, self.deleted = FakeClock(), None, []
         self.counters = Counters()
         self.erasures = Erasures(
-            lambda: [self.text], self.deleted.append, self.counters, self.clock
+            lambda: {0: self.text}, self.deleted.append, self.counters, self.clock
         )
         self.erasures.look()
 
@@ -90,13 +90,37 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
 def test_what_was_erased_before_the_start_is_not_heard():
     notices = Notices()
     notices.text = add_to_notice(None, ["mark:00"], 1.0)
-    late = Erasures(lambda: [notices.text], notices.deleted.append, Counters(), notices.clock)
+    late = Erasures(lambda: {0: notices.text}, notices.deleted.append, Counters(), notices.clock)
     late.look()
     assert list(late.since(0)) == []
     notices.text = add_to_notice(notices.text, ["mark:01"], 2.0)
     late.look()
     assert list(late.since(0)) == ["mark:01"]
     assert list(late.since(1)) == []
+
+
+def test_of_a_store_that_is_opened_late_what_is_old_is_no_news():
+    """Else each start would throw away its first minute, as long as the notice stands."""
+    texts, now = {}, FakeClock()
+    erasures = Erasures(lambda: texts, [].append, Counters(), now, wall=now)
+    now.advance(1e9)
+    erasures.look()
+    texts["late"] = add_to_notice(None, ["mark:00"], now() - 10 * 86400)
+    texts["late"] = add_to_notice(texts["late"], ["mark:01"], now() - 60)
+    erasures.look()
+    assert list(erasures.since(0)) == ["mark:01"]
+    texts["late"] = add_to_notice(texts["late"], ["mark:02"], 1.0)  # by a clock that is wrong
+    for _ in range(3):
+        erasures.look()
+    assert list(erasures.since(0)) == ["mark:01", "mark:02"]
+    texts["of the same command"] = texts["late"]
+    erasures.look()
+    assert len(erasures.since(0)) == 2
+    texts["late"] = None  # the server lost it, and gets another
+    erasures.look()
+    texts["late"] = add_to_notice(None, ["mark:02", "mark:03"], 1.0)
+    erasures.look()
+    assert list(erasures.since(2)) == ["mark:03"]
 
 
 NO_TIMES = ("NaN", "Infinity", "-1", "1e12", "1" + 400 * "0", '"b"', "null")

@@ -33,6 +33,9 @@ LOOK_SECONDS = 2.0
 HEED_SECONDS = 60.0
 """How long a process writes nothing of what it heard was erased: longer than a write takes."""
 
+_OLD_SECONDS = 86400.0
+"""What was erased so long before a store is opened is no news: more than clocks differ."""
+
 _NO_TIME = 1e12
 """Seconds since the epoch that no clock shows."""
 
@@ -91,23 +94,27 @@ class Erasures:
     """What a process has heard of erasures, and what it wrote lately. Thread-safe.
 
     Args:
-        read: reads the notices of the stores that answer now. Blocks on I/O; raises nothing.
+        read: reads the notices of the stores that answer now, by store. Blocks on I/O; raises
+            nothing.
         delete: deletes a value in all of them.
         clock: monotonic seconds.
+        wall: seconds since the epoch.
     """
 
     def __init__(
         self,
-        read: Callable[[], Sequence[str | None]],
+        read: Callable[[], Mapping[object, str | None]],
         delete: Callable[[ChunkKey], object],
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._read = read
         self._delete = delete
         self._observer = observer
         self._clock = clock
-        self._known: Mapping[str, float] | None = None
+        self._wall = wall
+        self._known: dict[object, Mapping[str, float]] | None = None  # by store
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
@@ -134,14 +141,23 @@ class Erasures:
 
     def look(self) -> None:
         """Read the notices once. What the first reading finds was erased before this process held
-        anything."""
-        found: dict[str, float] = {}
-        for text in self._read():
-            for name, at in parse_notice(text).items():
-                found[name] = max(at, found.get(name, at))
-        known, self._known = self._known, {**(self._known or {}), **found}
-        if known is not None:
-            self._hear([name for name, at in found.items() if known.get(name) != at])
+        anything, and so was what is old in a store that is opened later."""
+        is_first, known = self._known is None, self._known or {}
+        old = self._wall() - _OLD_SECONDS
+        heard: list[str] = []
+        for store, text in self._read().items():
+            found = parse_notice(text)
+            is_opened = store not in known
+            if not is_first:
+                heard += [
+                    name
+                    for name, at in found.items()
+                    if all(each.get(name) != at for each in known.values())
+                    and (at > old or not is_opened)
+                ]
+            known[store] = found or known.get(store, {})
+        self._known = known
+        self._hear(heard)
 
     def _hear(self, names: Sequence[str]) -> None:
         if not names:

@@ -363,8 +363,8 @@ def _close(
         tier.close()
 
 
-def _notices(tiers: Iterable[Tier]) -> list[str | None]:
-    return [store.notice() for tier in tiers if (store := tier.up) is not None]
+def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
+    return {tier: store.notice() for tier in tiers if (store := tier.up) is not None}
 
 
 def _delete(tiers: Iterable[Tier], key: ChunkKey) -> None:
