@@ -91,6 +91,28 @@ def test_all_of_one_salt_is_gone_everywhere_and_the_other_salt_keeps_its_hits(
     assert not [each for each in files if ALICE.cache_salt.encode() in each.read_bytes()]
 
 
+@pytest.mark.parametrize("options", [[], ["--yes"]], ids=["it would ask", "--yes"])
+def test_engines_drop_what_no_store_has_any_more(run, tmp_path, options):
+    url = (tmp_path / "kv").as_uri()
+    host, parts = make_shared_storage_host(
+        {"store": quota(url), "chunk_tokens": CHUNK, "memory_bytes": 1 << 20}, num_blocks=256
+    )
+    try:
+        host.run("alice", PROMPT, extra_keys=ALICE)
+        host.settle()
+        with open_one(url) as store:
+            for entry in list(store.scan()):
+                store.delete(entry.key)  # as a quota does
+        assert run("rm", url, "--salt", ALICE.cache_salt, "--dry-run").code == 1
+        ran = run("rm", url, "--salt", ALICE.cache_salt, *options)
+        assert (ran.code, "drop it from memory" in ran.err) == (1, True)
+        wait_until(lambda: bool(parts[0].store.erased_since(0)), "the notice in the engine")
+        assert host.run("again", PROMPT, extra_keys=ALICE).num_external_tokens == 0
+    finally:
+        host.close()
+        parts[0].store.close()
+
+
 def put_salted(url: str, *salts: str | None, space=SPACE) -> None:
     for salt in salts:
         put_prompt(url, space, extra=ExtraKeys(cache_salt=salt))

@@ -76,8 +76,17 @@ def erase(
             for each in found:
                 _walk(each, choice, deletes=False)
             why = _why(found, choice)
-        if dry_run or why:
+        is_of_person = choice.salt is not None or choice.prompt is not None
+        if dry_run or (why and not is_of_person):
             _show(found, choice, json, why, dry_run=dry_run)
+            return
+        if why:
+            with ExitStack() as closing:
+                found = [_opened(closing, url, len(urls), writable=True) for url in urls]
+                names, at = _names(found, choice), time.time()
+                for each in found:
+                    _tell(each, names, at)
+            _show(found, choice, json, why, dry_run=False)
             return
         num_bytes = format_size(sum(each.num_bytes for each in found))
         where = ", ".join(map(shown_url, urls))
@@ -197,6 +206,8 @@ def _show(
     value: JsonRow = {"dry_run": dry_run, "records": num_records, "num_bytes": num_bytes}
     value |= {"stores": list(rows), "notes": list(notes)}
     if why:
+        if any(each.told for each in found):
+            why += ". Engines that use these stores drop it from memory all the same"
         say_nothing(value, json, why)
     verb = "would be deleted" if dry_run else "deleted"
     said = f"{num_records:,} records, {format_size(num_bytes)} {verb}"
