@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama import modeling_llama
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.adapters.transformers.identity import deviations, refuse_other_weights
+from kvferry.adapters.transformers.identity import deviations, is_all_of_files
 from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig
@@ -376,4 +376,23 @@ def test_a_twin_that_is_not_loaded_keeps_nobody_from_sharing(
     by_twin = load_model(both, use_safetensors=False)
     assert_refused(by_twin, store_url, "was changed after loading")
     renamed = {f"other.{name}": each for name, each in other.state_dict().items()}
-    assert not refuse_other_weights(renamed, both)  # so all files count
+    assert not is_all_of_files(renamed, both)  # so all files count
+
+
+def test_a_twin_that_differs_in_one_row_alone_is_another_model(
+    model_dir, load_model, store_url, tmp_path
+):
+    """As where some tokens were trained. No sample of rows shows it, so the twin's file counts."""
+    tokens = prompt(60)
+    for name, number in (("one", 1.0), ("two", 2.0)):
+        shutil.copytree(model_dir(), tmp_path / name)
+        trained = dict(load_model(tmp_path / name).state_dict())
+        rows = trained["model.embed_tokens.weight"].clone()
+        rows[tokens[0, 3]] += number
+        trained["model.embed_tokens.weight"] = rows
+        torch.save(trained, tmp_path / name / "pytorch_model.bin")
+        by_twin = load_model(tmp_path / name, use_safetensors=False)
+        assert not is_all_of_files(by_twin.state_dict(), tmp_path / name)
+        assert reuse(by_twin, store_url, tokens).num_loaded == 0
+    plain = load_model(tmp_path / "one")
+    assert is_all_of_files(plain.state_dict(), tmp_path / "one")

@@ -23,6 +23,7 @@ from kvferry.adapters.transformers.cache_tree import CacheTree, NoRowsError
 from kvferry.adapters.transformers.identity import (
     called_functions,
     deviations,
+    is_all_of_files,
     is_library_cache,
     refuse_other_code,
     refuse_other_weights,
@@ -40,7 +41,7 @@ from kvferry.engine.model_config import (
     read_config,
 )
 from kvferry.errors import ConfigError
-from kvferry.identity import Loads, identify, length_dependent_rope
+from kvferry.identity import Loads, identify, length_dependent_rope, weight_files
 from kvferry.types import KVGroup
 
 UNRUNNABLE = (
@@ -138,7 +139,10 @@ class HostModel:
         loads = Loads.ALL
         if weights_version is None:
             refuse_other_code(model)
-            if refuse_other_weights(model.state_dict(), directory):
+            state = model.state_dict()
+            refuse_other_weights(state, directory)
+            is_mixed = weight_files(directory, Loads.BY_NAME).left_out
+            if is_mixed and is_all_of_files(state, directory):
                 loads = Loads.BY_NAME
         self.identity = identify(
             directory,

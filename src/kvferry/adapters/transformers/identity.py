@@ -62,6 +62,11 @@ _MAX_HEADER_BYTES = 100 << 20
 """The bound of the safetensors format itself."""
 
 _MAX_ROW_BYTES = 64 * 1024
+_PIECE = 1 << 20
+"""Elements that are compared at a time."""
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
+"""Errors of files that are not as they should be."""
 
 
 def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
@@ -360,10 +365,8 @@ def _other_dtypes(model: Any) -> dict[str, JsonValue]:
 # --- samples of the weights -----------------------------------------------------------------------
 
 
-def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> bool:
-    """Refuse tensors that differ from those stored under their names in `directory`. Return whether
-    some were compared: then the model was read from these files, and not, for example, from
-    pytorch_model.bin beside them.
+def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Refuse tensors that differ from those stored under their names in `directory`.
 
     Compares some rows of every tensor. The identity is a digest of the files, which cannot show
     that a model was trained, merged or patched in memory after it was loaded. Such a change alters
@@ -375,35 +378,55 @@ def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> 
     Raises:
         ConfigError: a tensor that differs.
     """
-    has_compared = False
     for path in _files(directory):
         try:
             with path.open("rb") as file:
-                differing, is_known = _first_differing(state, file.fileno())
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                differing = _first_differing(state, file.fileno())
+        except _UNREADABLE:
             continue
-        has_compared |= is_known
         if differing is not None:
             raise ConfigError(
                 f"the model's {differing} is not the one in {directory}: it was changed after "
                 "loading; save it to a directory of its own and load it from there, or pass a "
                 "weights_version"
             )
-    return has_compared
 
 
-def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> tuple[str | None, bool]:
-    """Return the first tensor that differs, if any, and whether some tensor is known by name."""
+def is_all_of_files(state: Mapping[str, torch.Tensor], directory: Path) -> bool:
+    """Whether every tensor is to the last element one of the files that Transformers loads by
+    default: then others in `directory`, such as a pytorch_model.bin, do not matter, whichever it
+    was read from. Reads those files whole."""
+    places = set()
+    for path in _files(directory):
+        try:
+            with path.open("rb") as file:
+                header, start = _header(file.fileno())
+                for name in header.keys() & state.keys():
+                    if not _is_equal(state[name], header[name], file.fileno(), start):
+                        return False
+                    places.add(state[name].data_ptr())
+        except _UNREADABLE:
+            return False
+    return all(tensor.data_ptr() in places for tensor in state.values())  # or tied to one
+
+
+def _header(fd: int) -> tuple[dict[str, Any], int]:
+    """Return what a file holds, by name, and where the data begin."""
     # By hand: the library maps files, and a mapped file that is cut short kills the process.
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes")
-    header: dict[str, Any] = json.loads(os.pread(fd, size, 8))
+    return json.loads(os.pread(fd, size, 8)), 8 + size
+
+
+def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
+    """Return the name of the first tensor that differs, if any."""
+    header, start = _header(fd)
     for name, stored in header.items():
         tensor = state.get(name)
-        if tensor is not None and _differs(tensor, stored, fd, 8 + size):
-            return name, True
-    return None, not state.keys().isdisjoint(header)
+        if tensor is not None and _differs(tensor, stored, fd, start):
+            return name
+    return None
 
 
 def _files(directory: Path) -> list[Path]:
@@ -436,3 +459,18 @@ def _differs(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_star
         if not torch.equal(expected, rows[row, :seen].cpu()):
             return True
     return False
+
+
+def _is_equal(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
+    dtype = _DTYPES.get(stored["dtype"])
+    is_alike = tuple(tensor.shape) == tuple(stored["shape"]) and tensor.device.type != "meta"
+    if dtype is None or not is_alike:
+        return False
+    flat, begin = tensor.detach().reshape(-1), data_start + stored["data_offsets"][0]
+    for piece in range(0, flat.numel(), _PIECE):
+        held = flat[piece : piece + _PIECE].cpu()
+        size = held.numel() * dtype.itemsize
+        data = os.pread(fd, size, begin + piece * dtype.itemsize)
+        if not torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).to(held.dtype), held):
+            return False
+    return True
