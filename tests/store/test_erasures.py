@@ -168,6 +168,35 @@ def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
         assert near.read(OTHER_KEY, ()) is not None
 
 
+class Broken(FileStore):
+    """A store that breaks its contract."""
+
+    is_broken = False
+
+    def notice(self, text=None):
+        if self.is_broken:
+            raise RuntimeError("not foreseen")
+        return super().notice(text)
+
+    def delete(self, key):
+        if self.is_broken:
+            raise RuntimeError("not foreseen")
+        return super().delete(key)
+
+
+def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):
+    near, far = Broken(tmp_path / "near"), FileStore(tmp_path / "far")
+    with make_tiers(near, far) as tiers:
+        wait_until(lambda: tiers._erasures._known is not None, "the first look")
+        assert tiers.put(KEY, [RECORD]).is_there
+        wait_until(lambda: far.read(KEY, ()) is not None, "the copy")
+        near.is_broken = True
+        far.notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        wait_until(lambda: far.read(KEY, ()) is None, "that it was taken back")
+        assert tiers._erasures._thread.is_alive()
+        near.is_broken = False
+
+
 def test_a_thread_reads_the_notices_of_every_tier(tmp_path):
 
     far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")

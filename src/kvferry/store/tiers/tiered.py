@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvferry.errors import StoreError, StorePlaceError
@@ -364,12 +365,18 @@ def _close(
 
 
 def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
-    return {tier: store.notice() for tier in tiers if (store := tier.up) is not None}
+    found: dict[object, str | None] = {}
+    for tier in tiers:
+        with suppress(StoreError), tier.faults.guard("notice", passes=StoreError):
+            if (store := tier.up) is not None:
+                found[tier] = store.notice()
+    return found
 
 
 def _delete(tiers: Iterable[Tier], key: ChunkKey) -> None:
     for tier in tiers:
-        tier.delete(key)
+        with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
+            tier.delete(key)
 
 
 def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:
