@@ -339,9 +339,7 @@ MADE = {
     "n-grams, and a layer with such a name": ([*OWN, MTP], NGRAMS, []),
     "no speculation, and a layer with such a number": ([*OWN, EAGLE], None, []),
     "no speculation, and a layer with such a name": ([MODEL, *OWN], None, []),
-    "made before the model's last layer": ([EAGLE, *OWN], DRAFTER, []),
     "numbers like Falcon-H1's": (FALCON, None, []),
-    "numbers like Falcon-H1's, and a drafter": ([*FALCON, EAGLE], DRAFTER, [STATES[-1], EAGLE]),
 }
 
 
@@ -362,6 +360,17 @@ def test_every_layer_is_named_but_those_that_vllm_made_for_a_drafter(model, case
         assert named <= set(made) - set(drafts)
     else:
         assert named == set(made) - set(drafts)
+
+
+@pytest.mark.parametrize("made", [[EAGLE, *OWN], [MTP, *OWN, EAGLE], FALCON, [*FALCON, EAGLE]])
+def test_names_and_numbers_that_tell_no_drafts_apart_are_refused(model, made):
+    config = make_config(
+        model,
+        speculative_config=DRAFTER,
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(made, object())),
+    )
+    with pytest.raises(ConfigError, match="which layers are drafts is not known"):
+        spec_of(config, Group(made, FullAttentionSpec()))
 
 
 @pytest.mark.parametrize("speculative", [None, NGRAMS, DRAFTER], ids=["none", "ngram", "drafter"])

@@ -164,6 +164,10 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
     that vLLM, if its configuration names a draft model, made after all others, if they have a name
     or a number that a model's own layers lack. Some models number their own layers so: in Falcon-H1
     the states of layer i are layer `num_hidden_layers + i`.
+
+    Raises:
+        ConfigError: a layer that vLLM made earlier has such a name or number, too, so that neither
+            says anything of those behind it.
     """
     specs = {
         name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _specs_of(group)
@@ -177,7 +181,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
     config = getattr(vllm_config, "speculative_config", None)
     drafter = getattr(config, "draft_model_config", None)
     own = getattr(config, "target_model_config", None)  # it stands for none, as for n-grams
-    if drafter is None or drafter is own:
+    if found or drafter is None or drafter is own:
         return found
     num_layers = num_target_layers(vllm_config.model_config)
 
@@ -185,12 +189,18 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
         is_named_so = not {"draft_model", "mtp"}.isdisjoint(name.split("."))
         is_behind = _number_of(name, 0) >= num_layers
         keeps_tokens = type(specs[name]).__name__ in _FULL | _SLIDING
-        return name in found or (keeps_tokens and (is_named_so or is_behind))
+        return keeps_tokens and (is_named_so or is_behind)
 
     made = [name for name in modules if name in specs]
     # The scheduler's process has no modules; what the workers say of their layers counts there.
-    behind = takewhile(looks_so, reversed(made)) if made else filter(looks_so, specs)
-    return found.union(behind)
+    behind = set(takewhile(looks_so, reversed(made)) if made else filter(looks_so, specs))
+    for name in made:
+        if name not in behind and looks_so(name):
+            raise ConfigError(
+                f"layer {name} of the model is numbered or named as those of draft models are, so "
+                "which layers are drafts is not known; run it without a draft model"
+            )
+    return behind
 
 
 # --- one layer ------------------------------------------------------------------------------------
