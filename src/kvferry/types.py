@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, NewType, Protocol, runtime_checkable
 
 import msgspec
@@ -209,6 +209,8 @@ class KVGroup:
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
         block_size: tokens per block of the engine, unless a `TablePart` states another size.
         window: sliding window in tokens, including the attending one; None for full attention.
+        values: dtype of the values that a host keeps as bytes, such as "float8_e4m3fn": for what is
+            about to be stored, which must be finite. It divides no groups. Empty: `dtype`.
     """
 
     num_layers: int
@@ -217,6 +219,7 @@ class KVGroup:
     dtype: str
     block_size: int
     window: int | None = None
+    values: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,7 @@ def host_config(mix: Mix, rank: int, tp: int, modules: Mapping[str, Any]) -> Any
             data_parallel_rank=0,
         ),
         model_config=SimpleNamespace(hf_config=model, hf_text_config=model),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         compilation_config=SimpleNamespace(static_forward_context=modules),
         speculative_config=SimpleNamespace(draft_model_config=1, target_model_config=2)

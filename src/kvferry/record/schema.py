@@ -68,7 +68,7 @@ SAFETENSORS_DTYPE = {
 }
 
 _VALUES = SAFETENSORS_DTYPE | {"float8_e5m2": "F8_E5M2"}
-"""Dtypes that the bytes of an opaque record may be, too."""
+"""Dtypes that bytes may be, too."""
 
 OPAQUE_COMPONENT = "row"
 
@@ -230,7 +230,10 @@ class RecordSchema:
                 )
             dtype = SAFETENSORS_DTYPE[group.dtype]
             shape = (group.num_layers, group.num_kv_heads, chunk_tokens, group.content_size)
-            components.append(Component(name=f"kv.{index}", dtype=dtype, shape=shape))
+            values = _VALUES.get(group.values, "")
+            components.append(
+                Component(name=f"kv.{index}", dtype=dtype, shape=shape, values=values)
+            )
         return cls(namespace=namespace, chunk_tokens=chunk_tokens, components=tuple(components))
 
     @classmethod

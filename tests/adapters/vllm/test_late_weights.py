@@ -266,7 +266,7 @@ def test_hashing_begins_while_vllm_measures_memory_and_compiles(
     hashed = threading.Event()
     sources = []
 
-    def digest(source):
+    def digest(source, **_how):
         sources.append(source)
         hashed.set()
         if fault is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ from kvferry.cache.build import PrefixCache
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.observe import Counters
+from kvferry.record.schema import RecordSchema, leaves_of
 
 from .fakes import (
     FullAttentionSpec,
@@ -52,6 +53,33 @@ def test_one_group_is_one_table(model):
     (group,), (part,) = spec.groups, spec.table_parts
     assert (group.num_layers, group.num_kv_heads, group.content_size) == (2, 2, 8)
     assert part.layer_names == tuple(names(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "values", "not_finite"),
+    [
+        ("auto", torch.float32, "", b"\x00\x00\x80\x7f"),
+        ("fp8", torch.uint8, "float8_e4m3fn", b"\x7f\xff"),
+        ("fp8_e4m3", torch.uint8, "float8_e4m3fn", b"\x7f\xff"),
+        ("fp8_e5m2", torch.uint8, "float8_e5m2", b"\x7c\xfe"),
+        ("int8", torch.uint8, "", b""),
+    ],
+)
+def test_values_that_vllm_keeps_as_bytes_are_known(model, cache_dtype, dtype, values, not_finite):
+    config = make_config(model, cache_config__cache_dtype=cache_dtype)
+    spec = spec_of(config, Group(names(0, 1), FullAttentionSpec(dtype=dtype)))
+    (group,) = spec.groups
+    assert group.values == values
+    schema = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=16, groups=spec.groups)
+    (component,) = schema.components
+    payload = bytearray(component.num_bytes)
+    assert leaves_of(component, memoryview(payload)).are_finite
+    payload[-len(not_finite) :] = not_finite
+    assert leaves_of(component, memoryview(payload)).are_finite is (not not_finite)
+    plain = replace(group, values="")
+    assert plain == group
+    bare = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=16, groups=(plain,))
+    assert bare.components == schema.components
 
 
 def test_layers_spread_over_groups_are_one_component_in_layer_order(model):
@@ -464,6 +492,7 @@ def test_blocks_that_a_backend_splits_are_joined_in_a_view(axes, num_parts):
     [layer] = layers_of(
         SimpleNamespace(
             model_config=SimpleNamespace(hf_config=SimpleNamespace(num_hidden_layers=1)),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         ),
         KVCacheConfig([Group(names(0), FullAttentionSpec(block_size=size))]),

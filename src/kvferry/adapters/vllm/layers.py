@@ -22,6 +22,12 @@ from kvferry.types import KVGroup
 
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+_FLOAT8 = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""By `--kv-cache-dtype`."""
 _MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 
 _BY_TOKEN = re.compile(
@@ -109,6 +115,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
             if name in drafts:
                 continue
             kind = _kind_of(name, number, spec, model, parallel.tensor_parallel_size)
+            values = _values_of(spec, vllm_config.cache_config.cache_dtype, platform)
             found.append(
                 Layer(
                     name=name,
@@ -116,7 +123,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                     table=table,
                     block_size=group.kv_cache_spec.block_size,
                     table_window=_table_window(spec),
-                    kind=replace(kind, window=_window_of(number, spec, model)),
+                    kind=replace(kind, window=_window_of(number, spec, model), values=values),
                     whole_blocks=_whole_blocks(spec, modules.get(name), platform),
                 )
             )
@@ -244,6 +251,14 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
         dtype=str(spec.dtype).removeprefix("torch."),
         block_size=0,
     )
+
+
+def _values_of(spec: Any, cache_dtype: str, platform: str) -> str:
+    """Return the dtype of values that vLLM keeps as bytes; empty if they are not, or not known: an
+    indexer's bytes hold scales, too, and devices of AMD may have a float8 of their own."""
+    is_plain = type(spec).__name__ in (_FULL | _SLIDING) - _MLA
+    is_known = is_plain and str(spec.dtype) == "torch.uint8" and platform != "rocm"
+    return _FLOAT8.get(cache_dtype, "") if is_known else ""
 
 
 def _window_of(number: int, spec: Any, model: Any) -> int | None:
