@@ -181,7 +181,7 @@ def test_every_field_of_a_group_is_decided_upon():
     """A new field of KVGroup must be put into the namespace or, knowingly, left out."""
     names = {field.name for field in dataclasses.fields(KVGroup)}
     described = set(Namespace.of(identity(), (group(),), 1).description["groups"][0])
-    assert names - described == {"block_size"}
+    assert names - described == {"block_size", "values"}
 
 
 def test_the_name_of_the_model_is_for_people_and_no_part_of_identity():

@@ -34,16 +34,22 @@ FILES = Path(__file__).parents[2] / ".vllm-connectors" / "0.32.0"
 SECONDS = 300
 BLOCK = 16
 SWAP = '''
-from functools import partial
 from vllm.plugins import load_general_plugins
 from . import utils
 
 load_general_plugins()
-options = {{"store": {store!r}, "chunk_tokens": 16, "memory_bytes": 1 << 20, "audit": "off"}}
-utils.create_vllm_config = partial(
-    utils.create_vllm_config, model={model!r}, kv_connector="KVFerryConnector",
-    kv_connector_extra_config=options,
-)
+made_config = utils.create_vllm_config
+
+def create_vllm_config(*args, block_size=16, **kwargs):
+    """Chunks of a block: some of these blocks can only be stored whole."""
+    options = {{"store": {store!r}, "chunk_tokens": block_size}}
+    options |= {{"memory_bytes": 1 << 20, "audit": "off"}}
+    return made_config(
+        *args, block_size=block_size, model={model!r}, kv_connector="KVFerryConnector",
+        kv_connector_extra_config=options, **kwargs,
+    )
+
+utils.create_vllm_config = create_vllm_config
 made = utils.create_request
 
 def create_request(*args, **kwargs):
@@ -100,7 +106,7 @@ SISTERS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    shape = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64}
     path = tmp_path_factory.mktemp("lifecycles") / "model"
     model = make_tiny_model(path, max_position_embeddings=16_384, **shape)
     save_tiny_tokenizer(model)

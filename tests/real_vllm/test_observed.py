@@ -48,8 +48,9 @@ def test_doctor_finds_nothing_wrong_with_what_an_engine_runs_on(
         engine.generate([make_prompt(300)])
         wait_for_records(tmp_path / "store", 2)
     command = [sys.executable, "-m", "kvferry.cli", "doctor", "--model", models["plain"], "--vllm"]
+    options = {"kv_transfer_config": kvferry(url), "dtype": "float32"}  # as the engine's
     done = subprocess.run(
-        [*command, "--vllm-config", json.dumps(kvferry(url)), "--json", "-"],
+        [*command, "--vllm-config", json.dumps(options), "--json", "-"],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     value = json.loads(done.stdout)
