@@ -35,10 +35,14 @@ def test_no_order_of_streams_makes_a_chunk_wrong(actions):
 @pytest.mark.parametrize("what", CONTROLS)
 def test_without_a_wait_some_order_makes_a_chunk_wrong(what):
     quick = settings(max_examples=2000, phases=[Phase.generate], deadline=None, database=None)
+    found = []
     with without(what, simulated) as make:
 
         def is_wrong(actions) -> bool:
-            return num_wrong_after(actions, make()) > 0
+            if num_wrong_after(actions, make()) > 0:
+                found.append(actions)
+            # A second run may be right: bytes that are read too early are what the memory held.
+            return bool(found)
 
-        found = find(ACTIONS, is_wrong, settings=quick)  # raises if there is none
-    assert num_wrong_after(found, SimulatedDevice()) == 0
+        find(ACTIONS, is_wrong, settings=quick)  # raises if there is none
+    assert num_wrong_after(found[0], SimulatedDevice()) == 0
