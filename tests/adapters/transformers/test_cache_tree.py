@@ -13,7 +13,8 @@ import torch
 from transformers import cache_utils
 
 from kvferry.adapters.transformers import StoredKV, prefill, proof
-from kvferry.adapters.transformers.cache_tree import CacheTree, slots
+from kvferry.adapters.transformers.cache_leaves import slots
+from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.errors import ConfigError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.observe import Counters

@@ -21,29 +21,45 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from kvferry.adapters.transformers.cache_laws import (
+    Count,
+    Rows,
+    State,
+    are_constant,
+    batch_axis,
+    canonical,
+    count_of,
+    form_of_leaf,
+    is_all,
+    natural,
+    rows_of,
+)
+from kvferry.adapters.transformers.cache_leaves import (
+    Path,
+    Slot,
+    aliases_of,
+    described,
+    kinds,
+    name_of,
+    slots,
+    snapshot,
+)
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue
-from kvferry.record.schema import CHUNK_BYTES, SAFETENSORS_DTYPE, Component
+from kvferry.record.schema import CHUNK_BYTES, Component
 
 TREE_VERSION = 1
 """Of the laws and of the layout of records and states; part of every namespace of a tree."""
-
-Path = tuple[str, ...]
-
-_PLAIN = (bool, int, float, str, type(None))
 
 _ROUNDING = 0.02
 """Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
 
 _DEFAULT_CHUNK_TOKENS, _FEWEST_TOKENS = 64, 16
-
-_MAX_COUNTS = 64
-"""Most elements of a tensor of numbers that may count tokens."""
 
 _FEWEST_SNAPSHOT_TOKENS, _MOST_SNAPSHOT_TOKENS = 256, 4096
 """Shorter pieces of a prompt would be computed slowly; longer ones lose much at a branch."""
@@ -70,115 +86,6 @@ class ModelRun(Protocol):
 
     def probe_ids(self, num_tokens: int, seed: int, num_rows: int = 1) -> torch.Tensor:
         """Return ids `[num_rows, num_tokens]` of text, the same for one seed."""
-
-
-class Slot(NamedTuple):
-    """A leaf of one cache object, and where it hangs."""
-
-    parent: Any
-    name: Any
-    value: Any
-
-    def put(self, value: Any) -> None:
-        """Replace the leaf."""
-        if isinstance(self.parent, dict | list):
-            self.parent[self.name] = value
-        else:
-            setattr(self.parent, self.name, value)
-
-
-class Rows(NamedTuple):
-    """The law of a leaf that grows, and its place in a record."""
-
-    path: Path
-    axis: int
-    """Of tokens."""
-    batch: int | None
-    """Axis of the rows of a batch; None: the leaf has none."""
-    size: int
-    """Rows for each chunk."""
-    component: int
-    layer: int
-    """Its place among the leaves of its component."""
-
-
-class State(NamedTuple):
-    """The law of a leaf that is stored whole."""
-
-    path: Path
-    dtype: str
-    num_axes: int
-    batch: int | None
-
-
-class Count(NamedTuple):
-    """The law of a number: its value after the first chunk, and the step of each chunk."""
-
-    path: Path
-    first: int
-    step: int
-
-
-def slots(cache: Any) -> dict[Path, Slot]:
-    """Return the leaves of a cache by path."""
-    found: dict[Path, Slot] = {}
-    seen: set[int] = set()
-    open_objects: list[tuple[Path, Any]] = [((), cache)]
-    while open_objects:
-        path, parent = open_objects.pop()
-        if id(parent) in seen:
-            continue
-        seen.add(id(parent))
-        for name, value in _children(parent):
-            here = (*path, str(name))
-            if isinstance(value, (torch.Tensor, *_PLAIN)):
-                found[here] = Slot(parent, name, value)
-            elif _has_children(value):
-                open_objects.append((here, value))
-    return dict(sorted(found.items()))
-
-
-def kinds(cache: Any) -> set[type]:
-    """Return the classes of the objects that a cache consists of."""
-    found = {type(cache)}
-    open_objects, seen = [cache], set()
-    while open_objects:
-        parent = open_objects.pop()
-        if id(parent) in seen:
-            continue
-        seen.add(id(parent))
-        inner = [value for _, value in _children(parent) if _has_children(value)]
-        found |= {type(each) for each in inner}
-        open_objects += inner
-    return {each for each in found if each not in (dict, list, tuple)}
-
-
-def _has_children(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return True
-    is_other = isinstance(value, (type, torch.nn.Module, torch.Tensor))
-    is_made = hasattr(value, "__dict__") and not is_other
-    return is_made and not callable(value) and not hasattr(value, "to_diff_dict")  # a config
-
-
-def _children(parent: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(parent, dict):
-        return list(parent.items())
-    if isinstance(parent, list | tuple):
-        return list(enumerate(parent))
-    return list(vars(parent).items())
-
-
-def _snapshot(cache: Any) -> dict[Path, Any]:
-    return {
-        path: slot.value.detach().clone() if isinstance(slot.value, torch.Tensor) else slot.value
-        for path, slot in slots(cache).items()
-    }
-
-
-def name_of(path: Path) -> str:
-    """Name a leaf for people."""
-    return ".".join(path)
 
 
 class CacheTree:
@@ -220,11 +127,11 @@ class CacheTree:
         cache, seen, template = model.new_cache(), [], None
         for stop in (size, 2 * size, 3 * size):
             cache, _ = model.run(ids[:, stop - size : stop], cache, stop - size)
-            seen.append(_snapshot(cache))
+            seen.append(snapshot(cache))
             template = copy.deepcopy(cache) if template is None else template
         tree = cls(size, template, seen)
         pair, _ = model.run(model.probe_ids(size, 2, 2), model.new_cache(), 0)
-        tree._find_laws(seen, _snapshot(pair), _aliases(cache))
+        tree._find_laws(seen, snapshot(pair), aliases_of(cache))
         tree._refuse_later_tokens(model, ids)
         if not tree.rows:
             raise NoRowsError(
@@ -248,17 +155,17 @@ class CacheTree:
         rows, states, counts = [], [], []
         for path in seen[0]:
             values = [each[path] for each in seen]
-            if path in aliases and all(_are_constant([v[path], v[aliases[path]]]) for v in seen):
+            if path in aliases and all(are_constant([v[path], v[aliases[path]]]) for v in seen):
                 self._aliases[path] = aliases[path]
                 continue
-            batch = _batch_axis(values[0], pair[path])
-            if _are_constant([*values, pair[path]]):
+            batch = batch_axis(values[0], pair[path])
+            if are_constant([*values, pair[path]]):
                 continue
-            if (count := _count_of(path, values, pair[path])) is not None:
+            if (count := count_of(path, values, pair[path])) is not None:
                 counts.append(count)
-            elif (found := _rows_of(values)) is not None:
+            elif (found := rows_of(values)) is not None:
                 axis, size = found
-                shape = _form(values[0], axis, batch, size)
+                shape = form_of_leaf(values[0], axis, batch, size)
                 component = shapes.setdefault(shape, len(shapes))
                 layers += [0] * (len(shapes) - len(layers))
                 rows.append(Rows(path, axis, batch, size, component, layers[component]))
@@ -286,7 +193,7 @@ class CacheTree:
         other = ids[:, : 2 * size].clone()
         other[:, -1] = ids[:, 0] if ids[0, 0] != other[0, -1] else ids[:, 1]
         runs = [
-            _snapshot(model.run(each, model.new_cache(), 0)[0])
+            snapshot(model.run(each, model.new_cache(), 0)[0])
             for each in (ids[:, : 2 * size], other)
         ]
         for law in self.rows:
@@ -349,13 +256,13 @@ class CacheTree:
             expected[law.axis] = num_tokens * law.size // size
             is_exact = law.size == size or num_tokens % size == 0
             if not isinstance(value, torch.Tensor) or value.dtype != self._first[law.path].dtype:
-                return f"{name_of(law.path)} is {_said(value)}"
+                return f"{name_of(law.path)} is {described(value)}"
             shape = list(value.shape)
             for axis in (law.batch, None if is_exact else law.axis):
                 if axis is not None and len(shape) == len(expected):
                     shape[axis] = expected[axis]
             if shape != expected:
-                return f"{name_of(law.path)} is {_said(value)}, expected {expected}"
+                return f"{name_of(law.path)} is {described(value)}, expected {expected}"
         for state in self.states:
             value = found[state.path].value if state.path in found else None
             if (
@@ -363,13 +270,13 @@ class CacheTree:
                 or str(value.dtype) != f"torch.{state.dtype}"
                 or value.dim() != state.num_axes
             ):
-                return f"{name_of(state.path)} is {_said(value)}"
+                return f"{name_of(state.path)} is {described(value)}"
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 return f"{name_of(state.path)} has NaN or Inf"
         for count in self.counts if num_tokens % size == 0 else ():
             value = found[count.path].value if count.path in found else None
-            if value is None or not _is_all(value, self._count(count, num_tokens)):
-                return f"{name_of(count.path)} is {_said(value)}"
+            if value is None or not is_all(value, self._count(count, num_tokens)):
+                return f"{name_of(count.path)} is {described(value)}"
         return None
 
     def witness(self, cache: Any, num_tokens: int) -> list[torch.Tensor]:
@@ -407,7 +314,7 @@ class CacheTree:
         for law in self.rows:
             start = first_token * law.size // self.chunk_tokens
             value = found[law.path].value.detach().narrow(law.axis, start, law.size)
-            form = _canonical(value, law.axis, law.batch)[row]
+            form = canonical(value, law.axis, law.batch)[row]
             target = into[law.component][law.layer]
             target.copy_(form.view(torch.uint8) if target.dtype != form.dtype else form)
 
@@ -465,7 +372,7 @@ class CacheTree:
     ) -> torch.Tensor:
         first = self._first[law.path]
         num_rows = num_tokens * law.size // self.chunk_tokens
-        form = _canonical(first, law.axis, law.batch)
+        form = canonical(first, law.axis, law.batch)
         shape = (len(chunks), form.shape[1], num_rows, form.shape[3])
         whole = torch.zeros(shape, dtype=first.dtype)
         for row, (num_padding, tensors) in enumerate(chunks):
@@ -474,7 +381,7 @@ class CacheTree:
                 part = each[law.component][law.layer]
                 part = part.view(first.dtype) if part.dtype != first.dtype else part
                 whole[row, :, start : start + law.size] = part[:, : num_rows - start]
-        return _natural(whole, first, law.axis, law.batch).to(first.device)
+        return natural(whole, first, law.axis, law.batch).to(first.device)
 
     def _states(self, state: bytes | None) -> Iterator[tuple[Path, torch.Tensor]]:
         if not self.states:
@@ -524,131 +431,12 @@ class CacheTree:
         return law.first + law.step * (num_tokens - self.chunk_tokens) // self.chunk_tokens
 
 
-# ---- laws of single leaves
-
-
 def _default_chunk_tokens(model: ModelRun) -> int:
     """Return the tokens of a chunk where no option sets them: at most `CHUNK_BYTES` of rows."""
     size = _DEFAULT_CHUNK_TOKENS
     cache, _ = model.run(model.probe_ids(size, 1), model.new_cache(), 0)
-    tensors = [each for each in _snapshot(cache).values() if isinstance(each, torch.Tensor)]
+    tensors = [each for each in snapshot(cache).values() if isinstance(each, torch.Tensor)]
     num_bytes = sum(each.numel() * each.element_size() for each in tensors if size in each.shape)
     while size > _FEWEST_TOKENS and num_bytes > CHUNK_BYTES:
         size, num_bytes = size // 2, num_bytes // 2
     return size
-
-
-def _aliases(cache: Any) -> dict[Path, Path]:
-    """Return the leaves that are the same tensor as one before them."""
-    first: dict[tuple[Any, ...], Path] = {}
-    found = {}
-    for path, slot in slots(cache).items():
-        value = slot.value
-        if isinstance(value, torch.Tensor) and value.numel():
-            same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            original = first.setdefault(same, path)
-            if original != path:
-                found[path] = original
-    return found
-
-
-def _are_constant(values: Sequence[Any]) -> bool:
-    """Whether tensors or plain values are all equal."""
-    first = values[0]
-    if not isinstance(first, torch.Tensor):
-        return all(type(each) is type(first) and each == first for each in values[1:])
-    return all(
-        isinstance(each, torch.Tensor) and each.dtype == first.dtype and torch.equal(each, first)
-        for each in values[1:]
-    )
-
-
-def _count_of(path: Path, values: Sequence[Any], other: Any) -> Count | None:
-    """Return the law of a number; `other` is its value after one chunk of another prompt."""
-    numbers = []
-    for value in (*values, other):
-        if isinstance(value, torch.Tensor):
-            is_number = not value.is_floating_point() and 1 <= value.numel() <= _MAX_COUNTS
-            if not is_number or not _is_all(value, first := int(value.flatten()[0])):
-                return None
-            numbers.append(first)
-        elif type(value) is int:
-            numbers.append(value)
-        else:
-            return None
-    one, two, three, again = numbers
-    return Count(path, one, two - one) if three - two == two - one and again == one else None
-
-
-def _is_all(value: Any, number: int) -> bool:
-    return bool((value == number).all()) if isinstance(value, torch.Tensor) else value == number
-
-
-def _rows_of(values: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the axis along which a leaf grows, and the rows of a chunk; None if it is no leaf of
-    rows."""
-    first = values[0]
-    if not all(isinstance(each, torch.Tensor) and each.dim() == first.dim() for each in values):
-        return None
-    axes = [axis for axis in range(first.dim()) if len({each.shape[axis] for each in values}) > 1]
-    if len(axes) != 1:
-        return None
-    (axis,) = axes
-    size = int(first.shape[axis])
-    if not size or [each.shape[axis] for each in values] != [size, 2 * size, 3 * size]:
-        return None
-    pairs = ((values[0], values[1]), (values[1], values[2]))
-    stay = all(torch.equal(new.narrow(axis, 0, old.shape[axis]), old) for old, new in pairs)
-    return (axis, size) if stay else None
-
-
-def _batch_axis(one: Any, pair: Any) -> int | None:
-    """Return the axis along which a leaf has two rows of a batch in place of one."""
-    if not isinstance(one, torch.Tensor) or not isinstance(pair, torch.Tensor):
-        return None
-    if one.dim() != pair.dim():
-        return None
-    axes = [axis for axis in range(one.dim()) if one.shape[axis] != pair.shape[axis]]
-    is_batch = len(axes) == 1 and 2 * one.shape[axes[0]] == pair.shape[axes[0]]
-    return axes[0] if is_batch and one.shape[axes[0]] == 1 else None
-
-
-def _form(
-    value: torch.Tensor, axis: int, batch: int | None, size: int
-) -> tuple[str, int, int, int]:
-    """Return dtype, heads, rows and content of a leaf's component."""
-    _, heads, _, content = _canonical(value, axis, batch).shape
-    dtype = SAFETENSORS_DTYPE.get(str(value.dtype).removeprefix("torch."))
-    if dtype is None:  # stored as bytes
-        return "U8", heads, size, content * value.element_size()
-    return dtype, heads, size, content
-
-
-def _canonical(value: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor:
-    """Return a leaf as `[batch, heads, rows, content]`."""
-    if batch is None:
-        value, axis, batch = value[None], axis + 1, 0
-    if value.dim() == 2:
-        value = value[..., None]
-    moved = value.movedim((batch, axis), (0, -2))
-    return moved.reshape(moved.shape[0], -1, *moved.shape[-2:]).contiguous()
-
-
-def _natural(form: torch.Tensor, like: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor:
-    """Return `[batch, heads, rows, content]` in the form of a leaf `like` it: undo `_canonical`."""
-    lacks_batch, lacks_content = batch is None, like.dim() + (batch is None) == 2
-    if batch is None:
-        like, axis, batch = like[None], axis + 1, 0
-    if lacks_content:
-        like = like[..., None]
-    middle = like.movedim((batch, axis), (0, -2)).shape[1:-2]
-    shape = (form.shape[0], *middle, *form.shape[-2:])
-    value = form.reshape(shape).movedim((0, -2), (batch, axis))
-    value = value[..., 0] if lacks_content else value
-    return (value[0] if lacks_batch else value).contiguous()
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return repr(value)[:60]

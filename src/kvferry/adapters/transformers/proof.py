@@ -26,7 +26,7 @@ import torch
 from blake3 import blake3
 
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm
-from kvferry.adapters.transformers.cache_tree import Path, name_of, slots
+from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
 from kvferry.adapters.transformers.host_model import UNRUNNABLE, HostModel
 from kvferry.blocks.tolerance import TOLERANCE
 from kvferry.engine.model_config import first_line
