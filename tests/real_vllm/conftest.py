@@ -4,6 +4,7 @@ here; `scripts/test-vllm` fails if nothing was collected."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,16 @@ from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_r
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 MakePrompt = Callable[..., list[int]]
+
+
+@pytest.fixture(autouse=True)
+def environment_as_found() -> Iterator[None]:
+    """Engines inherit this process's variables. vLLM sets some when a test imports it, so that
+    later engines would run otherwise than the same tests alone."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ def found(capsys: pytest.CaptureFixture[str], store: Path, model: Path, **engine
     connector = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
     options = json.dumps({"kv_transfer_config": connector, **engine})
     url = f"{store.as_uri()}?max_bytes=1GiB"
+    level = logging.getLogger("vllm").level
     code = main(["doctor", url, "--vllm", "--model", str(model), "--vllm-config", options,
                  "--json", "-"])  # fmt: skip
+    # Its quiet is its own: engines that this process starts later log as before.
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+    assert logging.getLogger("vllm").level == level
     value = json.loads(capsys.readouterr().out)
     assert code == bool(value["findings"])
     return value

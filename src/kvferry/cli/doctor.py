@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -134,10 +134,8 @@ def _look_at_vllm(
     """Return what is wrong with the installed vLLM, and the model as it runs it."""
     from kvferry.doctor.vllm import VllmConfig, check_installed, run_here
 
-    # What matters of vLLM's warnings are findings.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr), progress() as bar:  # it logs to stdout from its import on
+    # It logs to stdout from its import on.
+    with redirect_stdout(sys.stderr), _quiet_vllm(), progress() as bar:
         bar.add_task("importing vLLM", total=None)
         findings = checked("vllm", check_installed)
         if findings or model is None or facts is None:
@@ -156,6 +154,22 @@ def _look_at_vllm(
 
         findings = checked("vllm", run)
     return findings, _model(model, options, *runs) if runs else facts
+
+
+@contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """Silence vLLM's warnings: what matters of them are findings. An engine that this process or a
+    child starts later logs as before."""
+    name, log = "VLLM_LOGGING_LEVEL", logging.getLogger("vllm")
+    given, level = os.environ.get(name), log.level
+    os.environ.setdefault(name, "ERROR")  # read by vLLM's import
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if given is None:
+            os.environ.pop(name, None)
 
 
 def _read_config(given: str) -> VllmConfig:
