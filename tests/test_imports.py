@@ -203,7 +203,7 @@ LAZY = {
     "adapters/transformers": {"transformers"},
     "adapters/vllm": {"vllm", "kvferry.adapters.vllm.plugin"},
     # The hub whose snapshot a host runs.
-    "v1/running_model.py": {"huggingface_hub"},
+    "identity/running.py": {"huggingface_hub"},
     "testing": {"transformers"},
     "demo": {"torch", "transformers", "gguf", "pydoc_data"},
     "simulate": {"matplotlib"},

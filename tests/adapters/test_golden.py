@@ -14,14 +14,16 @@ import torch
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import engine_spec
 from kvferry.engine.model_config import ModelConfig
+from kvferry.identity import model_identity
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.types import KVGroup
 from kvferry.v1.driven import v1_config
-from kvferry.v1.running_model import model_identity
+from kvferry.v1.running_model import as_written
 from tests.adapters.sglang import host as sglang
 from tests.adapters.sglang.conftest import KVFerryStorage
 from tests.adapters.vllm.fakes import (
     HFConfig,
+    identity_of,
     load_config,
     make_code,
     make_config,
@@ -39,7 +41,7 @@ def digest_of(identity: ModelIdentity) -> str:
 
 
 def of_vllm(config: Any, version: str | None = None, reader: Any = load_config) -> str:
-    return digest_of(model_identity(config, version, reader))
+    return digest_of(identity_of(config, version, reader))
 
 
 QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
@@ -169,7 +171,7 @@ def run_vllm(path: Path, case: Case) -> str:
 
 def run_v1(path: Path) -> str:
     config = v1_config(block_size=4, model=str(write_model(path)), dtype="float32")
-    return of_vllm(config, None, None)
+    return digest_of(model_identity(as_written(config), None))
 
 
 def run_sglang(path: Path, case: dict[str, Any]) -> str:
@@ -235,7 +237,7 @@ SGLANG: dict[str, dict[str, Any]] = {
 
 def run_engine(path: Path) -> str:
     engine = EngineConfig()
-    spec = engine_spec(ModelConfig(make_model(path), engine), engine, deviations={})
+    spec = engine_spec(ModelConfig(make_model(path), engine), engine)
     return Namespace.of(spec.identity, spec.groups, 128).digest.hex()
 
 

@@ -132,18 +132,13 @@ def test_dtype_follows_the_config_unless_set(tmp_path):
     assert auto.geometry.torch_dtype is torch.bfloat16
     told = ModelConfig(tmp_path, EngineConfig(dtype="float32"))
     assert told.geometry.torch_dtype is torch.float32
-    specs = [
-        engine_spec(model, EngineConfig(block_size=8), deviations={}) for model in (auto, told)
-    ]
+    specs = [engine_spec(model, EngineConfig(block_size=8)) for model in (auto, told)]
     assert specs[0].identity != specs[1].identity
 
 
 def test_the_spec_names_the_model(model_dir):
     engine = EngineConfig(block_size=8)
-    specs = [
-        engine_spec(ModelConfig(model_dir(seed=seed), engine), engine, deviations={})
-        for seed in (0, 1)
-    ]
+    specs = [engine_spec(ModelConfig(model_dir(seed=seed), engine), engine) for seed in (0, 1)]
     (group,) = specs[0].groups
     assert (group.num_layers, group.num_kv_heads, group.content_size) == (3, 4, 16)
     assert (group.dtype, group.block_size, group.window) == ("float32", 8, None)
@@ -190,8 +185,8 @@ def test_a_class_that_a_caller_registered_has_no_identity(model_dir, monkeypatch
     monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, LlamaConfig, Other)
     assert config.model_class() is Other
     with pytest.raises(ConfigError, match=r"Other computes the model.*run it without a store"):
-        engine_spec(config, EngineConfig(), deviations={})
-    spec = engine_spec(config, EngineConfig(), deviations={}, weights_version="v1")
+        engine_spec(config, EngineConfig())
+    spec = engine_spec(config, EngineConfig(), weights_version="v1")
     assert spec.identity.weights_version == "v1"
 
 
@@ -206,7 +201,7 @@ def test_a_question_whether_to_run_code_is_never_asked(tmp_path, monkeypatch):
 
 def test_layers_of_one_window_are_a_group_and_all_are_in_one_table(model_dir):
     engine = EngineConfig(block_size=8)
-    spec = engine_spec(ModelConfig(model_dir("gemma3_text"), engine), engine, deviations={})
+    spec = engine_spec(ModelConfig(model_dir("gemma3_text"), engine), engine)
     assert [(group.num_layers, group.window) for group in spec.groups] == [(2, 29), (2, None)]
     assert [part.layer_names for part in spec.tables] == [
         ("layers.0", "layers.2"),
@@ -222,7 +217,7 @@ def test_layers_of_one_window_are_a_group_and_all_are_in_one_table(model_dir):
 def test_a_latent_is_one_head_that_every_rank_holds(model_dir):
     engine = EngineConfig(tensor_parallel_size=4)
     model = ModelConfig(model_dir("deepseek_v3"), engine)
-    spec = engine_spec(model, engine, deviations={})
+    spec = engine_spec(model, engine)
     (group,) = spec.groups
     for rank in range(4):
         (shard,) = tensor_parallel_shard(spec.groups, rank, 4).groups

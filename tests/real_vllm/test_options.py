@@ -24,9 +24,10 @@ with warnings.catch_warnings():
     import vllm.model_executor.model_loader
 
 from kvferry.adapters.vllm.host import load_host
+from kvferry.identity import model_identity
 from kvferry.keys import Namespace
 from kvferry.types import KVGroup
-from kvferry.v1.running_model import _NUMERIC_VARIABLES, model_identity
+from kvferry.v1.running_model import NUMERIC_VARIABLES, running_model
 from tests.real_vllm.host import RELEASE
 from tests.real_vllm.options import (
     HARMLESS,
@@ -74,8 +75,8 @@ def test_every_option_of_this_vllm_is_in_the_table_and_no_other() -> None:
 def test_every_variable_of_this_vllm_is_in_the_table() -> None:
     harmless = HARMLESS_VARIABLES.split()
     named = {each[1:] if each.startswith("/") else f"VLLM_{each}" for each in harmless}
-    assert not named & {*VARIABLES, *_NUMERIC_VARIABLES}
-    assert set(vllm.envs.environment_variables) <= {*named, *VARIABLES, *_NUMERIC_VARIABLES}
+    assert not named & {*VARIABLES, *NUMERIC_VARIABLES}
+    assert set(vllm.envs.environment_variables) <= {*named, *VARIABLES, *NUMERIC_VARIABLES}
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def changed(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def digest_of(config: Any) -> bytes:
-    identity = model_identity(config, None, load_host().load_config)
+    identity = model_identity(running_model(config, load_host().load_config), None)
     return Namespace.of(identity, GROUPS, 128).digest
 
 

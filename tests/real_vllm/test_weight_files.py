@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def test_vllm_reads_nothing_that_does_not_count(tmp_path: Path, load_format: str
     for number, (names, beside, _) in enumerate(BESIDE):
         model = write_files(tmp_path / str(number), [*names, *beside])
         config: Any = LoadConfig(load_format=load_format)
-        loads = loads_of(SimpleNamespace(load_config=config))
+        loads = loads_of(config.load_format)
         try:
             found = DefaultModelLoader(config)._prepare_weights(str(model), None, None, True, None)
         except RuntimeError:  # nothing that this format reads

@@ -8,8 +8,8 @@ import os
 import threading
 from dataclasses import replace
 
+from kvferry.identity import running
 from kvferry.store import recordio
-from kvferry.v1 import running_model
 from kvferry.v1.shared_storage import SharedStorageConnector
 from kvferry.v1.types import CachedRequestData
 
@@ -104,15 +104,15 @@ class IgnoresSalts(Ours):
 class IgnoresWeights(Ours):
     def __init__(self, vllm_config, role, kv_cache_config=None):
         vllm_config.kv_transfer_config.kv_connector_extra_config["weights_version"] = "1"
-        running_model.weights_digest = lambda *_, **__: bytes(32)
+        running.weights_digest = lambda *_, **__: bytes(32)
         super().__init__(vllm_config, role, kv_cache_config)
 
 
 @found_by("rope")
 class IgnoresRope(Ours):
     def __init__(self, vllm_config, role, kv_cache_config=None):
-        written = running_model.written_config
-        running_model.written_config = lambda path: {**written(path), "rope_theta": 1.0}
+        written = running.written_config
+        running.written_config = lambda path: {**written(path), "rope_theta": 1.0}
         super().__init__(vllm_config, role, kv_cache_config)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
+import inspect
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +18,14 @@ import torch
 
 from kvferry.blocks.tolerance import tolerances_for
 from kvferry.errors import ConfigError
-from kvferry.identity import weights_digest, written_config
+from kvferry.identity import ModelFiles, RunningModel, running, weights_digest, written_config
 from kvferry.keys import Namespace
 from kvferry.types import KVGroup
-from kvferry.v1.running_model import local_model, model_identity
+from kvferry.v1 import running_model as reading
+from kvferry.v1.running_model import model_files
 from tests.adapters.vllm.fakes import (
     HFConfig,
+    identity_of,
     load_config,
     make_code,
     make_config,
@@ -36,11 +42,11 @@ def model(tmp_path):
 
 
 def namespace(config, version=None):
-    return Namespace.of(model_identity(config, version, load_config), (GROUP,), 128).digest
+    return Namespace.of(identity_of(config, version, load_config), (GROUP,), 128).digest
 
 
 def test_a_model_run_as_it_is_written_is_what_its_files_say(model):
-    identity = model_identity(make_config(model), None, load_config)
+    identity = identity_of(make_config(model), None, load_config)
     expected = written_config(model)
     expected.pop("torch_dtype")
     assert identity.config == {**expected, "dtype": "float32"}
@@ -134,13 +140,13 @@ def test_what_model_opt_writes_beside_the_config_is_another_model(tmp_path, writ
         (model / "hf_quant_config.json").write_text(text)
         found.append(namespace(config))
     assert len(set(found)) == 3
-    assert tolerances_for(model_identity(config, None, load_config).config) == {}
+    assert tolerances_for(identity_of(config, None, load_config).config) == {}
 
 
 def test_a_quantisation_that_cannot_be_read_is_refused(model):
     (model / "hf_quant_config.json").write_text("{")
     with pytest.raises(ConfigError, match="hf_quant_config"):
-        model_identity(make_config(model), None, load_config)
+        identity_of(make_config(model), None, load_config)
 
 
 def test_variables_that_quantise_are_another_model(model, monkeypatch):
@@ -207,13 +213,13 @@ def test_a_name_on_modelscope_is_not_the_snapshot_of_hugging_face(tmp_path, monk
         model_config__model="some/model",
         load_config__download_dir=str(cache),
     )
-    assert local_model(config) is not None
+    assert model_files(config).find() is not None
     with monkeypatch.context() as of_sglang:
         of_sglang.setenv("SGLANG_USE_MODELSCOPE", "true")
-        assert local_model(config) is None
+        assert model_files(config).find() is None
     variables = SimpleNamespace(VLLM_USE_MODELSCOPE=True)
     monkeypatch.setitem(sys.modules, "vllm.envs", variables)
-    assert local_model(config) is None
+    assert model_files(config).find() is None
 
 
 @pytest.mark.parametrize(("rope_type", "differs"), [("default", False), ("dynamic", True)])
@@ -226,20 +232,18 @@ def test_the_context_length_counts_where_rope_depends_on_it(tmp_path, rope_type,
 
 
 def test_latents_are_for_vllm_alone(model):
-    config = model_identity(
-        make_config(model, model_config__use_mla=True), None, load_config
-    ).config
-    assert config["latents_of"] == "vllm on unknown"
-    assert "latents_of" not in model_identity(make_config(model), None, load_config).config
+    config = identity_of(make_config(model, model_config__use_mla=True)).config
+    assert config["latents_of"] == "vllm on cpu"
+    assert "latents_of" not in identity_of(make_config(model), None, load_config).config
 
 
 def test_weights_that_are_nowhere_on_disk_need_a_version(model, tmp_path):
     config = make_config(model, model_config__model=str(tmp_path / "not-here"))
     with pytest.raises(ConfigError, match='set "weights_version"') as caught:
-        model_identity(config, None, load_config)
+        identity_of(config, None, load_config)
     assert "\n" not in str(caught.value)
-    first = model_identity(config, "v1", load_config)
-    assert first.weights != model_identity(config, "v2", load_config).weights
+    first = identity_of(config, "v1", load_config)
+    assert first.weights != identity_of(config, "v2", load_config).weights
 
 
 def test_a_config_in_another_format_counts_where_it_differs(model):
@@ -250,7 +254,7 @@ def test_a_config_in_another_format_counts_where_it_differs(model):
     def digest(config_format):
         config = make_config(model, model_config__config_format=config_format)
         config.model_config.hf_config = by_format(model, config_format=config_format)
-        return Namespace.of(model_identity(config, None, by_format), (GROUP,), 128).digest
+        return Namespace.of(identity_of(config, None, by_format), (GROUP,), 128).digest
 
     assert digest("mistral") != digest("hf")
 
@@ -340,7 +344,7 @@ def test_a_model_of_a_hub_is_the_commit_in_the_cache_that_the_operator_names(tmp
             model_config__model="some/model",
             load_config__download_dir=str(cache),
         )
-        digests.append(model_identity(config, None, lambda *_, **__: HFConfig({})).weights)
+        digests.append(identity_of(config, None, lambda *_, **__: HFConfig({})).weights)
         assert digests[-1] == expected
     assert digests[0] != digests[1]
 
@@ -359,14 +363,14 @@ def test_scales_taken_from_requests_are_refused(model):
         model, cache_config__cache_dtype="fp8", cache_config__calculate_kv_scales=True
     )
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        model_identity(config, None, load_config)
+        identity_of(config, None, load_config)
 
 
 def test_a_config_that_cannot_be_read_again_counts_as_a_whole(model):
     def unreadable(*_, **__):
         raise OSError("gone")
 
-    identity = model_identity(make_config(model), None, unreadable)
+    identity = identity_of(make_config(model), None, unreadable)
     assert identity.config["overrides"]["num_hidden_layers"] == 2
 
 
@@ -376,18 +380,17 @@ def test_weights_that_changed_after_the_process_started_are_refused(tmp_path):
 import sys
 from pathlib import Path
 from kvferry.errors import ConfigError
-from tests.adapters.vllm.fakes import load_config, make_config, write_model
+from tests.adapters.vllm.fakes import identity_of, load_config, make_config, write_model
 from kvferry.v1 import running_model
-from kvferry.v1.running_model import model_identity
 
 path = Path(sys.argv[1])
-model_identity(make_config(path), None, load_config)
+identity_of(make_config(path), None, load_config)
 write_model(path, fill=2.0)
-model_identity(make_config(path), None, load_config)  # inside a caller's process
-running_model.is_engine_process = lambda: True
-model_identity(make_config(path), "v2", load_config)
+identity_of(make_config(path), None, load_config)  # inside a caller's process
+running_model.multiprocessing.parent_process = lambda: True
+identity_of(make_config(path), "v2", load_config)
 try:
-    model_identity(make_config(path), None, load_config)
+    identity_of(make_config(path), None, load_config)
 except ConfigError as error:
     assert "changed after this process started" in str(error), error
 else:
@@ -411,8 +414,95 @@ def test_a_version_is_enough_where_a_directory_has_no_weights(tmp_path, version)
         file.unlink()
     if version is None:
         with pytest.raises(ConfigError, match="holds no weights"):
-            model_identity(make_config(path), version, load_config)
+            identity_of(make_config(path), version, load_config)
     else:
-        identities = [model_identity(make_config(path), v, load_config) for v in ("v1", "v1", "v2")]
+        identities = [identity_of(make_config(path), v, load_config) for v in ("v1", "v1", "v2")]
         assert identities[0] == identities[1] != identities[2]
         assert identities[1].weights != identities[2].weights
+
+
+# --- what a host does not say ---------------------------------------------------------------------
+
+ALWAYS_THERE = {
+    "model_config": "model_weights? revision code_revision hf_config_path dtype"
+    " trust_remote_code hf_config hf_overrides quantization quantization_config? max_model_len"
+    " use_mla registry using_transformers_backend",
+    "cache_config": "cache_dtype kv_cache_dtype_skip_layers? calculate_kv_scales?",
+    "load_config": "load_format download_dir model_loader_extra_config",
+    "": "lora_config additional_config attention_config? kernel_config?",
+}
+"""The fields of vLLM's configuration that are read, by part; with ? those of some releases only."""
+
+FIELDS = [(part, each) for part, names in ALWAYS_THERE.items() for each in names.split()]
+
+
+@pytest.mark.parametrize(("part", "name"), FIELDS)
+def test_a_field_that_every_release_has_is_missed_by_name(model, part, name):
+    config = make_config(model)
+    before = namespace(config)
+    holder = getattr(config, part) if part else config
+    vars(holder).pop(name.rstrip("?"), None)
+    if name.endswith("?"):
+        assert namespace(config) == before
+        return
+    with pytest.raises(ConfigError, match=f"'{name}'") as refusal:
+        namespace(config)
+    assert "\n" not in str(refusal.value)
+
+
+def readings():
+    """The source of all that reads or uses what a host runs, by name."""
+    from kvferry.adapters.sglang import identity as of_sglang
+    from kvferry.engine import connector as of_engine
+
+    return {
+        "identity/running": inspect.getsource(running),
+        "v1/running_model": inspect.getsource(reading),
+        "adapters/sglang": inspect.getsource(of_sglang._running_model),
+        "engine/connector": inspect.getsource(of_engine._running_model),
+    }
+
+
+def test_nothing_of_a_host_is_read_with_a_default():
+    from tests.adapters.sglang import host
+
+    with host.installed():
+        sources = readings()
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                assert len(node.args) == 2, (name, ast.unparse(node))
+
+
+@pytest.mark.parametrize("value", [RunningModel, ModelFiles])
+def test_a_host_has_to_fill_every_field(value):
+    for field in dataclasses.fields(value):
+        assert field.kw_only, field.name
+        assert field.default is field.default_factory is dataclasses.MISSING, field.name
+
+
+@pytest.mark.slow  # half a minute where mypy has no cache yet
+def test_a_host_that_leaves_a_field_out_does_not_type_check(tmp_path):
+    """Of each field, a host that fills all others; and one that fills them all."""
+    names = [field.name for field in dataclasses.fields(RunningModel)]
+    hosts = [None, *names]
+    lines = ["from typing import Any", "from kvferry.identity import RunningModel", ""]
+    for left_out in hosts:
+        filled = ", ".join(f"{each}=said" for each in names if each != left_out)
+        lines.append(f"def host_{left_out}(said: Any) -> RunningModel:")
+        lines.append(f"    return RunningModel({filled})")
+    stub = tmp_path / "stub_host.py"
+    stub.write_text("\n".join(lines) + "\n")
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(stub)],
+        cwd=root,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    errors = [line for line in ran.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == len(names), ran.stdout + ran.stderr
+    for name, error in zip(names, errors, strict=True):
+        assert f'Missing named argument "{name}"' in error

@@ -19,9 +19,8 @@ from kvferry.v1 import (
     SharedStorageConnectorMetadata,
     align_to_block_size,
 )
-from kvferry.v1.running_model import model_identity
 from kvferry.v1.types import KVConnectorRole
-from tests.adapters.vllm.fakes import HFConfig, load_config
+from tests.adapters.vllm.fakes import HFConfig, identity_of, load_config
 from tests.adapters.vllm.fakes import make_config as vllm_config
 
 BLOCK = 4
@@ -277,7 +276,7 @@ def test_this_connector_and_the_plug_in_for_vllm_know_a_model_alike(model_dir, m
     connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
     connector.shutdown()
     identity = connector.cache.spec.identity
-    assert identity == model_identity(config, None, load_config)
+    assert identity == identity_of(config)
     assert identity.config["overrides"] == {"rope_scaling": {"factor": 2.0}}
 
 

@@ -210,7 +210,7 @@ def _namespace(model: Path, dtype: str, chunk_tokens: int | None) -> tuple[bytes
     from kvferry.engine.model_config import ModelConfig
 
     engine = build_config(EngineConfig, {"dtype": dtype}, where="--dtype")
-    spec = engine_spec(ModelConfig(model, engine), engine, deviations={})
+    spec = engine_spec(ModelConfig(model, engine), engine)
     chunk_tokens = chunk_tokens or default_chunk_tokens(spec.groups)
     return Namespace.of(spec.identity, spec.groups, chunk_tokens).digest, chunk_tokens
 

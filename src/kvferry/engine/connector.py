@@ -3,6 +3,7 @@ store. Also describes the engine to the cache (`engine_spec`)."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig, ModelGeometry, is_library_class
 from kvferry.errors import ConfigError
-from kvferry.identity import Loads, identify
-from kvferry.keys import JsonValue
+from kvferry.identity import Loads, ModelFiles, RunningModel, model_identity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, KVGroup, RequestView, StepView, TablePart
@@ -48,7 +48,7 @@ def cache_arguments(
         if options:
             raise ConfigError("connector_options are given without a store")
         return None
-    spec = replace(engine_spec(model, engine, deviations={}), engine_id=secrets.token_hex(16))
+    spec = replace(engine_spec(model, engine), engine_id=secrets.token_hex(16))
     return CacheArguments(spec=spec, options={"store": store, **(options or {})})
 
 
@@ -74,12 +74,10 @@ def engine_spec(
     model: ModelConfig,
     engine: EngineConfig,
     *,
-    deviations: Mapping[str, JsonValue],
     weights_version: str | None = None,
-    name: str | None = None,
 ) -> EngineSpec:
     """Describe, for the cache, rank 0 of an engine that runs `model` with the options of `engine`.
-    `deviations`, `weights_version` and `name` are as for `identify`; `LLM` has no deviations.
+    `weights_version` names the weights where they have no digest.
 
     Raises:
         ConfigError: the weights have no digest, or the model's class is not of Transformers and no
@@ -95,14 +93,7 @@ def engine_spec(
         )
     groups = kv_groups(geometry, engine.block_size)
     return EngineSpec(
-        identity=identify(
-            model.model_dir,
-            dtype=geometry.dtype,
-            deviations=deviations,
-            weights_version=weights_version,
-            name=name or str(model.model_dir),
-            loads=Loads.BY_NAME,
-        ),
+        identity=model_identity(_running_model(model), weights_version),
         groups=groups,
         shard=tensor_parallel_shard(groups, 0, engine.tensor_parallel_size),
         tables=tuple(
@@ -111,6 +102,47 @@ def engine_spec(
         ),
         step_tokens=engine.max_batched_tokens,
         host_recomputes=True,
+    )
+
+
+def _running_model(model: ModelConfig) -> RunningModel:
+    """Return what this engine runs: a model as its directory has it, with no option that changes
+    its KV but the dtype."""
+    return RunningModel(
+        files=ModelFiles(
+            name=str(model.model_dir),
+            weights="",
+            revision=None,
+            cache_dir=None,
+            is_on_hugging_face=False,  # it is a directory
+            load_format="auto",
+            loads=Loads.BY_NAME,
+        ),
+        read_since=math.inf,
+        dtype=model.geometry.dtype,
+        running={},
+        written={},
+        classes=(),  # `engine_spec` refuses others than those of Transformers
+        max_length=0,
+        runs_code=False,
+        code_map=None,
+        code_revision=None,
+        config_path=None,
+        quantization=None,
+        quantization_options=None,
+        is_quantized_in_files=False,
+        quantization_file=None,
+        heeds_model_opt=False,
+        loader_options=None,
+        kv_dtype="auto",
+        kv_layers_left_out=(),
+        scales_by_requests=False,
+        latents_of=None,
+        lora={},
+        queries={},
+        kernels={},
+        platform_options=None,
+        variables={},
     )
 
 

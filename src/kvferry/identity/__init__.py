@@ -2,6 +2,7 @@
 running model deviates from that. Engines and commands ask for it when they start."""
 
 from kvferry.identity.directory import identify, length_dependent_rope, written_config
+from kvferry.identity.running import ModelFiles, RunningModel, model_identity, read_written
 from kvferry.identity.weights import (
     Loads,
     adapter_digest,
@@ -16,12 +17,16 @@ from kvferry.identity.weights import (
 
 __all__ = [
     "Loads",
+    "ModelFiles",
+    "RunningModel",
     "adapter_digest",
     "basis_of",
     "identify",
     "is_in_snapshot",
     "length_dependent_rope",
+    "model_identity",
     "newest_change",
+    "read_written",
     "shows_its_changes",
     "weight_files",
     "weights_digest",

@@ -19,7 +19,7 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.identity import Loads, weights_digest
 from kvferry.keys import UNREAD
-from kvferry.v1.running_model import loads_of, local_model
+from kvferry.v1.running_model import model_files
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,10 @@ def begin_hashing(vllm_config: Any) -> None:  # noqa: ANN401 - the host's
     """Hash the weights on a thread, once per process, while the host does something else. A
     connector asks later, finds the files' digests in their cache, and says what fails."""
     try:
-        source = local_model(vllm_config)
+        files = model_files(vllm_config)
+        source = files.find()
         if source is not None:
-            _begin(source, loads_of(vllm_config))
+            _begin(source, files.loads)
     except Exception:  # no head start is no reason to end the host's start
         logger.debug("kvferry: weights are not hashed ahead", exc_info=True)
 

@@ -18,12 +18,13 @@ import torch
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
+from kvferry.identity import model_identity
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.types import KVGroup
 from kvferry.v1.facade import RolesAsV1
-from kvferry.v1.running_model import model_identity
+from kvferry.v1.running_model import as_written, running_model
 from kvferry.v1.types import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -182,7 +183,10 @@ def _describe(vllm_config: V1Config, layout: str, weights_version: str | None) -
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not served; set it to 1"
         )
-    identity = model_identity(vllm_config, weights_version)
+    # Hosts of the seeds' time may show no more of their model than its name.
+    says_more = hasattr(model, "hf_config")
+    running = running_model(vllm_config) if says_more else as_written(vllm_config)
+    identity = model_identity(running, weights_version)
     config = _as_it_runs(identity)
     dtype = vllm_config.cache_config.cache_dtype
     world, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size

@@ -22,6 +22,18 @@ RELEASE = "0.5.23"
 """Most pages of one call."""
 
 
+ARGUMENTS = {
+    "quantization": None,
+    "load_format": "auto",
+    "model_loader_extra_config": "{}",
+    "download_dir": None,
+    "trust_remote_code": False,
+    "kv_cache_dtype": None,
+    "device": "cuda",
+}
+"""Server arguments as they are if nobody sets them."""
+
+
 class Running:
     """The server arguments and model of this process, as SGLang's `runtime_context` tells them."""
 
@@ -30,7 +42,7 @@ class Running:
     def resolved_server_args_dict(self) -> dict[str, Any]:
         if self.arguments is None:
             raise ValueError("Global server args is not set yet!")
-        return self.arguments
+        return ARGUMENTS | self.arguments
 
     def model_config(self) -> Any:
         path = Path(self.resolved_server_args_dict()["model_path"])

@@ -13,6 +13,10 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 
+from kvferry.identity import model_identity
+from kvferry.keys import ModelIdentity
+from kvferry.v1.running_model import running_model
+
 
 class HFConfig:
     """A Hugging Face config: attributes and `to_dict`."""
@@ -67,6 +71,14 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model=str(model),
+            model_weights="",
+            revision=None,
+            code_revision=None,
+            hf_config_path=None,
+            config_format="auto",
+            trust_remote_code=False,
+            hf_overrides={},
+            use_mla=False,
             dtype=torch.float32,
             hf_config=loaded,
             hf_text_config=loaded,
@@ -89,7 +101,12 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
         kv_transfer_config=SimpleNamespace(
             kv_connector="KVFerryConnector", kv_role=kv_role, kv_connector_extra_config={}
         ),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(
+            load_format="auto", download_dir=None, model_loader_extra_config={}
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        lora_config=None,
+        additional_config={},
         kv_events_config=None,
     )
     for name, value in changes.items():
@@ -99,6 +116,13 @@ def make_config(model: Path, *, kv_role: str = "kv_both", **changes: Any) -> Any
             target = getattr(target, part)
         setattr(target, last, value)
     return config
+
+
+def identity_of(
+    config: Any, version: str | None = None, reader: Any = load_config, **more: Any
+) -> ModelIdentity:
+    """Return the identity of the model that a fake VllmConfig describes."""
+    return model_identity(running_model(config, reader), version, **more)
 
 
 class QuantMode(enum.IntEnum):

@@ -116,8 +116,20 @@ def make_config(
     records["model_config"].use_mla = False
     records["model_config"].using_transformers_backend = lambda: False
     records["model_config"].registry = OWN_CODE
+    # What every release has, and the snapshots do not name.
+    for name, value in {
+        "code_revision": None,
+        "config_format": "auto",
+        "trust_remote_code": False,
+        "hf_overrides": {},
+    }.items():
+        setattr(records["model_config"], name, value)
     records["parallel_config"].distributed_executor_backend = "uni" if world == 1 else "mp"
-    return SimpleNamespace(**records, load_config=SimpleNamespace(load_format="auto"))
+    load = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
+    device = SimpleNamespace(device_type="cpu")
+    return SimpleNamespace(
+        **records, load_config=load, device_config=device, lora_config=None, additional_config={}
+    )
 
 
 def at_rank(vllm_config: Any, rank: int) -> Any:

@@ -12,7 +12,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt import runtime_context
@@ -25,8 +24,14 @@ from kvferry.adapters.rows import RowsOptions, adapters_name
 from kvferry.adapters.sglang.pages import Pages
 from kvferry.adapters.sglang.pool_facts import pool_facts
 from kvferry.errors import ConfigError
+from kvferry.identity import ModelFiles, RunningModel, model_identity, read_written
 from kvferry.keys import JsonValue, Namespace, opaque_namespace
-from kvferry.v1.running_model import model_identity
+from kvferry.v1.running_model import (
+    loads_of,
+    numeric_variables,
+    read_since,
+    uses_modelscope,
+)
 
 logger = logging.getLogger("sglang.kvferry")
 
@@ -96,9 +101,8 @@ class ServedModel:
                 f"so the model cannot be identified: {str(error).partition(chr(10))[0]}"
             ) from error
         self._arguments: Mapping[str, Any] = arguments
-        self._identity = model_identity(
-            _as_vllm(arguments, model), options.weights_version, _read_config, hashed
-        )
+        running = _running_model(arguments, model)
+        self._identity = model_identity(running, options.weights_version, hashed)
         self._tenant = options.tenant
         has_adapters = bool(arguments.get("enable_lora") or arguments.get("lora_paths"))
         self._adapters = adapters_name(options, logger) if has_adapters else None
@@ -148,29 +152,65 @@ def _plain(value: Any) -> JsonValue:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _as_vllm(arguments: Mapping[str, Any], model: Any) -> Any:
-    """Return SGLang's configuration under the names that `model_identity` reads."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=str(model.model_path),
-            revision=getattr(model, "revision", None),
-            dtype=model.dtype,
-            hf_config=model.hf_config,
-            quantization=arguments.get("quantization"),
-            trust_remote_code=bool(arguments.get("trust_remote_code")),
-            max_model_len=getattr(model, "context_len", 0),
+def _running_model(arguments: Mapping[str, Any], model: Any) -> RunningModel:
+    """Return the model that SGLang runs.
+
+    What the operator set beyond this is in the namespace under SGLang's own names (`_NUMERIC`), and
+    so is what its pools hold: SGLang has no options by these names of vLLM's.
+    """
+    hf_config = model.hf_config
+    load_format = str(_argument(arguments, "load_format") or "auto")
+    runs_code = bool(_argument(arguments, "trust_remote_code"))
+    return RunningModel(
+        files=ModelFiles(
+            name=str(model.model_path),
+            weights="",
+            revision=model.revision,
+            cache_dir=_argument(arguments, "download_dir"),
+            is_on_hugging_face=not uses_modelscope(),
+            load_format=load_format.lower(),
+            loads=loads_of(load_format),
         ),
-        load_config=SimpleNamespace(
-            load_format=arguments.get("load_format") or "auto",
-            download_dir=arguments.get("download_dir"),
-            model_loader_extra_config=arguments.get("model_loader_extra_config"),
+        read_since=read_since(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        running=hf_config.to_dict(),
+        written=read_written(
+            lambda: get_config(
+                str(model.model_path), trust_remote_code=runs_code, revision=model.revision
+            )
         ),
-        cache_config=SimpleNamespace(cache_dtype=str(arguments.get("kv_cache_dtype") or "auto")),
+        classes=(),  # by `model_impl` and a variable of external models
+        max_length=int(model.context_len),
+        runs_code=runs_code,
+        code_map=hf_config.auto_map if hasattr(hf_config, "auto_map") else None,
+        code_revision=None,
+        config_path=None,
+        quantization=_argument(arguments, "quantization"),
+        quantization_options=None,
+        is_quantized_in_files=hasattr(hf_config, "quantization_config"),
+        quantization_file=None,
+        heeds_model_opt=True,
+        loader_options=_argument(arguments, "model_loader_extra_config"),
+        kv_dtype=str(_argument(arguments, "kv_cache_dtype") or "auto"),
+        kv_layers_left_out=(),
+        scales_by_requests=False,
+        latents_of=None,  # no record is shared with another host
+        lora={},  # hashes do not cover adapters: `adapters_name`
+        queries={},
+        kernels={},
+        platform_options=None,
+        variables=numeric_variables(),
     )
 
 
-def _read_config(model: Any, *, trust_remote_code: bool, revision: Any, **_others: Any) -> Any:
-    return get_config(model, trust_remote_code=trust_remote_code, revision=revision)
+def _argument(arguments: Mapping[str, Any], name: str) -> Any:
+    """Return a server argument. Raises ConfigError if this SGLang has none of that name."""
+    if name not in arguments:
+        raise ConfigError(
+            f"this SGLang has no server argument {name!r}, which decides KV, so the model cannot "
+            "be identified; use a release of kvferry that knows this SGLang's"
+        )
+    return arguments[name]
 
 
 class Weights:

@@ -422,7 +422,7 @@ def _plain_kv(host: HostModel, directory: Path, dtype: str) -> PlainKV:
         raise ConfigError(f"{kind!r} models keep latents in a form of their own")
     engine = build_config(EngineConfig, {"dtype": dtype}, where="the model")
     config = ModelConfig(directory, engine)
-    spec = engine_spec(config, engine, deviations={}, weights_version="the host's")
+    spec = engine_spec(config, engine, weights_version="the host's")
     layers = _layers(config, spec)
     return PlainKV(spec.groups, layers, _probed_devices(host, layers, str(directory)))
 

@@ -32,11 +32,12 @@ from kvferry.contract.rules import HookFaults
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
+from kvferry.identity import model_identity
 from kvferry.observe import Counters
 from kvferry.v1.facade import OneRole
 from kvferry.v1.host import CLIENT_OPTIONS, HostRequests
 from kvferry.v1.late_weights import LateWeights, begin_hashing
-from kvferry.v1.running_model import local_model, model_identity
+from kvferry.v1.running_model import model_files, running_model
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,9 @@ class FerryConnector(OneRole):
             cpu_kernels(config, sizes),
             options.chunk_tokens,
             lambda: model_identity(
-                config, options.weights_version, self.host.load_config, self._weights.hashed
+                running_model(config, self.host.load_config),
+                options.weights_version,
+                self._weights.hashed,
             ),
         )
         if self._why_off:
@@ -175,7 +178,7 @@ class FerryConnector(OneRole):
         config = self._host_config
         requests = HostRequests(
             self._lora_identities,
-            ItemIdentities(config, local_model(config)),
+            ItemIdentities(config, model_files(config).find()),
             hands_over=self._hands_over,
             drafts=getattr(config, "speculative_config", None) is not None,
             unread=self._why_unread,

@@ -18,10 +18,11 @@ from kvferry.adapters.vllm.host import cpu_kernels, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
+from kvferry.identity import model_identity
 from kvferry.keys import UNREAD, JsonValue, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
-from kvferry.v1.running_model import model_identity
+from kvferry.v1.running_model import running_model
 
 if TYPE_CHECKING:
     import torch
@@ -239,8 +240,8 @@ def hosted_model(
         config = arguments(**given).create_engine_config()
     except Exception as error:  # vLLM, Transformers and their hub raise errors of any base
         raise ConfigError(" ".join(str(error).split())) from error
-    reader = load_host().load_config
-    identity = model_identity(config, weights_version, reader, lambda _: weights)
+    model = running_model(config, load_host().load_config)
+    identity = model_identity(model, weights_version, lambda _: weights)
     size = config.cache_config.block_size
     kernels = cpu_kernels(config, {size}) if size else None
     if kernels is None:

@@ -21,9 +21,10 @@ from blake3 import blake3
 from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm.host import Host, conv_state_layout, cpu_kernels, device_name
 from kvferry.adapters.vllm.kv_specs import describe_groups
+from kvferry.identity import model_identity
 from kvferry.identity.resolved import describe_value
 from kvferry.keys import JsonValue, Namespace, opaque_namespace
-from kvferry.v1.running_model import model_identity
+from kvferry.v1.running_model import running_model
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -66,7 +67,8 @@ def rows_namespace(
     Raises:
         ConfigError: KV that cannot be identified.
     """
-    identity = model_identity(vllm_config, options.weights_version, host.load_config, hashed)
+    model = running_model(vllm_config, host.load_config)
+    identity = model_identity(model, options.weights_version, hashed)
     first = config.groups[0].tokens_per_block if config.groups else config.cache.tokens_per_hash
     return opaque_namespace(
         identity,
