@@ -1,4 +1,4 @@
-"""Models that also take images: prompts of text are served, all others run without the store."""
+"""Models that also take images: their prompts of text. test_images.py has those with images."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-_VISION = {
+VISION = {
     **dict.fromkeys(("out_hidden_size", "projection_dim"), 64),
     **dict.fromkeys(("image_size", "window_size"), 32),
     "depth": 2,
@@ -210,10 +210,10 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
                 "mrope_section": [2, 3, 3],
             }
         },
-        "vision_config": _VISION,
+        "vision_config": VISION,
     },
-    "qwen3_vl": {"vision_config": _VISION},
-    "qwen3_5": {"text_config": _LINEAR, "vision_config": _VISION},
+    "qwen3_vl": {"vision_config": VISION},
+    "qwen3_5": {"text_config": _LINEAR, "vision_config": VISION},
 }
 """What classes that take images and text need, in place of `CHANGES`."""
 
@@ -221,7 +221,7 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 def build_with_images(model_type: str) -> Any:
     """Build a tiny model that takes images and text."""
     config = CONFIG_MAPPING[model_type](
-        **_values(CONFIG_MAPPING[model_type], WITH_IMAGES[model_type])
+        **values_of(CONFIG_MAPPING[model_type], WITH_IMAGES[model_type])
     )
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(config)
 
@@ -229,7 +229,7 @@ def build_with_images(model_type: str) -> Any:
 def tiny_config(model_type: str) -> Any:
     """Return a tiny config of the class of `model_type`, with tiny configs of its parts."""
     changes = CHANGES.get(model_type, {})
-    return CONFIG_MAPPING[model_type](**_values(CONFIG_MAPPING[model_type], changes))
+    return CONFIG_MAPPING[model_type](**values_of(CONFIG_MAPPING[model_type], changes))
 
 
 def build_model(config: Any) -> Any:
@@ -241,14 +241,14 @@ def build_model(config: Any) -> Any:
     )
 
 
-def _values(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def values_of(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)}
     values = {**{name: size for name, size in SIZES.items() if name in names}, **changes}
     for name, part in cls.sub_configs.items():
         inner = changes.get(name, {})
         if dataclasses.is_dataclass(part):
-            values[name] = _values(part, inner)
+            values[name] = values_of(part, inner)
         elif inner or name == "text_config":  # of any architecture
             inner = {"model_type": "llama", **inner}
-            values[name] = _values(CONFIG_MAPPING[inner["model_type"]], inner)
+            values[name] = values_of(CONFIG_MAPPING[inner["model_type"]], inner)
     return values

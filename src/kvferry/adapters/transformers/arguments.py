@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.items import NO_ITEMS, Items, is_of_items, is_types, items_of
 from kvferry.config import ChunkOptions
 from kvferry.errors import ConfigError
 
@@ -71,6 +72,8 @@ class Prompts(NamedTuple):
     """`[rows, tokens]`: 1 where a token is visible, 0 where it is hidden."""
     num_copies: int = 1
     """Rows that `generate` computes for each prompt: beams, or several answers."""
+    items: Items = NO_ITEMS
+    """Images, videos and sounds of the only row."""
 
     def each(self) -> list[Prompt]:
         """Return what can be stored of each row."""
@@ -95,9 +98,7 @@ def read_call(
     input_ids = rest.get("input_ids") if inputs is None else inputs
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
         return "it has no input_ids of the shape [rows, tokens]"
-    others = {
-        name for name, value in rest.items() if value is not None and not _is_text(name, value)
-    }
+    given_items, others = split_items(rest)
     others -= _OF_NO_KV
     asked = [name for name in _NOT_SERVED if getattr(config, name, None)]
     if config.use_cache is False:
@@ -109,13 +110,38 @@ def read_call(
         return f"it uses {', '.join([*sorted(others), *asked])}"
     rows = read_rows(input_ids, model.vocab_size)
     mask = read_mask(rest.get("attention_mask"), rows, config)
-    return Prompts(rows, mask, max(config.num_beams or 1, config.num_return_sequences or 1))
+    prompts = Prompts(rows, mask, max(config.num_beams or 1, config.num_return_sequences or 1))
+    return with_items(model, prompts, given_items)
 
 
-def _is_text(name: str, value: Any) -> bool:
-    """Whether an argument only says that all tokens are text, as processors of models with images
-    do."""
-    return name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not value.any()
+def split_items(given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the arguments that describe images, videos or sounds, and the names of all others.
+    Types that only say that all tokens are text, as processors of models with images make them, are
+    neither, unless there is an image."""
+    some = {name: value for name, value in given.items() if value is not None}
+    items = {name: value for name, value in some.items() if is_of_items(name)}
+    if all(is_types(name) and _is_text(value) for name, value in items.items()):
+        return {}, some.keys() - items.keys()
+    return items, some.keys() - items.keys()
+
+
+def _is_text(types: Any) -> bool:
+    return isinstance(types, torch.Tensor) and not types.any()
+
+
+def with_items(model: HostModel, prompts: Prompts, given: Mapping[str, Any]) -> Prompts | str:
+    """Add items to the prompts of a call, or say why it has to run without the store."""
+    if not given:
+        return prompts
+    named = f"it uses {', '.join(sorted(given))}"
+    if len(prompts.rows) > 1:
+        return f"{named} in a batch"
+    if prompts.num_copies > 1:
+        return f"{named} with several answers to a prompt"
+    if not prompts.mask.all():
+        return f"{named} beside hidden tokens"
+    found = items_of(model.model.config, prompts.rows[0], given)
+    return found if isinstance(found, str) else prompts._replace(items=found)
 
 
 def read_rows(given: Any, vocab_size: int) -> list[list[int]]:

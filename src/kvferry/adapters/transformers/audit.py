@@ -10,6 +10,7 @@ import torch
 
 from kvferry.adapters.transformers.cache_copies import CacheForm, StoredRow
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.items import Items
 from kvferry.blocks.audit import Difference, compare
 from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING
 from kvferry.observe import Observer
@@ -58,7 +59,11 @@ class Auditor:
         self.has_failed = False
 
     def agrees(
-        self, keys: Sequence[ChunkKey], images: list[memoryview], token_ids: list[int]
+        self,
+        keys: Sequence[ChunkKey],
+        images: list[memoryview],
+        token_ids: list[int],
+        items: Items,
     ) -> bool:
         """Whether a hit may be used. If an audit is due, computes the first chunk from nothing, and
         one other, drawn at random, on top of the stored ones before it, unless only states can be
@@ -68,6 +73,7 @@ class Auditor:
             keys: keys of the leading chunks of a prompt.
             images: their records.
             token_ids: the prompt, without padding.
+            items: of the prompt, placed. Those that a compared chunk overlaps are computed whole.
         """
         if not self._is_due():
             return True
@@ -83,7 +89,7 @@ class Auditor:
             numbers.append(1 + int(self.draw() * (len(images) - 1)))
         differences = []
         for number in numbers:
-            difference = self._difference(images, number, token_ids)
+            difference = self._difference(images, number, token_ids, items)
             if difference is None:
                 return False
             if difference.excess > 1:
@@ -102,14 +108,16 @@ class Auditor:
         return is_sampled or not self._has_passed
 
     def _difference(
-        self, images: list[memoryview], number: int, token_ids: list[int]
+        self, images: list[memoryview], number: int, token_ids: list[int], items: Items
     ) -> Difference | None:
         """Compare a chunk, computed on top of the stored ones before it, with its record. None if
         it was computed with NaN or Inf, which shows nothing of the record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
-        cache = self._form.cache_of([StoredRow(0, images[:number])], first)
-        cache = self._form.compute(torch.tensor([token_ids[first : first + size]]), cache, first)
+        begin, stop = items.cut(first), items.cover(first + size)
+        cache = self._form.cache_of([StoredRow(0, images[: -(-begin // size)])], begin)
+        ids, inputs = torch.tensor([token_ids[begin:stop]]), items.inputs(begin, stop)
+        cache = self._form.compute(ids, cache, begin, inputs)
         computed = self._form.gather(cache, 0, first)
         if not self._is_finite(computed):
             return None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +85,15 @@ class CacheForm(ABC):
         included."""
 
     @abstractmethod
-    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
-        """Append tokens to a cache of one row and return it."""
+    def compute(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        num_cached: int,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> Any:
+        """Append tokens to a cache of one row and return it. `inputs` are their other arguments, of
+        which plain KV has none."""
 
     @abstractmethod
     def repeat(self, cache: Any, num_copies: int) -> None:
@@ -150,7 +157,13 @@ class PlainForm(CacheForm):
             cache.update(keys, values, number)
         return cache
 
-    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
+    def compute(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        num_cached: int,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> Any:
         """See `CacheForm.compute`."""
         self._host.compute(input_ids, cache)
         return cache
@@ -223,9 +236,15 @@ class TreeForm(CacheForm):
         ]
         return self.tree.restore(chunks, num_tokens, state)
 
-    def compute(self, input_ids: torch.Tensor, cache: Any, num_cached: int) -> Any:
+    def compute(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        num_cached: int,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> Any:
         """See `CacheForm.compute`."""
-        return self._host.run(input_ids, cache, num_cached)[0]
+        return self._host.run(input_ids, cache, num_cached, inputs=inputs)[0]
 
     def repeat(self, cache: Any, num_copies: int) -> None:
         """See `CacheForm.repeat`."""

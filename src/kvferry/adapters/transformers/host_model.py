@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from kvferry.adapters.transformers.identity import (
     refuse_other_code,
     refuse_other_weights,
 )
+from kvferry.adapters.transformers.items import Items
 from kvferry.blocks.tolerance import tolerances_for
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
@@ -55,9 +56,14 @@ _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 _OF_GENERATE = {
     *("_compiled_call", "_last_compile_config", "_previous_max_cache_length"),
     "generate",
+    "_output_capturing_hooks_installed",
 }
-"""Attributes whose changes are ignored. `generate` sets the first in a static-cache run; no other
-call reads them. The last is put on a model for a pipeline; `HostModel` calls the class's."""
+"""Attributes whose changes are ignored. `generate` sets the first three in a static-cache run; no
+other call reads them. `generate` is put on a model for a pipeline; `HostModel` calls the class's.
+Hooks that collect outputs are installed by the first forward that asks for hidden states."""
+
+_COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
+"""Module of these hooks, which return nothing."""
 
 _PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
 """Token ids that exist in every vocabulary and are rarely padding."""
@@ -175,6 +181,7 @@ class HostModel:
         Raises:
             ConfigError: state that cannot be put back; names it.
         """
+        self._is_settled = False
         self.reset_all()
         self._samples = [(each, _sample(each)) for each in self._model.parameters()]
         self._next_sample = 0
@@ -251,6 +258,7 @@ class HostModel:
         *,
         mask: torch.Tensor | None = None,
         num_logits: int = 0,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[Any, torch.Tensor]:
         """Append tokens to a cache as `generate` does, with mask and positions. Return the cache,
         and the logits of the last `num_logits` tokens, or of more.
@@ -259,6 +267,7 @@ class HostModel:
             input_ids: `[rows, tokens]`.
             cache: of `num_cached` tokens; None: the model makes one.
             mask: `[rows, num_cached + tokens]`; None: all are visible.
+            inputs: other arguments for these tokens, as `Items.inputs` makes them.
 
         Raises:
             ConfigError: the output has no cache.
@@ -276,12 +285,39 @@ class HostModel:
             arguments["position_ids"] = positions.to(device)
         if "logits_to_keep" in self._parameters:
             arguments["logits_to_keep"] = max(num_logits, 1)
+        arguments["input_ids"] = input_ids.to(device)
+        if inputs:
+            arguments = self._model.prepare_inputs_for_generation(
+                is_first_iteration=True, **{**arguments, **inputs}
+            )
         with torch.no_grad():
-            output = self._model(input_ids=input_ids.to(device), **arguments)
+            output = self._model(**arguments)
         found = next((output[name] for name in _CACHES if output.get(name) is not None), None)
         if found is None or not hasattr(output, "logits"):
             raise ConfigError(f"{type(self._model).__name__} returns no cache beside its logits")
         return found, output.logits[:, -max(num_logits, 1) :]
+
+    def positions(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, inputs: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the argument with the positions that `generate` gives to the tokens of whole
+        prompts, if the model takes one. Leaves in the model what a run of them would.
+
+        Args:
+            inputs: other arguments of the prompts.
+        """
+        if "position_ids" not in self._parameters:
+            return {}
+        ids, device = input_ids.to(self._model.device), self._model.device
+        given = {**inputs, "attention_mask": mask.to(device)}
+        return {"position_ids": self._model._prepare_position_ids_for_generation(ids, given)}
+
+    def placed(self, rows: Sequence[Sequence[int]], items: Items) -> Items:
+        """Give items the positions of all tokens of their prompt, and leave them in the model."""
+        ids = torch.tensor(rows)
+        inputs = items.inputs(0, ids.shape[1])
+        inputs.pop("position_ids", None)
+        return items.placed(self.positions(ids, torch.ones_like(ids), inputs))
 
     def new_cache(self) -> Any:
         """Return an empty cache whose windows keep all tokens; None if the model has no windows or
@@ -511,7 +547,12 @@ def _settings(module: Any, hidden: Container[tuple[int, str]]) -> tuple[Any, ...
     return (
         type(module),
         type(module).forward,
-        *((place, id(hook)) for place, each in enumerate(hooks) for hook in (each or {}).values()),
+        *(
+            (place, id(hook))
+            for place, each in enumerate(hooks)
+            for hook in (each or {}).values()
+            if getattr(hook, "__module__", "") != _COLLECTS_OUTPUTS
+        ),
         *(
             (name, id(value) if callable(value) else value)
             for name, value in own.items()

@@ -8,13 +8,14 @@ its states are stored, and its laws are checked after each piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.items import Items, is_types
 from kvferry.types import ChunkKey
 
 
@@ -29,6 +30,23 @@ class Computed(NamedTuple):
     num_tokens: int = 0
     witness: list[torch.Tensor] | None = None
     """Rows that `num_tokens` had, and that must stay while tokens are generated."""
+
+
+def prefill_alone(
+    host: HostModel, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]
+) -> Any:
+    """Return a new cache of all tokens but the last of prompts with images, videos or sounds.
+
+    Args:
+        given: what describes these, as it reaches the model.
+    """
+    num_tokens = input_ids.shape[1] - 1
+    along = {
+        **{name: value for name, value in given.items() if is_types(name)},
+        **host.positions(input_ids, mask, given),
+    }
+    inputs = {**given, **{name: value[..., :num_tokens] for name, value in along.items()}}
+    return host.run(input_ids[:, :-1], None, 0, mask=mask[:, :-1], inputs=inputs)[0]
 
 
 class TreePrefill:
@@ -46,7 +64,7 @@ class TreePrefill:
 
     def compute(
         self, cache: Any, rows: Sequence[Sequence[int]], mask: torch.Tensor, num_cached: int,
-        keys: Sequence[ChunkKey],
+        keys: Sequence[ChunkKey], items: Items,
     ) -> Computed:  # fmt: skip
         """Append the tokens behind the first `num_cached` to a cache.
 
@@ -55,17 +73,21 @@ class TreePrefill:
             rows: token ids to be in the cache.
             mask: `[rows, tokens]`.
             keys: of the chunks of the first row; states are kept behind these only.
+            items: of the only row, placed; none for several rows. No piece ends in one.
         """
         ids, tree, at = torch.tensor(rows), self._tree, num_cached
         states: dict[ChunkKey, tuple[int, bytes]] = {}
         fault = None
         limit = len(rows[0])
-        kept = self._kept(limit, len(keys))
-        stops = {*kept, limit, self._seen_tokens // tree.chunk_tokens * tree.chunk_tokens}
+        kept = self._kept(limit, len(keys), items)
+        stops = {*kept, limit, items.aligned_cut(self._seen_tokens, tree.chunk_tokens)}
         for stop in sorted(each for each in stops if num_cached < each <= limit):
             is_first_so_long = stop > self._seen_tokens
             witness = self._witness(cache, at) if is_first_so_long else None
-            cache, _ = self._host.run(ids[:, at:stop], cache, at, mask=mask[:, :stop])
+            inputs = items.inputs(at, stop)
+            cache, _ = self._host.run(
+                ids[:, at:stop], cache, at, mask=mask[:, :stop], inputs=inputs
+            )
             fault = fault or tree.broken(cache, stop)
             if witness is not None:
                 fault = fault or tree.changed(cache, at, witness)
@@ -87,11 +109,11 @@ class TreePrefill:
             return None
         return self._tree.witness(cache, num_tokens)
 
-    def _kept(self, limit: int, num_chunks: int) -> set[int]:
+    def _kept(self, limit: int, num_chunks: int, items: Items) -> set[int]:
         """Return after how many tokens the cache is to be kept: where every prompt may, and behind
-        the last chunk of this one."""
+        the last chunk of this one that ends in no item."""
         if not self._tree.stops_at_chunks:
             return set()
         every, size = self._tree.snapshot_tokens, self._tree.chunk_tokens
-        last = min(limit // size, num_chunks) * size
-        return {last, *range(every, last, every)} - {0}
+        last = items.aligned_cut(min(limit // size, num_chunks) * size, size)
+        return {last, *(at for at in range(every, last, every) if items.cut(at) == at)} - {0}

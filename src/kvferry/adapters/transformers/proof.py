@@ -8,7 +8,10 @@ A cache of which this is not shown is not served. The proof compares, for a prom
 - logits of further tokens on the restored cache, on the stored one, and of a run without a cache;
 - logits of `generate` with the restored cache and without.
 
-The result is kept beside the namespace's description, under the code and libraries of the proof.
+Images, videos and sounds are proven at the first call that has some, with its own tensors, for each
+set of arguments and law of division: nobody can make up pixels for a class that is not known.
+
+Results are kept beside the namespace's description, under the code and libraries of the proof.
 """
 
 # ruff: noqa: ANN401 - the caches of Transformers share no typed surface.
@@ -18,9 +21,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -28,6 +31,7 @@ from blake3 import blake3
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm
 from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
 from kvferry.adapters.transformers.host_model import UNRUNNABLE, HostModel
+from kvferry.adapters.transformers.items import WHOLE, Items, items_of
 from kvferry.blocks.tolerance import TOLERANCE
 from kvferry.engine.model_config import first_line
 from kvferry.errors import ConfigError
@@ -55,7 +59,7 @@ def ensure_proven(host: HostModel, form: TreeForm, store: Catalogue) -> float | 
         ConfigError: it is not right; names the leaf, or the comparison, and the difference.
     """
     digest, mark = form.namespace.digest, _mark(host, form)
-    if _kept(store.describe(digest)) == mark:
+    if _kept(store, form).get("proof") == mark:
         return None
     name = type(host.model).__name__
     num_tokens = 7 * NUM_CHUNKS * form.tree.chunk_tokens
@@ -76,9 +80,9 @@ def ensure_proven(host: HostModel, form: TreeForm, store: Catalogue) -> float | 
     return seconds
 
 
-def _mark(host: HostModel, form: TreeForm) -> str:
+def _mark(host: HostModel, form: TreeForm, *more: str) -> str:
     """Return a digest of all that a proof depends on."""
-    facts = [PROOF_VERSION, form.namespace.digest.hex(), str(host.model.device.type)]
+    facts = [PROOF_VERSION, form.namespace.digest.hex(), str(host.model.device.type), *more]
     return blake3(repr([*facts, *map(_version, KERNELS)]).encode()).hexdigest()
 
 
@@ -89,12 +93,20 @@ def _version(package: str) -> str:
         return ""
 
 
-def _kept(text: str | None) -> object:
+def _kept(store: Catalogue, form: TreeForm) -> dict[str, Any]:
+    """Return the description of the namespace with its proofs."""
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(store.describe(form.namespace.digest) or "{}")
     except (ValueError, RecursionError):  # the text is untrusted
-        return None
-    return value.get("proof") if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _limits(host: HostModel) -> tuple[float, float]:
+    """Return the limits of differences of leaves and of logits."""
+    dtype = str(host.model.dtype).removeprefix("torch.")
+    error = host.tolerances.get(dtype, TOLERANCE.get(dtype, TOLERANCE["bfloat16"])).error
+    return error, _LOGITS.get(dtype, _LOGITS["bfloat16"])
 
 
 def prove(host: HostModel, form: TreeForm) -> None:
@@ -107,9 +119,7 @@ def prove(host: HostModel, form: TreeForm) -> None:
     size = tree.chunk_tokens
     end = NUM_CHUNKS * size
     ids = host.probe_ids(end + NUM_MORE, 5)
-    dtype = str(host.model.dtype).removeprefix("torch.")
-    limit = _LOGITS.get(dtype, _LOGITS["bfloat16"])
-    error = host.tolerances.get(dtype, TOLERANCE.get(dtype, TOLERANCE["bfloat16"])).error
+    error, limit = _limits(host)
 
     one = _leaves(tree.leaves(_in_pieces(host, ids[:, :end], [end])))
     two = _leaves(tree.leaves(_in_pieces(host, ids[:, :end], [2 * size, end])))
@@ -132,9 +142,7 @@ def prove(host: HostModel, form: TreeForm) -> None:
     _refuse_logits("a restored cache and a run without one", whole, logits, limit)
 
     restored = form.cache_of([StoredRow(0, images)], end, state)
-    for number, (alone, reused) in enumerate(_generated(host, ids, restored)):
-        what = f"token {number + 1} of generate() with a restored cache and without one"
-        _refuse_logits(what, alone, reused, limit)
+    _refuse_generated(host, ids, {}, restored, {}, limit)
 
 
 def _in_pieces(host: HostModel, ids: torch.Tensor, stops: list[int]) -> Any:
@@ -154,14 +162,29 @@ def _leaves(found: dict[Path, Any]) -> dict[Path, Any]:
     }
 
 
+def _refuse_generated(
+    host: HostModel, ids: torch.Tensor, given: Mapping[str, Any], restored: Any,
+    left: Mapping[str, Any], limit: float,
+) -> None:  # fmt: skip
+    """Compare the logits of `generate` without and with a restored cache.
+
+    Args:
+        given, left: other arguments without and with it.
+    """
+    for number, (alone, reused) in enumerate(_generated(host, ids, given, restored, left)):
+        what = f"token {number + 1} of generate() with a restored cache and without one"
+        _refuse_logits(what, alone, reused, limit)
+
+
 def _generated(
-    host: HostModel, ids: torch.Tensor, restored: Any
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    host: HostModel, ids: torch.Tensor, given: Mapping[str, Any], restored: Any,
+    left: Mapping[str, Any],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Yield the logits of each generated token without and with the restored cache, as long as both
     chose the same tokens."""
     ids = ids.to(host.model.device)
     outputs = []
-    for cache in ({}, {host.cache_argument: restored}):
+    for others in (given, {**left, host.cache_argument: restored}):
         host.reset_all()
         output = host.generate(
             ids,
@@ -173,7 +196,7 @@ def _generated(
             output_logits=True,
             return_dict_in_generate=True,
             pad_token_id=0,
-            **cache,
+            **others,
         )
         outputs.append((output.logits, output.sequences[:, ids.shape[1] :]))
     (alone, tokens), (reused, others) = outputs
@@ -218,3 +241,149 @@ def _refuse_logits(what: str, expected: torch.Tensor, logits: torch.Tensor, limi
     found = float((expected.double() - logits.double()).abs().max() / expected.abs().max())
     if not found <= limit:
         raise ConfigError(f"logits of {what} differ by {found:.1e} of the largest")
+
+
+# ---- images, videos and sounds
+
+
+class ItemProofs:
+    """Proofs of prompts with items, each made at the first call that needs it."""
+
+    def __init__(self, host: HostModel, form: TreeForm, store: Catalogue) -> None:
+        self._host = host
+        self._form = form
+        self._store = store
+        self._found: dict[str, str | None] = {}
+
+    def why_not(self, ids: Sequence[int], items: Items) -> str | None:
+        """Return why a model cannot go on behind such items; None if it can. Proves it where no
+        call before did, and the store has no proof of the same code.
+
+        Args:
+            ids: the prompt.
+        """
+        name = f"{', '.join(items.names)} ({items.law})"
+        if name in self._found:
+            return self._found[name]
+        mark = _mark(self._host, self._form, name)
+        kept = _kept(self._store, self._form)
+        proofs = kept.get("item_proofs")
+        proofs = proofs if isinstance(proofs, dict) else {}
+        if proofs.get(name) == mark:
+            self._found[name] = None
+            return None
+        logger.info("%s are proven first", name)
+        try:
+            prompt = _prompt_of_proof(self._host, self._form, ids, items)
+        except UNRUNNABLE as error:  # which the model has without the store, too
+            return f"the model cannot run with {name}: {first_line(error)}"
+        try:
+            _prove_items(self._host, self._form, prompt)
+            self._host.settle()
+        except UNRUNNABLE as error:
+            self._found[name] = f"{name} cannot be served: {first_line(error)}"
+        else:
+            self._found[name] = None
+            proofs = {**proofs, name: mark}
+            text = json.dumps({**kept, "item_proofs": proofs}, indent=1) + "\n"
+            self._store.describe(self._form.namespace.digest, text)
+        self._host.reset()
+        return self._found[name]
+
+
+class _ItemPrompt(NamedTuple):
+    """A prompt of text and items whose run went well."""
+
+    ids: torch.Tensor
+    items: Items
+    """Placed."""
+    given: Mapping[str, torch.Tensor]
+    """The arguments as a caller passes them."""
+    logits: torch.Tensor
+    """Of its last `NUM_MORE` tokens, computed in one piece."""
+
+
+def _prompt_of_proof(
+    host: HostModel, form: TreeForm, ids: Sequence[int], items: Items
+) -> _ItemPrompt:
+    """Make a prompt of two items with text before, between and behind, and run it. The second is
+    the first with other values where there is one alone. What is not divided is there once.
+
+    Raises:
+        ConfigError, UNRUNNABLE: it cannot be made, or cannot run.
+    """
+    size, chosen = (
+        form.tree.chunk_tokens,
+        sorted(items.items, key=lambda each: each.num_tokens)[-2:],
+    )
+    numbers = [items.items.index(each) for each in reversed(chosen)]
+    is_doubled = len(numbers) == 1 and items.law != WHOLE
+    numbers += numbers if is_doubled else []
+    lengths = [size + 3, *[size + 5] * (len(numbers) - 1), 2 * size + NUM_MORE]
+    texts = [host.probe_ids(length, 90 + length)[0] for length in lengths]
+    row, types = [texts[0]], {name: [torch.zeros(lengths[0])] for name in items.along}
+    for number, text in zip(numbers, texts[1:], strict=True):
+        item = items.items[number]
+        span = slice(max(item.first - 1, 0), item.stop + 1)  # with the marks around it
+        row += [torch.tensor(ids[span]), text]
+        for name, parts in types.items():
+            parts += [items.along[name][0, span], torch.zeros(len(text))]
+    given = {
+        name: torch.cat([each.to(parts[1]) for each in parts])[None]
+        for name, parts in types.items()
+    }
+    for name, part in items.parts.items():
+        tensors = [part.of(items.tensors[name], number, number + 1) for number in numbers]
+        if is_doubled and tensors[1].is_floating_point():
+            tensors[1] = -tensors[1]
+        given[name] = torch.cat(tensors, part.axis) if len(tensors) > 1 else tensors[0]
+    prompt = torch.cat(row)[None]
+    found = items_of(host.model.config, prompt[0].tolist(), given)
+    if isinstance(found, str) or (found.law, len(found.items)) != (items.law, len(numbers)):
+        raise ConfigError("in another prompt, they would be divided otherwise")
+    host.reset()
+    found = host.placed(prompt.tolist(), found)
+    inputs = found.inputs(0, prompt.shape[1])
+    _, logits = host.run(prompt, host.new_cache(), 0, num_logits=NUM_MORE, inputs=inputs)
+    return _ItemPrompt(prompt, found, given, logits)
+
+
+def _prove_items(host: HostModel, form: TreeForm, prompt: _ItemPrompt) -> None:
+    """Compare, as `prove` does: a prompt with its items in one piece, with text alone and then a
+    piece for each item, restored behind all and behind the first.
+
+    Raises:
+        ConfigError: a difference.
+    """
+    tree, size, (ids, items, given, whole) = form.tree, form.tree.chunk_tokens, prompt
+    ends = [-(-each.stop // size) * size for each in items.items]
+    end, length = ends[-1], ids.shape[1]
+    error, limit = _limits(host)
+
+    def run(cache: Any, first: int, stop: int) -> tuple[Any, torch.Tensor]:
+        inputs = items.inputs(first, stop)
+        return host.run(ids[:, first:stop], cache, first, num_logits=NUM_MORE, inputs=inputs)
+
+    one = _leaves(tree.leaves(run(host.new_cache(), 0, end)[0]))
+    at = items.items[0].first // size * size
+    cache = _in_pieces(host, ids[:, :at], [at])  # as a prompt of text computes them
+    states = {}
+    for stop in ends:
+        cache, _ = run(cache, at, stop)
+        states[stop], at = tree.state(cache) if tree.states else None, stop
+    kept = _leaves({path: slot.value for path, slot in slots(cache).items()})
+    for path, value in one.items():
+        _refuse_difference(name_of(path), value, kept[path], error)
+
+    images = [form.gather(cache, 0, first) for first in range(0, end, size)]
+    _, expected = run(cache, end, length)
+    _in_pieces(host, host.probe_ids(size + 5, 77), [size + 5])
+    host.reset()
+    restored = form.cache_of([StoredRow(0, images)], end, states[end])
+    _refuse_changed_leaves(kept, restored)
+    _, logits = run(restored, end, length)
+    _refuse_logits("a restored cache and the one in memory", expected, logits, limit / 10)
+    _refuse_logits("a restored cache and a run without one", whole, logits, limit)
+    for stop in {ends[0], end}:
+        restored = form.cache_of([StoredRow(0, images[: stop // size])], stop, states[stop])
+        _refuse_generated(host, ids, given, restored, items.inputs(stop, length), limit)

@@ -19,18 +19,21 @@ from kvferry.adapters.transformers.arguments import (
     read_call,
     read_mask,
     read_rows,
+    split_items,
+    with_items,
 )
 from kvferry.adapters.transformers.audit import Auditor
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm, form_of
 from kvferry.adapters.transformers.call_journal import CallJournal
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.prefill import Computed, TreePrefill
-from kvferry.adapters.transformers.proof import NUM_CHUNKS, ensure_proven
+from kvferry.adapters.transformers.items import Items
+from kvferry.adapters.transformers.prefill import Computed, TreePrefill, prefill_alone
+from kvferry.adapters.transformers.proof import NUM_CHUNKS, ItemProofs, ensure_proven
 from kvferry.adapters.transformers.states import StateRecords
 from kvferry.config import build_config
 from kvferry.contract.messages import LookupMiss
 from kvferry.engine.model_config import require_transformers
-from kvferry.errors import ContractError
+from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
 from kvferry.store.base import Catalogue
@@ -122,6 +125,7 @@ class StoredKV:
         try:
             chunk_tokens = self._schema.chunk_tokens
             self._journal = CallJournal(self._config.record, self._store, chunk_tokens)
+            self._item_proofs: ItemProofs | None = None
             self._prefill = self._proven_prefill()
         except BaseException:
             if self._store is not store:
@@ -167,6 +171,7 @@ class StoredKV:
         if seconds is not None:
             self._observer.observe("proof", seconds)
         self._model.settle()
+        self._item_proofs = ItemProofs(self._model, self._form, self._store)
         tree = self._form.tree
         return TreePrefill(self._model, tree, NUM_CHUNKS * tree.chunk_tokens)
 
@@ -200,18 +205,23 @@ class StoredKV:
             self._observer.count("generated_without_store")
             logger.info("a call of generate() runs without the store: %s", call)
             return self._model.generate(inputs, generation_config, **arguments)
+        call = self._placed(call)
         computed, rows = self._computed(call, len(call.rows[0]) - self._num_left)
         cache = computed.cache
         if call.num_copies > 1 and cache is not None:
             self._form.repeat(cache, call.num_copies)
         arguments["attention_mask"] = call.mask
+        if call.items.items:
+            for name in call.items.names:
+                arguments.pop(name, None)
+            arguments.update(call.items.inputs(computed.num_tokens, len(call.rows[0])))
         if cache is not None:
             arguments[self._model.cache_argument] = cache
         output = self._model.generate(inputs, generation_config, **arguments)
         self._save(computed, rows, call.num_copies)
         return output
 
-    def prefill(self, input_ids: Any, attention_mask: Any = None) -> Any:
+    def prefill(self, input_ids: Any, attention_mask: Any = None, **inputs: Any) -> Any:
         """Return a new cache of all tokens but the last, read or computed, and store what was not.
 
         Args:
@@ -219,6 +229,7 @@ class StoredKV:
                 batch: `[rows, num_tokens]`, padded on the left.
             attention_mask: the tokenizer's mask, of the same shape. Without one, padding is
                 recognised by its id, as in `generate`.
+            inputs: what the processor made of images, videos or sounds.
 
         Returns:
             A cache to pass to the model with the last token, as `cache` (`past_key_values` before
@@ -232,10 +243,20 @@ class StoredKV:
         self.num_loaded = 0
         rows = read_rows(input_ids, self._model.vocab_size)
         config, _ = self._model.prepare_generation(None, {})
+        given, others = split_items(inputs)
+        if others:
+            raise ConfigError(f"prefill takes no {', '.join(sorted(others))}; generate() does")
         prompts = Prompts(rows, read_mask(attention_mask, rows, config))
-        why_not = self._why_not(prompts)
+        call = with_items(self._model, prompts, given)
+        why_not = call if isinstance(call, str) else self._why_not(call)
         if why_not is not None:
             logger.info("a prefill runs without the store: %s", why_not)
+        prompts = prompts if isinstance(call, str) else call
+        if given and why_not is not None:
+            return prefill_alone(self._model, torch.tensor(rows), prompts.mask, given)
+        if prompts.items.cut(len(rows[0]) - 1) != len(rows[0]) - 1:
+            raise ConfigError("the prompt ends in an image; nothing goes on from a part of one")
+        prompts = self._placed(prompts)
         computed, stored = self._computed(prompts, len(rows[0]) - 1, serves=why_not is None)
         self._save(computed, stored)
         return computed.cache
@@ -250,7 +271,17 @@ class StoredKV:
                 return "the states of several prompts end at different places"
             if prompt.num_padding:
                 return "the model keeps states, and the prompt is padded"
-        return None
+        if not prompts.items.items:
+            return None
+        if self._item_proofs is None:
+            return "the model keeps plain KV, which is served for text alone"
+        return self._item_proofs.why_not(prompts.rows[0], prompts.items)
+
+    def _placed(self, prompts: Prompts) -> Prompts:
+        """Give items the positions of all tokens."""
+        if not prompts.items.items:
+            return prompts
+        return prompts._replace(items=self._model.placed(prompts.rows, prompts.items))
 
     @property
     def _num_left(self) -> int:
@@ -264,17 +295,20 @@ class StoredKV:
         """Return a cache of the first `limit` tokens, and its rows; no rows if nothing may be
         stored. For `generate`, where states end with chunks, the tokens behind the last are left to
         it. `serves` is whether the store is used."""
-        rows = [_Row(each, self._keys(each)) for each in prompts.each()] if serves else []
-        limit = max(limit, 0)
-        cache, first = self._loaded(rows, limit)
+        items = prompts.items
+        rows = [_Row(each, self._keys(each, items)) for each in prompts.each()] if serves else []
+        limit = items.cut(max(limit, 0))
+        cache, first = self._loaded(rows, limit, items)
         started = time.perf_counter()
         if self._prefill is not None:
             if limit < len(prompts.rows[0]) - 1:
-                limit = limit // self._schema.chunk_tokens * self._schema.chunk_tokens
+                limit = items.aligned_cut(limit, self._schema.chunk_tokens)
             tokens = [row[:limit] for row in prompts.rows]
             keys = rows[0].keys if rows else []
             mask = prompts.mask[:, :limit]
-            computed = self._prefill.compute(cache, tokens, mask, first, keys)
+            computed = self._prefill.compute(cache, tokens, mask, first, keys, items)
+            if items.items:  # its positions are left in the model, as by a run without the store
+                self._model.placed(prompts.rows, items)
         else:
             computed = Computed(cache, {})
             if first < limit:
@@ -287,20 +321,21 @@ class StoredKV:
 
     # ---- loading
 
-    def _loaded(self, rows: list[_Row], limit: int) -> tuple[Any, int]:
+    def _loaded(self, rows: list[_Row], limit: int, items: Items) -> tuple[Any, int]:
         """Return a cache of the stored chunks of each row, at most `limit` tokens, and its tokens;
         an empty one if nothing is stored, or an audit fails. The row whose stored prefix ends first
-        limits the others."""
+        limits the others. Nothing ends in an item."""
         started = time.perf_counter()
         deadline = time.monotonic() + self._config.load_timeout_seconds
-        stored = self._read(rows, limit, deadline)
+        stored = self._read(rows, limit, items, deadline)
         if self._states is not None and rows:
-            stored = self._up_to_a_state(rows[0], stored, deadline)
+            stored = self._up_to_a_state(rows[0], stored, items, deadline)
         hits = [place for place, each in enumerate(stored.rows) if each.images]
         if hits:
             longest = max(hits, key=lambda place: len(stored.rows[place].images))
             prompt, keys = rows[longest]
-            if not self._auditor.agrees(keys, stored.rows[longest].images, prompt.token_ids):
+            images = stored.rows[longest].images
+            if not self._auditor.agrees(keys, images, prompt.token_ids, items):
                 hits = []
         self._observer.count("requests_missed", len(rows) - len(hits))
         missed = LookupMiss.DEADLINE if time.monotonic() >= deadline else LookupMiss.ABSENT
@@ -316,7 +351,7 @@ class StoredKV:
         self._observer.observe("load", time.perf_counter() - started)
         return cache, stored.num_tokens
 
-    def _read(self, rows: list[_Row], limit: int, deadline: float) -> _Stored:
+    def _read(self, rows: list[_Row], limit: int, items: Items, deadline: float) -> _Stored:
         """Return the stored chunks of each row's first tokens, as many for every row, at most
         `limit`."""
         size = self._schema.chunk_tokens
@@ -326,13 +361,14 @@ class StoredKV:
             images = self._records.get_leading(wanted, deadline, known)
             known.update(zip(wanted, images, strict=False))
             limit = min(limit, prompt.num_padding + len(images) * size)
+        limit = items.cut(limit)
         stored = []
         for prompt, keys in rows:
             wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
             stored.append(StoredRow(prompt.num_padding, [known[key] for key in wanted]))
         return _Stored(stored, limit)
 
-    def _up_to_a_state(self, row: _Row, stored: _Stored, deadline: float) -> _Stored:
+    def _up_to_a_state(self, row: _Row, stored: _Stored, items: Items, deadline: float) -> _Stored:
         """Return the leading chunks at whose end a state is stored, and that state. A prompt leaves
         one behind its last chunk, and others where every prompt may."""
         assert self._states is not None  # the caller asks it
@@ -342,6 +378,8 @@ class StoredKV:
         for number in range(num_chunks, 0, -1):
             chunk, num_tokens = row.keys[number - 1], number * size
             may_be = number == num_chunks or num_tokens % self._form.tree.snapshot_tokens == 0
+            if items.cut(num_tokens) != num_tokens:
+                continue
             if may_be or self._states.is_known(chunk):
                 state = self._states.read(chunk, num_tokens, deadline)
                 if state is not None and self._form.tree.accepts(state):
@@ -387,21 +425,22 @@ class StoredKV:
             self._store.touch(row.keys)
 
     def _num_saved(self, computed: Computed, prompt: Prompt) -> int:
-        """Return how many chunks of a row are stored: of all tokens but the last. Where states end
-        with chunks, those that were computed to their end."""
+        """Return how many chunks of a row are stored: of all tokens but the last. Of a tree, those
+        that were computed here to their end."""
         num_tokens = len(prompt.token_ids) - prompt.is_whole
-        if not self._form.goes_on_anywhere:
+        if self._prefill is not None:
             num_tokens = min(num_tokens, computed.num_tokens)
         return num_tokens // self._schema.chunk_tokens
 
     # ---- checks
 
-    def _keys(self, prompt: Prompt) -> list[ChunkKey]:
+    def _keys(self, prompt: Prompt, items: Items) -> list[ChunkKey]:
         """Return the keys of the whole chunks of a row, from its padding to the next hidden token:
         behind that token, KV depends on more than token ids."""
         if not prompt.is_whole:
             self._observer.count("requests_padded")
-        chain = ChunkKeys(self._schema.namespace, self._schema.chunk_tokens)
+        chunk_tokens, extra = self._schema.chunk_tokens, items.extra_keys
+        chain = ChunkKeys(self._schema.namespace, chunk_tokens, extra)
         chain.extend(prompt.token_ids)
         return chain.keys
 

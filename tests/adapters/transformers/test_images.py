@@ -1,0 +1,333 @@
+"""Prompts with images: what is stored of them is read right, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from kvferry.adapters.transformers import StoredKV, items
+from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.items import Items
+from kvferry.engine.model import quiet_transformers
+from kvferry.observe import Counters
+from kvferry.testing.models import write_random_model
+from tests.adapters.transformers.generating import CHUNK, generate
+from tests.adapters.transformers.image_models import (
+    MODELS,
+    ImagePrompt,
+    Picture,
+    build,
+    image_prompt,
+)
+
+WITHIN = 1e-5
+"""Of the largest logit."""
+
+QUICK = ("qwen3_5", "gemma3")
+"""Of the two kinds that differ most: positions on three axes with states; images whose tokens see
+each other, in windows."""
+
+
+@pytest.fixture(scope="session")
+def image_dir(tmp_path_factory):
+    """Factory: a directory of a tiny model that takes images, made once."""
+    made: dict[str, Path] = {}
+
+    def factory(model_type: str) -> Path:
+        if model_type not in made:
+            place = tmp_path_factory.mktemp(model_type) / "model"
+            made[model_type] = write_random_model(place, partial(build, model_type))
+        return made[model_type]
+
+    return factory
+
+
+@pytest.fixture
+def load(image_dir):
+    def factory(model_type: str, dtype: torch.dtype = torch.float32):
+        with quiet_transformers():
+            return AutoModelForImageTextToText.from_pretrained(image_dir(model_type), dtype=dtype)
+
+    return factory
+
+
+def open_kv(model, url: str, **options) -> StoredKV:
+    return StoredKV(model, url, chunk_tokens=CHUNK, **options)
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+A, B, C = Picture(1), Picture(2, 3, 4), Picture(3, 3, 4)
+
+
+def assert_right(kv: StoredKV, load, model_type: str, prompt: ImagePrompt) -> None:
+    """Assert that a call answers as the model without a store."""
+    expected, logits = generate(load(model_type), prompt.input_ids, **prompt.inputs)
+    sequences, found = generate(kv, prompt.input_ids, **prompt.inputs)
+    assert difference(logits, found) <= WITHIN
+    assert torch.equal(sequences, expected)
+
+
+ALL_MODELS = [
+    *QUICK,
+    *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each not in QUICK),
+]
+
+
+@pytest.mark.parametrize("model_type", ALL_MODELS)
+def test_a_prompt_with_images_is_served(load, store_url, model_type):
+    prompt = image_prompt(model_type, 40, A, 21, B, 50)
+    other = image_prompt(model_type, 40, A, 21, C, 50)
+    _, logits = generate(load(model_type), prompt.input_ids, **prompt.inputs)
+    _, others = generate(load(model_type), other.input_ids, **other.inputs)
+    assert difference(logits, others) > 1000 * WITHIN
+    hit = (prompt.input_ids.shape[1] - 2) // CHUNK * CHUNK
+    for num_loaded in (0, hit):
+        counts = Counters()
+        with open_kv(load(model_type), store_url, observer=counts, audit=1.0) as kv:
+            assert_right(kv, load, model_type, prompt)
+            assert kv.num_loaded == num_loaded
+        assert counts["generated_without_store"] == 0
+        assert counts["audits"] == bool(num_loaded)
+        assert counts["audit_mismatch"] == 0
+
+
+def _tensors_alone(prompt: Items, ids, number, span) -> str:
+    """As `_digest`, without the grid."""
+    pixels = replace(prompt, tensors={"pixel_values": prompt.tensors["pixel_values"]})
+    return items_digest(pixels, ids, number, span)
+
+
+def _no_order(prompt: Items, *_) -> str:
+    return str(sum(float(each.double().sum()) for each in prompt.tensors.values()))
+
+
+items_digest = items._digest
+LONG, WIDE = Picture(9, 2, 6), Picture(9, 3, 4)
+
+CONTROLS = {
+    # Which guard is taken away, what replaces it, the stored prompt, the prompt that is read, and
+    # what may be read of it.
+    "another image under equal tokens": (
+        (items, "_digest", lambda *_: "an image"),
+        (40, A, 21, B, 50),
+        (40, A, 21, C, 50),
+        64,
+    ),
+    "two images in swapped order": (
+        (items, "_digest", _no_order),
+        (40, B, 21, C, 50),
+        (40, C, 21, B, 50),
+        32,
+    ),
+    "another size of one image": (
+        (items, "_digest", _tensors_alone),
+        (40, LONG, 50),
+        (40, WIDE, 50),
+        32,
+    ),
+    "a boundary in an image": (
+        (Items, "cut", lambda _, num_tokens: num_tokens),
+        (40, Picture(8, 6, 6), 50),
+        (40, Picture(8, 6, 6), 3, 50),
+        41,
+    ),
+}
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_an_image_needs_of_a_hit(load, store_url, monkeypatch, control, is_guarded):
+    (place, name, mutant), stored, read, hit = CONTROLS[control]
+    # Images see both ways in one, and have positions on three axes in the other.
+    model_type = "gemma3" if control.startswith("two") else "qwen3_vl"
+    stored, read = (image_prompt(model_type, *each) for each in (stored, read))
+    if control.startswith("a boundary"):
+        read.input_ids[:, -53:] = image_prompt(model_type, 53, seed=4).input_ids
+    else:
+        assert torch.equal(stored.input_ids, read.input_ids)
+    proven = image_prompt(model_type, 20, Picture(7), 9)
+    with open_kv(load(model_type), store_url, audit="off") as kv:
+        kv.prefill(proven.input_ids, **proven.inputs)
+        if not is_guarded and name == "_digest":
+            monkeypatch.setattr(place, name, mutant)
+        assert_right(kv, load, model_type, stored)
+        if is_guarded:
+            assert_right(kv, load, model_type, read)
+            assert kv.num_loaded == hit
+            return
+        monkeypatch.setattr(place, name, mutant)
+        with pytest.raises((AssertionError, ValueError)):
+            assert_right(kv, load, model_type, read)
+
+
+def test_text_before_an_image_is_shared_with_prompts_of_text(load, store_url):
+    with_image, other = (image_prompt("qwen3_vl", 40, each, 50) for each in (A, C))
+    text = image_prompt("qwen3_vl", 40, 60)
+    with open_kv(load("qwen3_vl"), store_url) as kv:
+        assert_right(kv, load, "qwen3_vl", text)
+        for prompt, hit in ((with_image, 32), (other, 32), (text, 96), (with_image, 96)):
+            assert_right(kv, load, "qwen3_vl", prompt)
+            assert kv.num_loaded == hit
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hits"),
+    # With states, a hit ends where a prompt ended.
+    [("qwen3_5", (0, 0, 0, 96, 96)), ("qwen3_vl", (0, 32, 48, 96, 96))],
+)
+def test_positions_that_images_leave_in_the_model_are_those_of_the_prompt(
+    load, store_url, model_type, hits
+):
+    first, second = image_prompt(model_type, 40, A, 50), image_prompt(model_type, 40, A, 9, B, 50)
+    text, model = image_prompt(model_type, 99), load(model_type)
+    with open_kv(model, store_url) as kv:
+        for hit, prompt in zip(hits, (first, text, second, first, text), strict=True):
+            plain = load(model_type)
+            with torch.no_grad():
+                expected = plain(prompt.input_ids, **prompt.inputs)
+            cache = kv.prefill(prompt.input_ids, **prompt.inputs)
+            assert kv.num_loaded == hit
+            left, as_left = model.model.rope_deltas, plain.model.rope_deltas
+            assert (left is None) == (as_left is None)
+            assert left is None or torch.equal(left, as_left)
+            with torch.no_grad():  # as a loop of the caller's own goes on
+                logits = model(prompt.input_ids[:, -1:], cache=cache).logits[:, -1]
+            assert difference(expected.logits[:, -1], logits) <= WITHIN
+
+
+def test_a_class_that_cannot_go_on_behind_an_image_runs_without_the_store(
+    load, store_url, monkeypatch, caplog
+):
+    counts, prompt = Counters(), image_prompt("qwen3_5", 40, A, 50)
+    # As if nobody could know the positions behind an image.
+    monkeypatch.setattr(HostModel, "placed", lambda _, __, found: found)
+    with caplog.at_level("INFO"), open_kv(load("qwen3_5"), store_url, observer=counts) as kv:
+        for _ in range(2):
+            assert_right(kv, load, "qwen3_5", prompt)
+            assert kv.num_loaded == 0
+        assert_right(kv, load, "qwen3_5", image_prompt("qwen3_5", 90))
+    assert counts["generated_without_store"] == 2
+    refused = "pixel_values (by image_grid_thw) cannot be served: "
+    assert caplog.text.count(refused) == 2
+    assert caplog.text.count("are proven first") == 1
+
+
+def test_a_set_of_arguments_is_proven_once(load, store_url, caplog):
+    text = [image_prompt("gemma3", 40, each, 50) for each in (A, B)]
+    with caplog.at_level("INFO"):
+        for prompt in text:
+            with open_kv(load("gemma3"), store_url) as kv:
+                for _ in range(2):
+                    assert_right(kv, load, "gemma3", prompt)
+        assert caplog.text.count("are proven first") == 1
+        with open_kv(load("gemma3"), store_url) as kv:
+            ids, inputs = text[0]
+            expected, logits = generate(load("gemma3"), ids, pixel_values=inputs["pixel_values"])
+            found, others = generate(kv, ids, pixel_values=inputs["pixel_values"])
+            assert kv.num_loaded == 32
+        assert difference(logits, others) <= WITHIN
+        assert torch.equal(expected, found)
+        assert caplog.text.count("are proven first") == 2
+
+
+OTHERS = {
+    # Calls that the store does not serve, and why.
+    "a batch": (
+        lambda ids, inputs: (ids.repeat(2, 1), {n: torch.cat([v, v]) for n, v in inputs.items()}),
+        "image_grid_thw, mm_token_type_ids, pixel_values in a batch",
+    ),
+    "several answers": (
+        lambda ids, inputs: (ids, {**inputs, "num_beams": 2}),
+        "pixel_values with several answers to a prompt",
+    ),
+    "a hidden token": (
+        lambda ids, inputs: (
+            ids,
+            {**inputs, "attention_mask": (torch.arange(98) > 2)[None].long()},
+        ),
+        "pixel_values beside hidden tokens",
+    ),
+    "no pixels": (
+        lambda ids, inputs: (ids, {"mm_token_type_ids": inputs["mm_token_type_ids"]}),
+        "it uses mm_token_type_ids",
+    ),
+    "an argument that is not known": (
+        lambda ids, inputs: (ids, {**inputs, "logits_to_keep": 2}),
+        "it uses logits_to_keep",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_calls_with_images_run_without_the_store(load, store_url, case, caplog):
+    change, why = OTHERS[case]
+    ids, inputs = change(*image_prompt("qwen3_vl", 40, A, 50))
+    counts = Counters()
+    expected, logits = generate(load("qwen3_vl"), ids, **inputs)
+    with caplog.at_level("INFO"), open_kv(load("qwen3_vl"), store_url, observer=counts) as kv:
+        for _ in range(2):
+            found, others = generate(kv, ids, **inputs)
+            assert kv.num_loaded == 0
+            assert torch.equal(found, expected)
+            assert torch.equal(others, logits)
+    assert counts["generated_without_store"] == 2
+    assert counts["put_stored"] == 0
+    assert why in caplog.text
+
+
+def _pixels(change):
+    return lambda ids, inputs: (ids, {**inputs, "pixel_values": change(inputs["pixel_values"])})
+
+
+WRONG = {
+    "more images than tokens": lambda ids, inputs: (
+        torch.where(torch.arange(98) == 41, 5, ids),
+        inputs,
+    ),
+    "fewer rows than the grid says": _pixels(lambda pixels: pixels[:-4]),
+    "no rows": _pixels(lambda pixels: pixels[:0]),
+    "one axis": _pixels(lambda pixels: pixels.flatten()),
+    "on another device": _pixels(lambda pixels: pixels.to("meta")),
+    "whole numbers": _pixels(lambda pixels: pixels.long()),
+    "no tensor": _pixels(lambda pixels: pixels.tolist()),
+    "sparse": _pixels(lambda pixels: pixels.to_sparse()),
+    "a grid of floats": lambda ids, inputs: (
+        ids,
+        {**inputs, "image_grid_thw": inputs["image_grid_thw"].float()},
+    ),
+    "types of another length": lambda ids, inputs: (
+        ids,
+        {**inputs, "mm_token_type_ids": inputs["mm_token_type_ids"][:, :-1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_end_as_without_a_store(load, store_url, case, is_proven):
+    ids, inputs = WRONG[case](*image_prompt("qwen3_vl", 40, A, 50))
+    model = load("qwen3_vl")
+    try:
+        expected = generate(model, ids, **inputs)
+    except Exception as error:
+        expected = error
+    proven = image_prompt("qwen3_vl", 40, A, 50)
+    with open_kv(load("qwen3_vl"), store_url) as kv:
+        if is_proven:
+            assert_right(kv, load, "qwen3_vl", proven)
+        if isinstance(expected, Exception):
+            with pytest.raises(type(expected)) as raised:
+                generate(kv, ids, **inputs)
+            assert str(raised.value) == str(expected)
+        else:
+            assert difference(expected[1], generate(kv, ids, **inputs)[1]) <= WITHIN
+        assert_right(kv, load, "qwen3_vl", proven)
+        assert kv.num_loaded in ((96,) if is_proven else (0, 32))
