@@ -195,15 +195,15 @@ def run_sglang(path: Path, case: dict[str, Any]) -> str:
         sglang.RUNNING.arguments = None
 
 
-class DraftPool(sglang.HostPool):
-    """A pool whose size counts what this start has."""
+class ScaledPool(sglang.HostPool):
+    """A pool with scales, and with what this start has of memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.page_num = sglang.NUM_PAGES
         self.layer_num = sglang.LAYERS
         self.device_num_pages = 12345
-        self.scales = [torch.zeros((sglang.NUM_PAGES, 3)) for _ in range(3)]
+        self.k_scale_host = [torch.zeros((sglang.NUM_PAGES, 3)) for _ in range(3)]
 
 
 SGLANG: dict[str, dict[str, Any]] = {
@@ -215,7 +215,7 @@ SGLANG: dict[str, dict[str, Any]] = {
     },
     "pieces": {"pool": sglang.UnequalPool},
     "page_head": {"pool": lambda: sglang.HostPool("page_head")},
-    "more of the pool": {"pool": DraftPool},
+    "more of the pool": {"pool": ScaledPool},
     "quantisation": {"arguments": {"quantization": "fp8", "torchao_config": "int4"}},
     "quantised checkpoint": {"written": QUANTIZED, "arguments": {"quantization": "fp8"}},
     "loader": {

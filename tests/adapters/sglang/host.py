@@ -212,15 +212,15 @@ class HostPool(Places):
     ) -> None:
         self.layout = layout
         self.page_size = page_size
-        shape, self._axis, step = SHAPES[layout]
-        self._step = min(step, page_size)
+        shape, _, _ = SHAPES[layout]
         parts = () if latent else (2,)
-        self._axis += len(parts)
         self.kv_buffer = torch.zeros((*parts, *shape), dtype=self.dtype)
 
     def _page(self, index: int) -> torch.Tensor:
-        at = index // PAGE if self._step == 1 else index
-        return self.kv_buffer.narrow(self._axis, at, self._step)
+        shape, axis, step = SHAPES[self.layout]
+        axis += self.kv_buffer.dim() - len(shape)
+        step = min(step, self.page_size)
+        return self.kv_buffer.narrow(axis, index // PAGE if step == 1 else index, step)
 
     def get_data_page(self, index, flat=True):
         page = self._page(int(index))
@@ -249,8 +249,8 @@ class UnequalPool(Places):
     layout = "page_first"
 
     def __init__(self) -> None:
-        self.k = torch.zeros((NUM_PAGES * PAGE, 5), dtype=self.dtype)
-        self.v = torch.zeros((NUM_PAGES * PAGE, 3), dtype=self.dtype)
+        self.k_buffer = torch.zeros((NUM_PAGES * PAGE, 5), dtype=self.dtype)
+        self.v_buffer = torch.zeros((NUM_PAGES * PAGE, 3), dtype=self.dtype)
 
     def get_dummy_flat_data_page(self):
         raise NotImplementedError("unequal")
@@ -263,7 +263,9 @@ class UnequalPool(Places):
         return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
 
     def each(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(part[page * PAGE : (page + 1) * PAGE] for part in (self.k, self.v))
+        return tuple(
+            part[page * PAGE : (page + 1) * PAGE] for part in (self.k_buffer, self.v_buffer)
+        )
 
     def fill(self, page: int, seed: int) -> torch.Tensor:
         made = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.adapters.sglang.pool_facts import OF_THIS_START, pool_facts
+from kvferry.adapters.sglang.pool_facts import FACTS, FIELDS, OF_THIS_START, pool_facts
 from kvferry.errors import ConfigError
 
 NUM_PAGES, PAGE, DEVICE_TOKENS = 24, 8, 100
@@ -25,8 +25,8 @@ class Order(enum.Enum):
 class Buffers:
     """What the device holds, in as many tokens as fit there."""
 
-    keys: tuple[torch.Tensor, ...]
-    order: Order = Order.NHD
+    k: tuple[torch.Tensor, ...]
+    layout: Order = Order.NHD
 
 
 class Pool:
@@ -40,16 +40,16 @@ class Pool:
         self.layout = "page_first"
         self.dtype = torch.bfloat16
         self.layer_num = 3
-        self.is_sharded = False
-        self.storage_format_tag = None
-        self.buffer_device = torch.device("cpu")
-        self.state_shape = torch.Size([4, 6])
-        self.host_layers = {0: 1, 1: 0}
+        self._layer_shard_enabled = False
+        self.pool_label = None
+        self._buffer_device = torch.device("cpu")
+        self.temporal_state_shape = torch.Size([4, 6])
+        self._host_layer_by_controller = {0: 1, 1: 0}
         self.allocator = SimpleNamespace(at=id(self))
-        self.info = Buffers((torch.zeros(tokens, 3, dtype=torch.float16),))
+        self.buffer_info = Buffers((torch.zeros(tokens, 3, dtype=torch.float16),))
         self.kv_buffer = torch.zeros((self.size, 3, 4, 6), dtype=torch.float16)
-        self.key_layers = list(self.kv_buffer.unbind(1))
-        self.scales = [torch.zeros((self.indexer_page_num, 3), dtype=torch.float32)]
+        self.k_data_refs = list(self.kv_buffer.unbind(1))
+        self.k_scale_host = [torch.zeros((self.indexer_page_num, 3), dtype=torch.float32)]
         self.device_rows = [torch.zeros(tokens, 2, dtype=torch.uint8) for _ in range(4)]
         self.free_slots = torch.arange(self.size)
 
@@ -81,7 +81,7 @@ def changed(value: Any) -> Any:
         case dict():
             return value | {"more": 1}
         case Buffers():
-            return Buffers(value.keys, Order.HND)
+            return Buffers(value.k, Order.HND)
         case torch.dtype():
             return torch.float8_e5m2
         case torch.device():
@@ -98,7 +98,7 @@ def test_each_attribute_is_of_the_facts(name: str) -> None:
     pool = Pool()
     before = pool_facts(pool, 0)
     if name == "device":
-        pool.kv_buffer, pool.key_layers = pool.kv_buffer.to("meta"), []
+        pool.kv_buffer, pool.k_data_refs = pool.kv_buffer.to("meta"), []
     value = getattr(pool, name)
     setattr(pool, name, "meta" if name == "device" else changed(value))
     assert pool_facts(pool, 0) != before
@@ -115,9 +115,9 @@ def test_another_class_is_another_pool() -> None:
 def test_a_shape_of_as_many_bytes_is_another(shape: tuple[int, ...]) -> None:
     pool = Pool()
     pool.kv_buffer = torch.zeros((pool.size, *shape), dtype=torch.float16)
-    pool.key_layers = []
+    pool.k_data_refs = []
     as_it_is = Pool()
-    as_it_is.key_layers = []
+    as_it_is.k_data_refs = []
     assert pool_facts(pool, PAGE_BYTES) != pool_facts(as_it_is, PAGE_BYTES)
 
 
@@ -131,7 +131,7 @@ def test_no_axis_is_taken_for_that_of_the_places_because_it_is_as_long(
         pool = Pool()
         shape = (layers, pool.size) if layer_first else (pool.size, layers)
         pool.kv_buffer = torch.zeros((*shape, heads, 6), dtype=torch.float16)
-        pool.key_layers = pool.scales = pool.device_rows = pool.info = []
+        pool.k_data_refs = pool.k_scale_host = pool.device_rows = pool.buffer_info = []
         numbers = {"as many as layers": layers, "as many as heads": heads}
         pool.page_num = numbers.get(num_pages, NUM_PAGES)
         page_bytes = PAGE * layers * heads * 6 * 2
@@ -149,7 +149,7 @@ def test_the_number_of_places_and_what_is_in_use_do_not_matter() -> None:
 
 def test_a_pool_that_hides_what_its_pages_are_made_of_is_refused_by_name() -> None:
     pool = Pool()
-    pool.scales = SimpleNamespace(hidden=pool.scales)
+    pool.k_scale_host = SimpleNamespace(hidden=pool.k_scale_host)
     with pytest.raises(
         ConfigError, match=f"finds {PAGE_BYTES - 12} of the {PAGE_BYTES} .* of Pool"
     ):
@@ -171,3 +171,45 @@ def test_a_pool_around_a_pool_holds_what_that_one_does() -> None:
     changed_inside.layer_num = 9
     facts = [pool_facts(Around(each), PAGE_BYTES) for each in (Inner(), Inner(), changed_inside)]
     assert facts[0] == facts[1] != facts[2]
+
+
+def count_lookups(pool: Pool) -> None:
+    pool.num_lookups = 7
+
+
+def count_in_a_structure(pool: Pool) -> None:
+    @dataclass
+    class Counted(Buffers):
+        num_moved: int = 7
+
+    pool.buffer_info = Counted(())
+
+
+def count_within(pool: Pool) -> None:
+    class Inner(Pool):
+        def get_data_page(self) -> None: ...
+
+    pool.host_pool = Inner()
+    count_lookups(pool.host_pool)
+
+
+@pytest.mark.parametrize(
+    ("add", "holder", "name"),
+    [
+        (count_lookups, "Pool", "num_lookups"),
+        (count_in_a_structure, "Counted", "num_moved"),
+        (count_within, "Inner", "num_lookups"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(add: Any, holder: str, name: str) -> None:
+    """It is no namespace of each start's own, which would never hit and never say so."""
+    pool = Pool()
+    add(pool)
+    with pytest.raises(ConfigError, match=f"^{holder} of this SGLang has '{name}'") as refusal:
+        pool_facts(pool, PAGE_BYTES)
+    assert "\n" not in str(refusal.value)
+
+
+def test_no_name_stands_in_two_lists() -> None:
+    assert not FACTS & OF_THIS_START
+    assert not FIELDS & {"size", "fd", "free_slots"}
