@@ -160,7 +160,7 @@ class OldHost:
 
 
 def test_kv_of_a_prompt_survives_the_host(model_dir, tmp_path):
-    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"))
+    config = make_config(model_dir, shared_storage_path=str(tmp_path / "k v#50%41?"))
     prompt = list(range(5, 26))
     first = OldHost(config, seed=1)
     assert first.prefill("a", prompt, [3, 4, 5, 6, 7, 8]) == 0

@@ -146,7 +146,7 @@ def _read_options(vllm_config: V1Config) -> tuple[str, dict[str, Any]]:
     options = {name: value for name, value in extra.items() if name not in OWN_OPTIONS}
     path = extra.get("shared_storage_path")
     if path is not None and "store" not in options:
-        options["store"] = f"file://{Path(path).absolute()}"
+        options["store"] = Path(path).absolute().as_uri()
     return str(extra.get("kv_layout", "2BNHD")), options
 
 

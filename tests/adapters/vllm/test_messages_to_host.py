@@ -18,6 +18,7 @@ from kvferry.adapters.vllm.metrics import NOW, PromMetrics, Stats
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, WorkerMeta
 from kvferry.errors import ConfigError
 from kvferry.observe import FAMILIES, TIME_BOUNDS, Counters
+from kvferry.store.url import parse_store_url
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys
 from kvferry.v1.host import CLIENT_OPTIONS
 
@@ -31,8 +32,21 @@ def test_without_a_store_one_in_the_users_cache_is_used(tmp_path, monkeypatch):
     }
 
 
-def test_configurations_of_the_example_connector_name_a_directory():
-    assert connector_options({"shared_storage_path": "/a b"}) == {"store": "file:///a b"}
+NAMES = ["a b", "50%41", "c#d", "what?", "a&b=c;d", "ä", "plain"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configurations_of_the_example_connector_name_a_directory(name):
+    options = connector_options({"shared_storage_path": f"/data/{name}"})
+    url = parse_store_url(options["store"])
+    assert (url.scheme, url.path, url.options) == ("file", f"/data/{name}", {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_directory_of_any_name_holds_the_default_store(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    url = parse_store_url(connector_options({})["store"])
+    assert (url.path, url.options) == (f"{tmp_path / name}/kvferry/kv", {"max_bytes": "10GiB"})
 
 
 def test_options_that_are_no_object_are_refused():

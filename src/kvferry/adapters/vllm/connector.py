@@ -355,7 +355,7 @@ def connector_options(extra: object) -> dict[str, Any]:
     # The store's name in configurations of vLLM's ExampleConnector, once SharedStorageConnector.
     path = options.pop("shared_storage_path", None)
     if "store" not in options:
-        options["store"] = _default_store() if path is None else f"file://{Path(path).absolute()}"
+        options["store"] = _default_store() if path is None else Path(path).absolute().as_uri()
     return options
 
 
@@ -391,7 +391,7 @@ def _default_store() -> str:
             "no store is configured and no home directory was found for the default; set "
             '"store": "file:///absolute/directory?max_bytes=100GiB"'
         ) from error
-    return f"file://{root / 'kvferry' / 'kv'}?max_bytes={DEFAULT_MAX_BYTES}"
+    return f"{(root / 'kvferry' / 'kv').as_uri()}?max_bytes={DEFAULT_MAX_BYTES}"
 
 
 # --- the log --------------------------------------------------------------------------------------
