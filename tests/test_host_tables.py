@@ -48,9 +48,6 @@ class Meddler(WorkerRole):
     def register_kv_caches(self, kv_caches):
         self.kv_caches = kv_caches
 
-    def planned_blocks(self, plan):
-        return frozenset()
-
     def begin_step(self, plan):
         pass
 

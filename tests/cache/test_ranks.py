@@ -120,7 +120,6 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     chunk = SlotChunk(host.pool.num_slots - 1, bytes(32), 0)
     save = Save(chunk, tuple(BlockSlice(0, tuple(t[:2])) for t in request.block_ids))
     plan = structs.replace(plan, failures_known=(1, 0), saves=(save,))
-    worker = host.ranks[1].worker
     for key in keys_of(host):
         lose_chunk(host, key, rank=1)
     with host.ranks[1].driver.step(plan, set()) as step:
@@ -131,7 +130,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     assert report.failures == 1
     assert report.filled == (Filled(chunk.slot, MissReason.CANCELLED),)
     assert not report.saved
-    assert worker.planned_blocks(plan) == step.output.invalid_block_ids
+    assert plan.filled_blocks() == step.output.invalid_block_ids
 
 
 def promised(make_host, url: str):

@@ -28,6 +28,13 @@ class DictPlan(Plan, frozen=True, kw_only=True):
     saves: tuple[Any, ...] = ()
     sending: tuple[str, ...] = ()
 
+    def filled_blocks(self):
+        loads = [*self.loads, *(load for _, loads in self.recving for load in loads)]
+        return frozenset(block for _, block in loads)
+
+    def started_loads(self):
+        return frozenset(request_id for request_id, _ in self.recving)
+
 
 class DictScheduler(SchedulerRole):
     """Tests may change what it does while it runs.
@@ -140,13 +147,6 @@ class DictWorker(WorkerRole):
     def register_kv_caches(self, kv_caches):
         self.kv = kv_caches
 
-    def planned_blocks(self, plan):
-        loads = [*plan.loads, *(load for _, loads in plan.recving for load in loads)]
-        return frozenset(block for _, block in loads)
-
-    def planned_recving(self, plan):
-        return frozenset(request_id for request_id, _ in plan.recving)
-
     def begin_step(self, plan):
         self.plan = plan
 
@@ -250,7 +250,7 @@ SCHEDULER_HOOKS = [
     "request_finished", "take_events", "take_stats", "has_pending_work", "reset", "close",
 ]  # fmt: skip
 WORKER_HOOKS = [
-    "register_kv_caches", "planned_blocks", "planned_recving", "begin_step", "start_load", "save",
+    "register_kv_caches", "begin_step", "start_load", "save",
     "collect", "end_step", "close",
 ]  # fmt: skip
 FaultyScheduler = _delegate(SchedulerRole, AsyncPromises, SCHEDULER_HOOKS)

@@ -15,6 +15,12 @@ class LoadPlan(Plan, frozen=True, kw_only=True):
     blocks: frozenset[int] = frozenset()
     recving: frozenset[str] = frozenset()
 
+    def filled_blocks(self) -> frozenset[int]:
+        return self.blocks
+
+    def started_loads(self) -> frozenset[str]:
+        return self.recving
+
 
 class RecordingWorker(WorkerRole):
     """A worker role that lists its hooks in `calls` in the order in which they are called. Each
@@ -40,12 +46,6 @@ class RecordingWorker(WorkerRole):
     def begin_step(self, plan: Plan) -> None:
         self.plans.append(plan)
         self._note("begin_step")
-
-    def planned_blocks(self, plan: Plan) -> frozenset[int]:
-        return plan.blocks if isinstance(plan, LoadPlan) else frozenset()
-
-    def planned_recving(self, plan: Plan) -> frozenset[str]:
-        return plan.recving if isinstance(plan, LoadPlan) else frozenset()
 
     def start_load(self) -> None:
         self._note("start_load")

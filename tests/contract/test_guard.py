@@ -331,6 +331,36 @@ def test_a_lost_load_of_a_role_without_async_loads_is_reported_as_failed(failing
     assert guard.lookup(request, 4) == MISS
 
 
+DROPPED = {  # what the role plans, preempted and scheduled requests, ended; the blocks to be failed
+    "nothing": (LoadPlan(), (), (), False, {8, 9}),
+    "another's load": (LoadPlan(blocks=frozenset({7, 10})), (), (), False, {8, 9}),
+    "its load": (LoadPlan(blocks=frozenset({8, 9})), (), (), False, None),
+    "nothing, preempted since": (LoadPlan(), ("r",), (), False, None),
+    "nothing, admitted again": (LoadPlan(), ("r",), ("r",), False, {8, 9}),
+    "nothing, ended": (LoadPlan(), (), (), True, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "preempted", "scheduled", "has_ended", "lost"), DROPPED.values(), ids=DROPPED
+)
+def test_a_promise_of_which_the_plan_has_no_load_is_reported_as_failed(
+    plan, preempted, scheduled, has_ended, lost
+):
+    guard, _ = guarded(is_asynchronous=False, lookup=(8, False), build_plan=plan)
+    request = request_of(40)
+    guard.lookup(request, 4)
+    guard.update_after_alloc(request, ([7, 8, 9, 10],), 8)
+    if has_ended:
+        guard.request_finished(request, ([7, 8, 9, 10],))
+    items = [SimpleNamespace(request=request_of(40, name)) for name in scheduled]
+    step = SimpleNamespace(scheduled=items, preempted_request_ids=preempted)
+    settled = guard.build_plan(step)
+    assert getattr(settled, "lost_block_ids", None) == lost
+    assert guard.build_plan(step) == plan
+    assert guard.lookup(request, 4).num_tokens == (0 if lost else 8)
+
+
 # --- worker hooks ------------------------------------------------------------------------------
 
 STEP_PLAN = LoadPlan(blocks=frozenset({4, 5}), recving=frozenset({"r"}))
@@ -469,8 +499,7 @@ fault = st.tuples(
     st.integers(1, 24),
     st.sampled_from(["before", "after"]),
 )
-# With a hook that tells what a plan holds, the guard knows no more than the role: left out.
-faults = st.lists(fault.filter(lambda f: f[0] not in ("planned_blocks", "planned_recving")))
+faults = st.lists(fault)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

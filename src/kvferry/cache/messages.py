@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.contract.messages import Plan, WorkerMeta
-from kvferry.types import RankShard
+from kvferry.types import NULL_BLOCK, RankShard
 
 
 class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +88,10 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Namespace digest that records carry from now on; None: the same as before."""
     first_namespace: bytes = b""
     """Namespace digest that a rank must have begun with: another one reads and saves nothing."""
+
+    def filled_blocks(self) -> frozenset[int]:
+        filled = {block for load in self.loads for part in load.blocks for block in part.ids}
+        return frozenset(filled - {NULL_BLOCK})
 
 
 EMPTY_PLAN = SharedStoragePlan()

@@ -66,7 +66,7 @@ class StepDriver:
             self._layers, self.layerwise = role, self
         self.output: WorkerOutput = EMPTY_OUTPUT
         self._faults = HookFaults(type(role).__name__, observer or Observer(), strict=strict)
-        self._reports = role.rules(role, self._faults)
+        self._reports = role.rules(self._faults)
         self._plan: Plan | None = None  # the role's own, of the open step
         self._has_tokens = True
         # Outside of a step; in one, by a fault or because it was done.

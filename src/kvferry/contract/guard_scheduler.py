@@ -150,7 +150,7 @@ class GuardedScheduler(SchedulerRole):
             self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
             plan = self._empty_plan
             self._promises.lose_plan()
-        return self._promises.settle(plan)
+        return self._promises.settle(plan, step)
 
     def empty_plan(self) -> Plan:
         return self._empty_plan

@@ -86,7 +86,27 @@ FREE_NOW = FinishResult(False, None)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The scheduler role's message to the workers: one per step, also for steps without a token."""
+    """The scheduler role's message to the workers: one per step, also for steps without a token.
+
+    Both guards ask a plan what it loads. If loads cannot be trusted (a hook raised, a report was
+    malformed), all of their blocks are reported as invalid; a promise that no load of the plan
+    keeps is reported as a failed load.
+    """
+
+    def filled_blocks(self) -> frozenset[int]:
+        """Return the engine's blocks that this plan makes its worker fill, by loads of any kind. A
+        plan with loads must override it, or the host counts on blocks that nobody fills."""
+        return frozenset()
+
+    def started_loads(self) -> frozenset[str] | None:
+        """Return the requests whose async load starts with this plan. Asked in every step.
+
+        Each of them is in `finished_recving` exactly once, later. An id there that was not named
+        here is dropped, because hosts die of it. A plan with async loads must override it. None,
+        for opaque plans of foreign connectors: it cannot be known. Then only an ended request's
+        second report is dropped.
+        """
+        return frozenset()
 
 
 class RepairedPlan(Plan, frozen=True, kw_only=True):

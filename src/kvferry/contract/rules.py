@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
-from kvferry.types import NULL_BLOCK, BlockTable
+from kvferry.types import NULL_BLOCK, BlockTable, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class Promises:
         """Forget an ended request. True if an async load of it is under way: then the end of the
         load is the request's last report."""
         self._offered.pop(request_id, None)
+        self._planned.pop(request_id, None)
         self._hits_blocked.discard(request_id)
         return False
 
@@ -169,9 +170,11 @@ class Promises:
         role's steps. Never again True once a plan could not be built."""
         return not (self._planned or self._lost or self._suspect)
 
-    def settle(self, plan: Plan) -> Plan:
+    def settle(self, plan: Plan, step: StepView) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing needs repair."""
         planned, self._planned = self._planned, {}
+        if planned:
+            self._lost.update(self._dropped(plan, step, planned))
         if not (self._lost or self._suspect):
             return plan
         lost, self._lost = self._lost, {}
@@ -182,12 +185,20 @@ class Promises:
             promised_block_ids=frozenset().union(*planned.values()) if self._suspect else None,
         )
 
-
-class _Planned(Protocol):
-    """The part of a worker role that tells what a plan makes it fill."""
-
-    def planned_blocks(self, plan: Plan) -> frozenset[int]: ...
-    def planned_recving(self, plan: Plan) -> frozenset[str] | None: ...
+    def _dropped(
+        self, plan: Plan, step: StepView, planned: Mapping[str, frozenset[int]]
+    ) -> dict[str, frozenset[int]]:
+        """Return the promises of which a plan has no load, as after a `reset` of the role. A
+        request that lost its blocks counts on no load, unless it was admitted again since."""
+        filled = plan.filled_blocks()
+        dropped = {
+            name: blocks for name, blocks in planned.items() if blocks and blocks.isdisjoint(filled)
+        }
+        if dropped and step.preempted_request_ids:
+            scheduled = {item.request.request_id for item in step.scheduled}
+            for name in set(step.preempted_request_ids) - scheduled:
+                dropped.pop(name, None)
+        return dropped
 
 
 class Reports:
@@ -201,8 +212,7 @@ class Reports:
 
     is_asynchronous = False
 
-    def __init__(self, role: _Planned, faults: HookFaults) -> None:
-        self._role = role
+    def __init__(self, faults: HookFaults) -> None:
         self._faults = faults
         self._invalid: set[int] = set()  # blocks that a failed load left unfilled, to be reported
 
@@ -228,16 +238,11 @@ class Reports:
         return False
 
     def _is_promised(self, plan: RepairedPlan, promised: frozenset[int]) -> bool:
-        return self._blocks_of(plan.plan) <= promised
-
-    def _blocks_of(self, plan: Plan) -> frozenset[int]:
-        then = "failed loads of this plan may go unreported"
-        hook = self._role.planned_blocks
-        return self._faults.call(hook, plan, otherwise=frozenset(), then=then)
+        return plan.plan.filled_blocks() <= promised
 
     def fail_blocks(self, plan: Plan) -> None:
         """Every block that `plan` fills counts as failed."""
-        self._invalid |= self._blocks_of(plan)
+        self._invalid |= plan.filled_blocks()
 
     def fail(self, plan: Plan) -> None:
         """Every load of `plan` counts as failed: the role failed to begin the plan or its loads."""

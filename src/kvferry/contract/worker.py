@@ -64,25 +64,6 @@ class WorkerRole(ABC):
         """Bind the plan of this step, before any of its blocks is written. After this call the role
         does not touch blocks that the plan no longer owns (preempted, finished)."""
 
-    def planned_blocks(self, plan: Plan) -> frozenset[int]:
-        """The engine's blocks that `plan` makes this worker fill, sync and async loads alike.
-
-        Pure: no side effect, works for any plan at any time. Asked when a load cannot be trusted
-        (a hook of the role raised, a report was malformed): all of these are then reported as
-        invalid. A role that loads must override it, or such a fault goes unnoticed by the host.
-        """
-        return frozenset()
-
-    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        """The requests whose async load starts with `plan`. Pure.
-
-        Each of them is in `finished_recving` exactly once, later. An id there that was not named
-        here is dropped, because hosts die of it. Called in every step, so it must be cheap. A role
-        with async loads must override it. None, for roles around foreign connectors with opaque
-        plans: the role cannot know. Then only an ended request's second report is dropped.
-        """
-        return frozenset()
-
     @abstractmethod
     def start_load(self) -> None:
         """Load what the plan promised. Sync loads are complete when this returns, or reported as

@@ -17,15 +17,14 @@ them or reads them. So a role needs deadlines of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from kvferry.contract.messages import Plan, RepairedPlan, WorkerOutput
 from kvferry.contract.rules import HookFaults, Promises, Reports
-from kvferry.contract.worker import WorkerRole
-from kvferry.types import BlockTable
+from kvferry.types import BlockTable, StepView
 
 REMEMBERED_REQUESTS = 65_536
 """How many ended requests are remembered, reported or not. Nothing but this limit removes them.
@@ -76,11 +75,11 @@ class AsyncPromises(Promises):
     def is_settled(self) -> bool:
         return super().is_settled and not (self._loading or self._freed)
 
-    def settle(self, plan: Plan) -> Plan:
+    def settle(self, plan: Plan, step: StepView) -> Plan:
         lost = frozenset(self._lost.keys() & self._loading.keys())
         promised = frozenset(self._planned.keys() & self._loading.keys())
         freed, self._freed = frozenset(self._freed), set()
-        repaired = super().settle(plan)
+        repaired = super().settle(plan, step)
         if not isinstance(repaired, RepairedPlan):
             if not freed:
                 return plan
@@ -92,6 +91,12 @@ class AsyncPromises(Promises):
             freed_request_ids=freed,
         )
 
+    def _dropped(
+        self, plan: Plan, step: StepView, planned: Mapping[str, frozenset[int]]
+    ) -> dict[str, frozenset[int]]:
+        """A foreign connector's plan is opaque, and an aborted load may be under way in it."""
+        return {}
+
 
 class AsyncReports(Reports):
     """Passes on the request ids that the host expects, each once. Reports the ends of loads that
@@ -99,8 +104,8 @@ class AsyncReports(Reports):
 
     is_asynchronous = True
 
-    def __init__(self, role: WorkerRole, faults: HookFaults) -> None:
-        super().__init__(role, faults)
+    def __init__(self, faults: HookFaults) -> None:
+        super().__init__(faults)
         self._announced = True  # False: this worker cannot name the async loads of a plan
         self._loading: set[str] = set()  # async loads planned and not yet reported
         self._lost: set[str] = set()  # those that failed and may not have started: due
@@ -137,10 +142,7 @@ class AsyncReports(Reports):
         return is_known and super()._is_promised(plan, promised)
 
     def _started(self, plan: Plan) -> frozenset[str]:
-        then = "async loads of this plan may go unreported"
-        hook = self._role.planned_recving
-        nothing: frozenset[str] | None = frozenset()
-        named = self._faults.call(hook, plan, otherwise=nothing, then=then)
+        named = plan.started_loads()
         if named is None:
             self._announced = False
         return named or frozenset()
@@ -189,7 +191,7 @@ class AsyncReports(Reports):
             self._faults.violation(
                 "finished_recving",
                 f"{request_id!r} in finished_recving, but no async load of it is under way: it was "
-                "reported before, or planned_recving did not announce it",
+                "reported before, or its plan did not announce it",
             )
         self._loading -= admitted
         for request_id in admitted & self._ended.keys():

@@ -135,6 +135,12 @@ class V1Plan(Plan, frozen=True, kw_only=True):
     preempted: frozenset[str] = frozenset()
     written: frozenset[int] = frozenset()
 
+    def filled_blocks(self) -> frozenset[int]:
+        return self.blocks
+
+    def started_loads(self) -> frozenset[str] | None:
+        return None if self.recving is None else frozenset(self.recving)
+
 
 def _describe(output: SchedulerOutput, request: V1Request, block_ids: BlockTable) -> None:
     """Add a request to a vLLM step: a new request in full, a known one with its new blocks only."""
@@ -356,14 +362,6 @@ class V1WorkerRole(WorkerRole):
         self._memory = self._make_memory(kv_caches)
         self._attn_metadata = {name: AttentionMetadata() for name in kv_caches}
         self._connector.register_kv_caches(dict(self._memory.tensors))
-
-    def planned_blocks(self, plan: Plan) -> frozenset[int]:
-        return plan.blocks if isinstance(plan, V1Plan) else frozenset()
-
-    def planned_recving(self, plan: Plan) -> frozenset[str] | None:
-        if not isinstance(plan, V1Plan):
-            return frozenset()
-        return None if plan.recving is None else frozenset(plan.recving)
 
     def begin_step(self, plan: Plan) -> None:
         if not isinstance(plan, V1Plan):

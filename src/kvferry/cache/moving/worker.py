@@ -172,12 +172,6 @@ class SharedStorageWorker(WorkerRole):
         # Comparisons may go on: they read slots only.
         self._copies.unregister(self._bounds.device_seconds)
 
-    def planned_blocks(self, plan: Plan) -> frozenset[int]:
-        if not isinstance(plan, SharedStoragePlan):
-            return frozenset()
-        planned = {block for load in plan.loads for part in load.blocks for block in part.ids}
-        return frozenset(planned - {NULL_BLOCK})
-
     # -- step -----------------------------------------------------------------------------------
 
     def begin_step(self, plan: Plan) -> None:
