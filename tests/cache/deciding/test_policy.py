@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,21 @@ from kvferry.cache.deciding.policy import (
     LoadPolicy,
 )
 from kvferry.testing.clock import FakeClock
+
+
+def step_of(*items: tuple[int, int, int]) -> list[Any]:
+    """Requests of a step: tokens of the prompt, those computed before, and those of the step."""
+    return [
+        SimpleNamespace(
+            request=SimpleNamespace(num_prompt_tokens=prompt),
+            num_computed_tokens=computed,
+            num_scheduled_tokens=scheduled,
+        )
+        for prompt, computed, scheduled in items
+    ]
+
+
+PREFILL = step_of((5000, 2000, 1000))
 
 
 def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPolicy:
@@ -119,7 +135,7 @@ def test_a_step_is_timed_from_the_end_of_the_one_before(num_ahead):
     policy = LoadPolicy(100.0, clock)
     ahead: deque[int] = deque()
     for number in range(20):
-        ahead.append(policy.begin_step(1000, loads=number % 3 == 1))
+        ahead.append(policy.begin_step(PREFILL, loads=number % 3 == 1))
         if len(ahead) > num_ahead:
             clock.advance(2.0)  # of the engine: 500 tokens a second
             step = ahead.popleft()
@@ -132,9 +148,9 @@ def test_a_step_is_timed_from_the_end_of_the_one_before(num_ahead):
 def test_a_step_without_an_output_is_not_timed_with_the_next():
     clock = FakeClock()
     policy = LoadPolicy(100.0, clock)
-    policy.begin_step(1000, loads=False)
+    policy.begin_step(PREFILL, loads=False)
     clock.advance(1000.0)
-    last = policy.begin_step(1000, loads=False)
+    last = policy.begin_step(PREFILL, loads=False)
     clock.advance(2.0)
     policy.end_step(last)
     assert policy.wait_seconds(10_000) == pytest.approx(20.0)
@@ -144,9 +160,45 @@ def test_outputs_that_come_at_once_do_not_look_fast():
     clock = FakeClock()
     policy = make_policy(tokens_per_second=500.0, clock=clock)
     for _ in range(10):
-        steps = [policy.begin_step(1000, loads=False) for _ in range(2)]
+        steps = [policy.begin_step(PREFILL, loads=False) for _ in range(2)]
         clock.advance(4.0)
         for step in steps:
             clock.advance(1e-6)
             policy.end_step(step)
     assert policy.wait_seconds(1000) > 1.0
+
+
+DECODE = [(500, 500 + number, 1) for number in range(96)]
+STEPS = {
+    "decode": DECODE,
+    "decode with drafts": [(500, 500 + number, 5) for number in range(96)],
+    "recomputed answers": [(500, 500, 100), (500, 500, 100)],
+    "few tokens of a prompt": [*DECODE, (90, 0, 90)],
+    "the end of a prompt": [*DECODE, (1090, 1000, 90)],
+}
+
+
+@pytest.mark.parametrize("items", STEPS.values(), ids=STEPS)
+def test_decoding_is_not_taken_for_prefill(items):
+    clock = FakeClock()
+    policy = LoadPolicy(100.0, clock)
+    for _ in range(10):
+        step = policy.begin_step(step_of((81920, 0, 8192)), loads=False)
+        clock.advance(8192 / 30_000)
+        policy.end_step(step)
+    for _ in range(30):
+        step = policy.begin_step(step_of(*items), loads=False)
+        clock.advance(0.018)
+        policy.end_step(step)
+    assert policy.compute_rate == pytest.approx(30_000, rel=0.1)
+    assert policy.wait_seconds(81920) == pytest.approx(81920 / 30_000, rel=0.1)
+
+
+def test_a_step_of_prompts_beside_which_others_decode_shows_the_speed_of_prefill():
+    clock = FakeClock()
+    policy = LoadPolicy(100.0, clock)
+    for _ in range(10):
+        step = policy.begin_step(step_of(*DECODE, (4000, 1000, 960), (32, 0, 32)), loads=False)
+        clock.advance(1.0)
+        policy.end_step(step)
+    assert policy.compute_rate == pytest.approx(992)

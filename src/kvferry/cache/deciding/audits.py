@@ -223,6 +223,12 @@ class Audits:
         chunk, compare_with = (SlotChunk(each.index, record.key, first) for each in (copy, record))
         return Save(chunk, blocks, compare_with, audit.load)
 
+    def lost_plan(self, copy: Slot) -> None:
+        """Learn that no rank will get the comparison with this copy, so none fails the load."""
+        load = self._running[copy.index].load
+        if load is not None:
+            self._unchecked.append(load)
+
     def take_unchecked(self) -> tuple[Load, ...]:
         """Take the loads whose audit will never run: workers report their blocks as failed."""
         unchecked = tuple(self._unchecked)

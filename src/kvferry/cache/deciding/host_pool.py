@@ -115,9 +115,11 @@ class HostPool:
         self._idle: OrderedDict[ChunkKey, None] = OrderedDict()
         self._num_filling = 0
         self._num_writing = 0
-        # For the next plan: fetches by slot, and slots whose earlier fetch is cancelled.
+        # For the next plan: fetches by slot, slots whose earlier fetch is cancelled, and slots that
+        # ranks are to copy into.
         self._fetches: dict[int, Fetch] = {}
         self._cancels: list[int] = []
+        self._copies: list[Slot] = []
 
     # -- look-up --------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class HostPool:
         self._num_writing += 1
         self.loans.expect(key)
         self._fill(slot, self._all_groups)
+        self._copies.append(slot)
         return slot
 
     def fetch_whole(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> None:
@@ -233,6 +236,7 @@ class HostPool:
     def fill_spare(self, slot: Slot) -> None:
         """Have every rank copy a chunk into a spare slot, which the audit keeps pinned."""
         self._fill(slot, self._all_groups)
+        self._copies.append(slot)
 
     def _assign_again(self, key: ChunkKey, first_token: int, mark: bytes) -> Slot | None:
         """Assign a new slot to a chunk and give up its old one. None if the old one is in use, or
@@ -314,7 +318,15 @@ class HostPool:
         """Take the orders for the next plan: fetches, and slots whose fetch is cancelled."""
         orders = tuple(self._fetches.values()), tuple(self._cancels)
         self._fetches, self._cancels = {}, []
+        self._copies.clear()
         return orders
+
+    def pop_copies(self) -> tuple[Slot, ...]:
+        """Take the slots that no plan will have ranks copy into. Each still expects the reports of
+        all ranks."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     # -- reports --------------------------------------------------------------------------------
 

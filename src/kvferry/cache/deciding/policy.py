@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.store.base import ASK_SECONDS
+from kvferry.types import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ MAX_TIMED = 8
 """Steps whose output may be awaited at once; earlier ones are not timed any more."""
 
 PREFILL_TOKENS = 64
-"""A step with at least this many tokens shows the speed of prefill; a decode step does not."""
+"""A step with fewer tokens shows no speed of prefill."""
 
 
 FEW = 3
@@ -88,6 +89,17 @@ class LoadDecision(NamedTuple):
     """Expected, for the whole hit."""
 
 
+def _prefilled(scheduled: Sequence[ScheduledRequest], num_tokens: int) -> int:
+    """Return how many of a step's `num_tokens` are of prompts; 0 if most are not: its time is that
+    of decoding, however many requests decode."""
+    lacking = (
+        (item.request.num_prompt_tokens - item.num_computed_tokens, item.num_scheduled_tokens)
+        for item in scheduled
+    )
+    found = sum(min(each) for each in lacking if each[0] > 0)
+    return found if 2 * found > num_tokens else 0
+
+
 class LoadPolicy:
     """Rates of loading and computing, and what follows for one hit. Runs in: scheduler thread.
 
@@ -128,17 +140,18 @@ class LoadPolicy:
             if speed.rate is None or bound < speed.rate:
                 speed.rate = _average(speed.rate, bound)
 
-    def begin_step(self, num_tokens: int, *, loads: bool) -> int:
-        """Time a step that computes `num_tokens`.
+    def begin_step(self, scheduled: Sequence[ScheduledRequest], *, loads: bool) -> int:
+        """Time a step.
 
         Returns:
             The number by which `end_step` knows the step; 0 if it is not timed.
         """
+        num_tokens = sum(item.num_scheduled_tokens for item in scheduled)
         if num_tokens < PREFILL_TOKENS:
             return 0
         self._num_timed += 1
         # The time of a step that also loads shows neither speed; its end shows when the next began.
-        shown = 0 if loads else num_tokens
+        shown = 0 if loads else _prefilled(scheduled, num_tokens)
         self._timed.append(_TimedStep(self._num_timed, self._clock(), shown))
         return self._num_timed
 

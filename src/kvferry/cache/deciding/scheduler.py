@@ -324,6 +324,9 @@ class SharedStorageScheduler(SchedulerRole):
                 self.audits.forget(request_id)
         try:
             return self._plan(step)
+        except Exception:
+            self._cancel_copies()
+            raise
         finally:
             # The plan carries the loads. If it could not be built, the guard reports them as
             # failed, and no later plan may carry them.
@@ -341,10 +344,9 @@ class SharedStorageScheduler(SchedulerRole):
         saves += self.audits.plan(step)
         if saves:
             self.saves.await_reports()
-        unchecked = self.audits.take_unchecked()
         self._fetch_early()
-        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
-        timed = self.policy.begin_step(num_tokens, loads=bool(self._loads))
+        timed = self.policy.begin_step(step.scheduled, loads=bool(self._loads))
+        unchecked = self.audits.take_unchecked()
         if not (self._loads or saves or unchecked or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
@@ -361,6 +363,15 @@ class SharedStorageScheduler(SchedulerRole):
             namespace=self.requests.namespace,
             first_namespace=self._first_namespace,
         )
+
+    def _cancel_copies(self) -> None:
+        """Take back saves and audits of a plan that could not be built: no rank will report
+        them."""
+        for slot in self.pool.pop_copies():
+            if slot.is_spare:
+                self.audits.lost_plan(slot)
+            for _ in range(slot.num_filling):
+                self._learn_filled(Filled(slot.index, MissReason.CANCELLED))
 
     def _admit_late(self, request: RequestView) -> None:
         """Store what a running request computes, as its extra keys became known after it was
