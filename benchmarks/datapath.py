@@ -57,7 +57,7 @@ from benchmarks.limits import (
 )
 from benchmarks.report import Row
 from kvferry.contract.spec import Roles
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 from kvferry.filesystem import file_system
 
 BLOCK_SIZE = 16
@@ -168,7 +168,7 @@ class PromptHost(RolesHost):
         """Run a prompt that is not stored, and step until all its chunks are stored."""
         request = self._request(number)
         if hit := self._look_up(request):
-            raise StoreError(f"{hit} tokens of a new prompt were found stored")
+            raise KVError(f"{hit} tokens of a new prompt were found stored")
         self.forward(request, self._kv.blocks, 0)
         while self.scheduler.has_pending_work():
             self._pause()
@@ -181,7 +181,7 @@ class PromptHost(RolesHost):
             The time until the hit was promised, and the time until its KV was in the blocks.
 
         Raises:
-            StoreError: its KV is not in the blocks.
+            KVError: its KV is not in the blocks.
         """
         self._kv.clear()
         request = self._request(number)
@@ -192,7 +192,7 @@ class PromptHost(RolesHost):
         in_blocks = since(started)
         self._finish(request)
         if hit != self._kv.num_tokens or output.invalid_block_ids or not self._kv.is_restored():
-            raise StoreError(
+            raise KVError(
                 f"{hit} of {self._kv.num_tokens} tokens hit, "
                 f"{len(output.invalid_block_ids)} blocks were not loaded"
             )
@@ -209,7 +209,7 @@ class PromptHost(RolesHost):
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while (hit := self.scheduler.lookup(request, 0).num_tokens) is None:
             if time.monotonic() > deadline:
-                raise StoreError(f"no answer to a look-up in {TIMEOUT_SECONDS} s")
+                raise KVError(f"no answer to a look-up in {TIMEOUT_SECONDS} s")
             self._pause()
         return hit
 
@@ -293,7 +293,7 @@ class DataPath:
                 cases.append(cases.pop(0))
         expected = self.size.num_prompts * self.size.prompt_tokens // CHUNK_TOKENS
         if (stored := len(self.files())) != expected:
-            raise StoreError(f"{stored} of {expected} chunks were stored; is the disk full?")
+            raise KVError(f"{stored} of {expected} chunks were stored; is the disk full?")
         # The first prompts touch memory for the first time; an engine does that once.
         for runs in (case.ours, case.plain, case.plain_all_threads):
             del runs[:SAVE_MEMORY_PROMPTS]

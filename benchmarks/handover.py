@@ -30,7 +30,7 @@ from benchmarks.report import Row
 from benchmarks.vllm import MODEL
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.generation import TokenEvent
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 from kvferry.observe import Counters
 from kvferry.testing.models import make_tiny_model
 
@@ -171,7 +171,7 @@ class Handovers:
 
     def _drain(self) -> None:
         if not self._decoder.drain(_SEAL_SECONDS):
-            raise StoreError("the decoder does not seal what it computed")
+            raise KVError("the decoder does not seal what it computed")
 
 
 def run(options: Options) -> Sequence[Row]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 
 IS_INSTALLED = find_spec("nixl") is not None
 _ASK_BYTES = 64
@@ -92,7 +92,7 @@ class NixlReads:
                 state = agent.check_xfer_state(handle)
             handle.release()
             if state != "DONE":
-                raise StoreError("NIXL could not read a record")
+                raise KVError("NIXL could not read a record")
 
     def close(self) -> None:
         self._stream.close()

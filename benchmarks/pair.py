@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from kvferry.demo.child import DemoProcess
 from kvferry.demo.run import default_document, load_tokenizer, make_prompts
 from kvferry.engine import LLM, SamplingParams
-from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.errors import ConfigError, KVError
 from kvferry.observe import Counters
 
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ class Side(Protocol):
     def ask(
         self, prompt: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
     ) -> Said:
-        """Have a prompt answered. Raises StoreError if the engine does not answer."""
+        """Have a prompt answered. Raises KVError if the engine does not answer."""
 
     def sums(self) -> Sums: ...
 
@@ -160,7 +160,7 @@ def run_rounds(options: HandoverOptions, pair: Pair, advance: Advance) -> list[R
 
     Raises:
         ConfigError: the model or its tokenizer cannot be used.
-        StoreError: an engine failed.
+        KVError: an engine failed.
     """
     lengths = [_WARM_UP_CHUNKS * options.chunk_tokens] + [options.document_tokens] * options.rounds
     rounds: list[Round] = []
@@ -235,7 +235,7 @@ def embedded_pair(options: HandoverOptions) -> Iterator[Pair]:
     """Start two embedded engines that differ in ranks and block size, each in its own process.
 
     Raises:
-        ConfigError, StoreError: an engine does not start.
+        ConfigError, KVError: an engine does not start.
     """
     ranks = _ranks_of(options.model_dir)
     ports = free_ports()
@@ -337,7 +337,7 @@ def _answer(llm: LLM, counters: Counters, question: tuple[Any, ...]) -> Said | S
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=1, kv_transfer_params=params)
     [found] = llm.generate([prompt], sampling)
     if found.ttft_seconds is None or found.logprobs is None:
-        raise StoreError("the engine ended a request before its first token")
+        raise KVError("the engine ended a request before its first token")
     counters.observe("first_token", found.ttft_seconds)
     chosen = tuple(each.chosen for each in found.logprobs)
     given = None if found.params is None else dict(found.params)

@@ -34,7 +34,7 @@ from benchmarks import Options
 from benchmarks.limits import Seconds, timed
 from benchmarks.nixl_reads import IS_INSTALLED, NixlReads, offer
 from benchmarks.report import Row
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
@@ -135,7 +135,7 @@ def served(directory: Path, payload_bytes: int, seed: int) -> Iterator[tuple[Pat
             assert process.stdout is not None
             ports = process.stdout.readline().split()
             if len(ports) != 4:
-                raise StoreError("the process that serves records did not start")
+                raise KVError("the process that serves records did not start")
             yield key_file, list(map(int, ports))
         finally:
             process.kill()
@@ -182,7 +182,7 @@ class Reads:
             index = number % NUM_RECORDS
             found = self.client.read(key_of(index), [(0, self._slots[index])], deadline)
             if found != (KeyState.HELD, self.schema.record_bytes):
-                raise StoreError("a record was not served")
+                raise KVError("a record was not served")
 
     def verified(self, indexes: Sequence[int] = range(NUM_RECORDS), count: int = 0) -> None:
         for number in range(count or self.count):
@@ -198,7 +198,7 @@ class Reads:
                 self.store, self.schema, read, Observer(), deadline
             )
             if missed is not None:
-                raise StoreError(f"a record was not served: {missed}")
+                raise KVError(f"a record was not served: {missed}")
 
     def verified_by_all(self, threads: int) -> None:
         shares = [range(NUM_RECORDS)[start::threads] for start in range(threads)]

@@ -33,7 +33,7 @@ from benchmarks.pair import (
 from benchmarks.report import Row
 from benchmarks.vllm_servers import Launch, Server, peers, vllm_pair
 from kvferry.demo.model import prepare_model
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, KVError
 
 Figures = dict[str, str | int | float | None]
 
@@ -114,7 +114,7 @@ def _turn(name: str, options: HandoverOptions) -> Row:
                 for column, figure in SHOWN.items()
             }
             killed = _kill(options, pair)
-    except StoreError as error:
+    except KVError as error:
         if name == "kvferry":
             raise
         return {"case": name, "note": f"not measured: {error}"}
@@ -141,7 +141,7 @@ def _kill(options: HandoverOptions, pair: Pair) -> Row:
     began = time.perf_counter()
     try:
         said = pair.decoder.ask(prompt, options.max_tokens, prefilled.params)
-    except StoreError as error:
+    except KVError as error:
         answer = f"an error: {error}"[-60:]
     else:
         answer = "right" if said.text == expected.text else "wrong"

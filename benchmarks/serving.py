@@ -29,7 +29,7 @@ from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.connector import cache_arguments, open_roles
 from kvferry.engine.model_config import ModelConfig
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Counters
 from kvferry.testing.models import make_tiny_model
@@ -79,13 +79,13 @@ class Reader:
         self.num_bytes = 0
 
     def read(self, keys: Sequence[ChunkKey]) -> None:
-        """Have the process read the records once. Raises StoreError if it read none."""
+        """Have the process read the records once. Raises KVError if it read none."""
         asked, said = cast("IO[str]", self._process.stdin), cast("IO[str]", self._process.stdout)
         asked.write(" ".join(key.hex() for key in keys) + "\n")
         asked.flush()
         num_bytes = int(said.readline() or 0)
         if not num_bytes:
-            raise StoreError("the process that reads records has read none")
+            raise KVError("the process that reads records has read none")
         self.num_bytes += num_bytes
 
     @contextmanager
@@ -183,7 +183,7 @@ def _compute(llm: LLM, work: tuple[list[int], list[ChunkKey]]) -> tuple[float, l
     started = time.perf_counter()
     llm.generate([tokens], ONE_TOKEN)
     if not llm.drain(_TIMEOUT_SECONDS):
-        raise StoreError("the engine does not seal what it computed")
+        raise KVError("the engine does not seal what it computed")
     return time.perf_counter() - started, keys
 
 

@@ -74,7 +74,7 @@ class Records:
 
     def put(self, store: Store, image: memoryview, index: int) -> None:
         key = self.keys[index]
-        if put_record(store, self.schema, key, 0, self.table, image) is not PutResult.STORED:
+        if put_record(store, self.schema, key, 0, self.table, image).result is not PutResult.STORED:
             raise ConfigError(f"{store.url} does not store a record of this benchmark")
 
     def read(self, store: Store, buffer: memoryview, index: int) -> None:

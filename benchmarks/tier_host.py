@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 
 Json = dict[str, Any]
 Host = TypeVar("Host", bound="ManagerHost")
@@ -173,7 +173,7 @@ class TierHost(ManagerHost):
         with self.lock:
             prepared = self.manager.prepare_store(keys, context)
         if prepared is None or len(prepared.keys_to_store) != len(keys):
-            raise StoreError("memory of the manager is not free")
+            raise KVError("memory of the manager is not free")
         for place, number in zip(prepared.store_spec.chunk_ids, numbers, strict=True):
             self._rows[int(place)] = self._content(number)
         started = time.perf_counter()
@@ -199,7 +199,7 @@ class TierHost(ManagerHost):
             nonlocal waiting
             found = [(self.manager.lookup(key, context), key, context) for key, context in waiting]
             if any(result is LookupResult.MISS for result, _, _ in found):
-                raise StoreError("a stored row is not found")
+                raise KVError("a stored row is not found")
             waiting = [(key, on) for result, key, on in found if result is not LookupResult.HIT]
             return not waiting
 
@@ -224,7 +224,7 @@ class TierHost(ManagerHost):
             self.tier.on_schedule_end(_STEP)
             inside += time.perf_counter() - began
             if any(result not in (wanted, LookupResult.RETRY) for result, _ in found):
-                raise StoreError(f"a look-up did not answer {wanted}")
+                raise KVError(f"a look-up did not answer {wanted}")
             waiting = [key for result, key in found if result is LookupResult.RETRY]
             if waiting:
                 _pause(started)
@@ -241,7 +241,7 @@ class TierHost(ManagerHost):
         spec = self.manager.prepare_load(keys, context)
         for place, number in zip(spec.chunk_ids, numbers, strict=True):
             if not np.array_equal(self._rows[int(place)], self._content(number)):
-                raise StoreError("a row came back with other bytes")
+                raise KVError("a row came back with other bytes")
         self.manager.complete_load(keys, context)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
@@ -260,7 +260,7 @@ _STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
 
 def _pause(started: float) -> None:
     if time.perf_counter() > started + TIMEOUT_SECONDS:
-        raise StoreError(f"a tier did not end in {TIMEOUT_SECONDS} s")
+        raise KVError(f"a tier did not end in {TIMEOUT_SECONDS} s")
     time.sleep(IDLE_STEP_SECONDS)
 
 

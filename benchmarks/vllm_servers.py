@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.pair import HOST, HandoverOptions, Pair, Said, Sums, free_ports
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, KVError
 
 _START_SECONDS = 900
 _ANSWER_SECONDS = 1800
@@ -90,7 +90,7 @@ def vllm_pair(
 
     Raises:
         ConfigError: no vLLM here, or no such file.
-        StoreError: a server does not start; the message names its log.
+        KVError: a server does not start; the message names its log.
     """
     if find_spec("vllm") is None:
         raise ConfigError("no vLLM is installed beside this kvferry; run it where one is")
@@ -139,7 +139,7 @@ class Running:
     log: Path
 
     def wait_for(self, url: str) -> None:
-        """Wait until it answers at `url`. Raises StoreError if it ends or takes too long."""
+        """Wait until it answers at `url`. Raises KVError if it ends or takes too long."""
         until = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -149,7 +149,7 @@ class Running:
             else:
                 return
             if self.process.poll() is not None or time.monotonic() > until:
-                raise StoreError(f"a server did not start; see {self.log}")
+                raise KVError(f"a server did not start; see {self.log}")
             time.sleep(0.2)
 
 
@@ -226,7 +226,7 @@ class Server:
 
     @contextmanager
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
-        """Errors of the connection, while the answer is read too, are StoreError."""
+        """Errors of the connection, while the answer is read too, are KVError."""
         request = urllib.request.Request(self.url + path)
         if body is not None:
             request.data = json.dumps(body).encode()
@@ -235,7 +235,7 @@ class Server:
             with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
                 yield answer
         except (OSError, HTTPException) as error:
-            raise StoreError(f"{self.url}{path}: {error}") from error
+            raise KVError(f"{self.url}{path}: {error}") from error
 
 
 def _said(parts: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[float, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.store.base import Buffer, PutResult, ReadRange
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.store.memory import copy_ranges
@@ -34,13 +34,13 @@ class SqliteClient(RemoteClient):
     def _database(self, deadline: float) -> Iterator[sqlite3.Connection]:
         left = min(deadline - time.monotonic(), LONGEST_SECONDS)
         if left <= 0:
-            raise StoreError("sqlite: no time was left for the call")
+            raise StoreError(FaultKind.LATE, "sqlite: no time was left for the call")
         try:
             with closing(sqlite3.connect(self._path, timeout=left)) as database, database:
                 database.execute("PRAGMA synchronous = OFF")  # a store need not survive power loss
                 yield database
         except sqlite3.Error as error:
-            raise StoreError(f"sqlite: {error}") from error
+            raise StoreError(FaultKind.REFUSED, f"sqlite: {error}") from error
 
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         with self._database(deadline) as database:

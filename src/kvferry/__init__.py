@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from kvferry.errors import (
     ConfigError,
     ContractError,
+    Fault,
+    FaultKind,
     KVError,
     LayoutError,
     RankError,
@@ -33,6 +35,8 @@ __all__ = [
     "ChunkKeys",
     "ConfigError",
     "ContractError",
+    "Fault",
+    "FaultKind",
     "KVError",
     "LayoutError",
     "RankError",

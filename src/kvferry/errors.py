@@ -7,13 +7,71 @@ what they claim to be. Messages say what happened, which two values disagree, an
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import NamedTuple
+
 
 class KVError(Exception):
     """Base of all errors of this package."""
 
 
+class FaultKind(StrEnum):
+    """Why a store did not do what was asked, told apart by what an operator does about it: each
+    kind has a row of its own in `kvferry.doctor.findings`. Programs decide by the kind, people read
+    the text."""
+
+    AWAY = "away"
+    """Nothing answers there: no server, no mount, no network."""
+    LATE = "late"
+    """What is there gave no answer in time."""
+    PROTOCOL = "protocol"
+    """What is there speaks another protocol, TLS or release, or sends nonsense."""
+    CLUSTER = "cluster"
+    """A cluster that is asked as one server, the reverse, or one that is not whole."""
+    LOGIN = "login"
+    """It refuses user, password or key."""
+    RIGHTS = "rights"
+    """Its user may not do this."""
+    READ_ONLY = "read_only"
+    """It takes no changes, from nobody, or none by this object."""
+    REFUSED = "refused"
+    """It answers, and fails or refuses for a reason of its own, which the text has."""
+    FULL = "full"
+    """It has no room, and makes none."""
+    INDEXING = "indexing"
+    """It takes values once its index is complete, or free."""
+    UNLISTED = "unlisted"
+    """It cannot say what it holds."""
+    UNUSABLE = "unusable"
+    """It cannot be used as it was given, or not for this."""
+    CLOSED = "closed"
+    """This process closed it, or is a fork of the one that opened it."""
+    BUG = "bug"
+    """Nobody foresaw this error, or a store or its client broke its contract."""
+
+
+class Fault(NamedTuple):
+    """Why a store did not do what was asked. Made where that is known, and handed on unchanged."""
+
+    kind: FaultKind
+    text: str
+    """One line for people, without a credential. No program reads it."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class ConfigError(KVError, ValueError):
-    """An option, URL, path or model directory that cannot be used as given."""
+    """An option, URL, path or model directory that cannot be used as given. If a store said so, a
+    `kind` tells what it said."""
+
+    def __init__(self, text: str = "", kind: FaultKind = FaultKind.UNUSABLE) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+    @property
+    def fault(self) -> Fault:
+        return Fault(self.kind, str(self))
 
 
 def install_hint(extra: str) -> str:
@@ -40,7 +98,19 @@ class TopologyError(KVError):
 
 
 class StoreError(KVError):
-    """A store could not do what was asked. An absent key is no error."""
+    """A store could not do what was asked: the only error that a store raises once it is open. An
+    absent key is no error.
+
+    >>> StoreError(FaultKind.AWAY, "valkey server kv:6379: Connection refused").fault.kind
+    <FaultKind.AWAY: 'away'>
+    """
+
+    def __init__(self, kind: FaultKind, text: str) -> None:
+        super().__init__(kind, text)
+        self.fault = Fault(kind, text)
+
+    def __str__(self) -> str:
+        return self.fault.text
 
 
 class TransferError(KVError):

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import StoreError
+from kvferry.errors import Fault, StoreError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.store.base import Catalogue, Removal
@@ -114,7 +114,7 @@ class PromptAnswer:
     found: list[Explanation]
     elsewhere: Nearest | None = None
     without_extra: int = 0
-    away: Mapping[str, str] = field(default_factory=dict)
+    away: Mapping[str, Fault] = field(default_factory=dict)
 
     @property
     def hit_tokens(self) -> int:
@@ -136,7 +136,7 @@ class PromptAnswer:
         return why
 
 
-def away_lines(away: Mapping[str, str]) -> list[str]:
+def away_lines(away: Mapping[str, Fault]) -> list[str]:
     """Say which tiers do not answer, and why."""
     return [f"{name}: away: {why}" for name, why in away.items()]
 
@@ -181,7 +181,7 @@ class PromptSearch:
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
-        away: dict[str, str] | None = None,
+        away: dict[str, Fault] | None = None,
     ) -> None:
         self._tiers = tiers
         self.token_ids = token_ids
@@ -198,9 +198,10 @@ class PromptSearch:
                 try:
                     yield name, question(store)
                 except StoreError as error:
-                    self.away[name] = str(error)
+                    self.away[name] = error.fault
         if self._tiers.keys() <= self.away.keys():
-            raise StoreError("; ".join(away_lines(self.away)))
+            first = next(iter(self.away.values()))
+            raise StoreError(first.kind, "; ".join(away_lines(self.away)))
 
     def namespaces(self, digits: str = "") -> dict[bytes, Namespace | None]:
         """Return the namespaces, `MAX_NAMESPACES` of each tier, whose digests start with `digits`;

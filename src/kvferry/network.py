@@ -3,6 +3,7 @@ server; addresses, and words for errors. Peers and the Valkey store use it."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import math
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import ClassVar, Generic, TypeVar
 
-from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.errors import ConfigError, FaultKind, KVError, StoreError
 
 CONNECT_SECONDS = 2.0
 CALL_SECONDS = 30.0
@@ -31,6 +32,18 @@ _CLOSED = "it is closed"
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV  # shows the scope of an address, too
 _MAX_BUFFERS = 512
 """Buffers in one system call. Every system takes at least 1024."""
+_AWAY = (
+    *(errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(errno.ENODEV, errno.ENOTCONN, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE),
+)
+_KINDS = {
+    **dict.fromkeys(_AWAY, FaultKind.AWAY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), FaultKind.RIGHTS),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FaultKind.FULL),
+    errno.EROFS: FaultKind.READ_ONLY,
+    errno.EAGAIN: FaultKind.INDEXING,  # no other file of a store is waited for
+}
+"""By number of a system's error, of a connection or a mount."""
 
 
 def seconds_left(deadline: float) -> float:
@@ -66,6 +79,25 @@ def reason_of(error: Exception) -> str:
     return "its host name is not valid"
 
 
+def fault_kind(error: BaseException) -> FaultKind:
+    """What an error of a connection, or of a mount, means to its operator: BUG if it is one of
+    neither."""
+    match error:
+        case StoreError() | ConfigError():
+            return error.fault.kind
+        case TimeoutError():
+            return FaultKind.LATE
+        case ssl.SSLError():
+            return FaultKind.PROTOCOL
+        case ConnectionError() | socket.gaierror():
+            return FaultKind.AWAY
+        case OSError():
+            return _KINDS.get(error.errno or 0, FaultKind.REFUSED)
+        case MemoryError():
+            return FaultKind.REFUSED
+    return FaultKind.BUG
+
+
 def addresses_of(host: str, seconds: float) -> list[str]:
     """Look up the numeric addresses of a host. Raises TimeoutError, OSError, ValueError."""
     found: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
@@ -93,7 +125,7 @@ def addresses_of(host: str, seconds: float) -> list[str]:
 
 def connect(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
     """Connect to the first address that answers. Raises OSError."""
-    fault = OSError("it has no address")
+    fault = OSError(errno.EHOSTUNREACH, "it has no address")
     for address in addresses:
         try:
             return socket.create_connection((address, port), seconds_left(deadline))
@@ -315,8 +347,11 @@ class Endpoint(ABC, Generic[C]):
                 self._end(connection)
             # ValueError: an impossible host name. MemoryError: little memory was left.
             if isinstance(error, KVError | OSError | ValueError | MemoryError):
-                reason = _CLOSED if self._closed else reason_of(error)
-                raise StoreError(f"{self.what} {self}: {reason}") from None
+                kind = FaultKind.UNUSABLE if isinstance(error, ValueError) else fault_kind(error)
+                reason = reason_of(error)
+                if self._closed:
+                    kind, reason = FaultKind.CLOSED, _CLOSED
+                raise StoreError(kind, f"{self.what} {self}: {reason}") from None
             raise
         self._busy.discard(connection)
         self._idle.append(connection)
@@ -361,8 +396,10 @@ class Endpoint(ABC, Generic[C]):
             if self._tls is not None:
                 connection.secure(self._tls, limit, self.host)
             self._log_in(connection, deadline)
-        except BaseException:
+        except BaseException as error:
             self._end(connection)
+            if isinstance(error, ConnectionError | ssl.SSLError):  # before it answered once
+                raise StoreError(FaultKind.PROTOCOL, reason_of(error)) from None
             raise
         return connection
 

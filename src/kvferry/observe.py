@@ -78,7 +78,7 @@ GAUGES: Mapping[str, Family] = {
     "store_max_bytes": Family("Quota of a tier.", ("tier",)),
     "tier_since_seconds": Family(
         "When a tier came into its state, in seconds since the epoch, and why; 0: no longer.",
-        ("tier", "role", "state", "because"),
+        ("tier", "role", "state", "kind", "because"),
     ),
 }
 """Current values."""

@@ -40,6 +40,8 @@ class TierReading(NamedTuple):
     since: float
     """Seconds since the epoch."""
     because: str
+    kind: str = ""
+    """A `FaultKind`; empty if nothing is wrong, or an earlier release does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,7 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
         elif name == "tier_since_seconds":
             if value:  # 0: the tier is no longer in that state
                 place = tier, labels["role"], labels["state"]
-                tiers.append(TierReading(*place, value, labels["because"]))
+                tiers.append(TierReading(*place, value, labels["because"], labels["kind"]))
         elif name == "pool_slots":
             counts[f"{name}/{labels['state']}"] += value
         elif name.startswith("store_") and tier:

@@ -15,9 +15,9 @@ from kvferry.cache.messages import (
     SlotChunk,
 )
 from kvferry.contract.messages import WorkerOutput
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.record.check import MissReason
-from kvferry.store.base import PutResult
+from kvferry.store.base import Put
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
 from tests.cache.hosts import make_groups
@@ -170,8 +170,8 @@ def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
 class Refusing(WrapperStore):
     """Has no room for any record."""
 
-    def put(self, key: bytes, buffers: object, deadline: float = 0.0) -> PutResult:
-        return PutResult.NO_SPACE
+    def put(self, key: bytes, buffers: object, deadline: float = 0.0) -> Put:
+        return Put.failed(Fault(FaultKind.FULL, "full"))
 
 
 @pytest.mark.parametrize("plans_between", [False, True])

@@ -93,7 +93,7 @@ def put_records(
             table = leaf_digests(schema.components[0], memoryview(payload))
             image = memoryview(bytearray(schema.head_bytes) + payload)
             stored = put_record(store, schema, key, number * CHUNK_TOKENS, table, image)
-            assert stored is PutResult.STORED
+            assert stored.result is PutResult.STORED
     return schema, list(keys)
 
 

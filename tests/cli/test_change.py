@@ -246,4 +246,4 @@ def test_a_store_in_use_stays_right(changed, url):
         assert engine.wait_indexed(60)
         assert changed("rm", url, "--everything", "--yes") == 4
         assert [engine.read(key, ()) for key in keys] == [None] * 4
-        assert engine.put(keys[0], [b"x" * 10]) == "stored"
+        assert engine.put(keys[0], [b"x" * 10]).result == "stored"

@@ -17,20 +17,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvferry import doctor
 from kvferry.cache.memory import machine_bytes
-from kvferry.doctor.findings import Fault, Severity
+from kvferry.doctor.findings import Problem, Severity
 from kvferry.doctor.machine import check_checksums, check_pool
 from kvferry.doctor.stores import Model, StoreReport, check, check_room
 from kvferry.doctor.stores import run as run_check
 from kvferry.doctor.vllm import check_installed
 from kvferry.engine import LLM, SamplingParams
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.keys import HOST_FIELDS, ModelIdentity
 from kvferry.record import schema
-from kvferry.store.base import NO_DEADLINE, Store
+from kvferry.store.base import NO_DEADLINE, Put, Store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey
 from tests.adapters.transformers.generating import prompt, reuse
@@ -84,9 +86,9 @@ def found(run):
     return ask
 
 
-def faults(url: str) -> list[Fault]:
+def faults(url: str) -> list[Problem]:
     report = run_check(url, lambda parsed: open_one(parsed, Opening(index=False)), None, 60.0)
-    return [each.fault for each in report.findings]
+    return [each.problem for each in report.findings]
 
 
 def config(**changes: object) -> str:
@@ -148,15 +150,15 @@ def test_nothing_is_wrong_with_a_peer_that_has_the_same_key(model_dir, tmp_path)
     peer = f"{LOCALHOST}:{port}?key_file={tmp_path}"
     with LLM(model_dir, store="memory://", connector_options={"serve": f"{peer}/ours"}):
         assert faults(f"peer://{peer}/ours") == []
-        assert faults(f"peer://{peer}/other") == [Fault.LOGIN]
-    assert faults(f"peer://{peer}/ours") == [Fault.AWAY]
+        assert faults(f"peer://{peer}/other") == [Problem.LOGIN]
+    assert faults(f"peer://{peer}/ours") == [Problem.AWAY]
 
 
 def test_nothing_is_wrong_with_a_mooncake_that_can_be_listed(url_of):
     place = url_of("mooncake")
     put_prompt(place)
     assert faults(place) == []
-    assert faults(place.partition("?")[0]) == [Fault.UNLISTED]
+    assert faults(place.partition("?")[0]) == [Problem.UNLISTED]
 
 
 # -- stores ---------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def test_2_a_server_that_hangs(found, url_of):
         started = time.monotonic()
         (what,) = found(place.replace(str(port), str(proxy.port)), "--timeout", 1)
         assert time.monotonic() - started < 60
-    assert re.search("^away .*(took more than 1 s|the first answer failed)", what)
+    assert re.search("^late .*(took more than 1 s|the first answer failed)", what)
 
 
 def test_3_a_directory_that_is_no_store(found, tmp_path):
@@ -237,7 +239,7 @@ def test_7_few_free_inodes():
     report = StoreReport("file:///kv")
     check_room(report, 1 << 30, 0, 1 << 40, 9)
     (finding,) = report.findings
-    assert (finding.fault, "room for 9 more files" in finding.text) == (Fault.FEW_FILES, True)
+    assert (finding.problem, "room for 9 more files" in finding.text) == (Problem.FEW_FILES, True)
 
 
 def test_10_a_server_that_is_full_and_does_not_evict(found, tmp_path):
@@ -250,23 +252,23 @@ def test_10_a_server_that_is_full_and_does_not_evict(found, tmp_path):
 def test_each_kind_of_fault_has_a_finding_of_its_own(guarded, url_of):
     limits = {"maxmemory": "100mb", "maxmemory_policy": "allkeys-lru"}
     place = f"{LOCALHOST}:{guarded.port}/kv"
-    assert faults(f"valkey://{place}") == [Fault.LOGIN]
-    assert faults(f"valkey://:no@{place}") == [Fault.LOGIN]
-    assert faults(f"valkey://reader:correct-horse@{place}") == [Fault.RIGHTS]
-    assert faults(f"valkeys://{place}") == [Fault.AWAY_OR_CLEAR]
+    assert faults(f"valkey://{place}") == [Problem.LOGIN]
+    assert faults(f"valkey://:no@{place}") == [Problem.LOGIN]
+    assert faults(f"valkey://reader:correct-horse@{place}") == [Problem.RIGHTS]
+    assert faults(f"valkeys://{place}") == [Problem.LATE]
     (bucket,) = faults(url_of("s3").replace("http:", "https:"))
-    assert bucket in (Fault.PROTOCOL, Fault.AWAY_OR_CLEAR)
+    assert bucket in (Problem.PROTOCOL, Problem.LATE)
     guarded.ask("ACL", "SETUSER", "keeper", "on", ">horse", "~*", "+@all", "-del", "-unlink")
-    assert Fault.NOT_DELETED in faults(f"valkey://keeper:horse@{place}")
+    assert Problem.NOT_DELETED in faults(f"valkey://keeper:horse@{place}")
     with running_valkey(**limits) as server:
         place = f"{LOCALHOST}:{server.port}/kv"
-        assert faults(f"valkey://{place}?cluster=true") == [Fault.CLUSTER]
+        assert faults(f"valkey://{place}?cluster=true") == [Problem.CLUSTER]
         server.ask("REPLICAOF", LOCALHOST, "1")
-        assert faults(f"valkey://{place}")[0] is Fault.READ_ONLY
+        assert faults(f"valkey://{place}")[0] is Problem.READ_ONLY
     with running_valkey(cluster_enabled="yes") as server:
-        assert faults(f"valkey://{LOCALHOST}:{server.port}/kv") == [Fault.CLUSTER]
-    assert faults(f"valkey://{place}") == [Fault.AWAY]
-    assert faults(f"valkeys://{place}") == [Fault.AWAY]  # refused: TLS is not the question
+        assert faults(f"valkey://{LOCALHOST}:{server.port}/kv") == [Problem.CLUSTER]
+    assert faults(f"valkey://{place}") == [Problem.AWAY]
+    assert faults(f"valkeys://{place}") == [Problem.AWAY]  # refused: TLS is not the question
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_no_option_is_advised_where_kernels_keep_engines_apart(found, url, field
     (what,) = found(url)
     assert what.startswith("other-kernels ")
     assert f"do not share: config.{field}" in what
-    assert "option" not in Fault.OTHER_KERNELS.todo.replace("no option", "")
+    assert "option" not in Problem.OTHER_KERNELS.todo.replace("no option", "")
 
 
 @pytest.mark.parametrize("field", KERNELS)
@@ -348,7 +350,7 @@ def test_a_store_of_an_engine_of_this_model_on_a_host_of_its_own(url, field, kno
         knows_kernels=knows_kernels,
     )
     report = run_check(url, lambda parsed: open_one(parsed, Opening(index=False)), model, 60.0)
-    assert [each.fault for each in report.findings] == [Fault.OTHER_KERNELS] * knows_kernels
+    assert [each.problem for each in report.findings] == [Problem.OTHER_KERNELS] * knows_kernels
     assert [each["read_by_model"] for each in report.namespaces] == [not knows_kernels]
 
 
@@ -391,7 +393,7 @@ def test_a_store_that_keeps_nothing():
 
     report = StoreReport("memory:")
     check("memory://x", lambda _: Forgetful(), None, report)
-    assert [each.fault for each in report.findings] == [Fault.EVICTS_AT_ONCE]
+    assert [each.problem for each in report.findings] == [Problem.EVICTS_AT_ONCE]
 
 
 def test_a_directory_that_refuses_records(found, url, root):
@@ -416,7 +418,7 @@ def test_17_a_clock_that_differs(url_of, monkeypatch):
     monkeypatch.setattr("kvferry.doctor.stores.time", ahead)
     check(url_of("s3"), lambda parsed: open_one(parsed, Opening(index=False)), None, report)
     (finding,) = report.findings
-    assert finding.fault is Fault.CLOCK
+    assert finding.problem is Problem.CLOCK
     assert re.search("its clock differs .* by 3[56]..", finding.text)
 
 
@@ -570,8 +572,8 @@ def test_a_vllm_that_is_not_served_and_does_not_load_it(tmp_path, monkeypatch):
     finally:
         for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:
             del sys.modules[name]
-    found = [each.fault for each in findings]
-    assert found == [Fault.PLUGINS, Fault.ENTRY_POINT, Fault.RELEASE]
+    found = [each.problem for each in findings]
+    assert found == [Problem.PLUGINS, Problem.ENTRY_POINT, Problem.RELEASE]
 
 
 def test_a_configuration_that_is_not_there_is_one_line(run, tmp_path):
@@ -612,7 +614,7 @@ def test_a_host_pool_below_two_steps(found, model_dir):
 
 def test_an_installation_without_a_compiler_is_found():
     (finding,) = check_checksums(is_compiled=False)
-    assert finding.fault is Fault.IN_PYTHON
+    assert finding.problem is Problem.IN_PYTHON
     assert check_checksums(is_compiled=True) == []
 
 
@@ -622,12 +624,12 @@ def test_the_default_of_the_host_pool_is_checked_too():
         record_bytes=129 << 20, token_bytes=1 << 20, context_tokens=None,
     )  # fmt: skip
     (default,) = check_pool(8 << 30, None, model, 4096)  # a quarter of the machine
-    assert default.fault is Fault.POOL_BELOW_STEPS
+    assert default.problem is Problem.POOL_BELOW_STEPS
     assert "the host pool (2GiB)" in default.text
     assert check_pool(64 << 30, None, model, 4096) == []
     small = dataclasses.replace(model, record_bytes=5000)  # which take two pages each
     (below,) = check_pool(64 << 30, 16383, small, 0)
-    assert below.fault is Fault.POOL_BELOW_RECORDS
+    assert below.problem is Problem.POOL_BELOW_RECORDS
     assert check_pool(64 << 30, 16384, small, 0) == []
 
 
@@ -698,8 +700,8 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
     [
         (["?max_bytes=1GiB"], 1 << 30, []),
         (["?max_bytes=1GiB", "?max_bytes=2GiB"], 2 << 30, []),
-        (["?max_bytes=1GiB", ""], None, [Fault.NO_QUOTA]),
-        ([""], None, [Fault.NO_QUOTA]),
+        (["?max_bytes=1GiB", ""], None, [Problem.NO_QUOTA]),
+        ([""], None, [Problem.NO_QUOTA]),
     ],
 )
 def test_a_store_remembers_the_quota_of_its_last_engine(run, root, opened, kept, wrong):
@@ -737,7 +739,7 @@ def test_of_a_store_of_an_earlier_version_the_quota_is_not_known(run, root):
 
 
 def test_every_finding_is_in_the_docs_as_in_the_code():
-    rows = [f"| `{each.code}` | {each.severity} | {each.text} | {each.todo} |" for each in Fault]
+    rows = [f"| `{each.code}` | {each.severity} | {each.text} | {each.todo} |" for each in Problem]
     texts = [page.read_text() for page in (Path(__file__).parents[2] / "docs").glob("*.md")]
     (text,) = (each for each in texts if rows[0] in each.splitlines())
     lines = text.splitlines()
@@ -750,13 +752,57 @@ def test_every_finding_has_a_test():
     source = "".join(file.read_text() for file in files)
     missing = [
         each.name
-        for each in Fault
-        if f"Fault.{each.name}" not in source and f'"{each.code} ' not in source
+        for each in Problem
+        if each.name not in FaultKind.__members__  # below, one and all
+        and f"Problem.{each.name}" not in source and f'"{each.code} ' not in source
         and f'"{each.code}"' not in source
     ]  # fmt: skip
     assert missing == []
 
 
+class Refusing(MemoryStore):
+    """Says of a read, or of a write, why it cannot do it."""
+
+    def __init__(self, call: str, why: Fault) -> None:
+        super().__init__()
+        self.call, self.why = call, why
+
+    def read(self, key, ranges, deadline=NO_DEADLINE):
+        if self.call == "read":
+            raise StoreError(*self.why)
+        return super().read(key, ranges, deadline)
+
+    def put(self, key, buffers, deadline=NO_DEADLINE):
+        return Put.failed(self.why) if self.call == "put" else super().put(key, buffers, deadline)
+
+
+@pytest.mark.parametrize("is_tier", [False, True], ids=["a store", "a tier"])
+@pytest.mark.parametrize("call", ["read", "put"])
+@pytest.mark.parametrize("kind", FaultKind)
+def test_what_a_store_says_is_the_row_of_its_kind_whatever_the_words(call, kind, is_tier):
+    # Words of another kind, which no program may read.
+    store = Refusing(call, Fault(kind, "WRONGPASS: Permission denied, READONLY, Odd.put failed: "))
+    report = StoreReport("memory:")
+    opened = TieredStore([store]) if is_tier else store
+    check("memory://x", lambda _: opened, None, report)
+    assert [each.problem for each in report.findings] == [Problem[kind.name]]
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_what_is_wrong_with_a_url_is_the_row_of_its_kind(kind):
+    def opened(_url):
+        raise ConfigError("Permission denied", kind)
+
+    report = StoreReport("memory:")
+    check("memory://x", opened, None, report)
+    assert [each.problem for each in report.findings] == [Problem[kind.name]]
+
+
+def test_the_checks_read_no_text_of_ours():
+    for path in (Path(doctor.__path__[0])).glob("*.py"):
+        assert not re.search(r"^(import|from) re\b| in str\(", path.read_text(), re.MULTILINE), path
+
+
 def test_a_finding_is_filled_in_and_quotes_braces_as_they_are():
-    finding = Fault.UNUSABLE.at("{x}", said="{0} {y}")
+    finding = Problem.UNUSABLE.at("{x}", said="{0} {y}")
     assert (finding.where, finding.text) == ("{x}", "it cannot be used: {0} {y}")

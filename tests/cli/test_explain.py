@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.identity import adapter_digest
 from kvferry.keys import (
@@ -68,7 +68,7 @@ def put_prompt(
         for number, key in enumerate(keys.keys):
             image = memoryview(bytearray(schema.head_bytes) + payload)
             stored = put_record(store, schema, key, number * size, table, image, mark=keys.mark)
-            assert stored is PutResult.STORED
+            assert stored.result is PutResult.STORED
     return keys.keys
 
 
@@ -455,7 +455,7 @@ def test_descriptions_that_cannot_be_listed_are_not_called_lost(
         path.unlink()
 
     def refuse(_store):
-        raise StoreError("permission denied")
+        raise StoreError(FaultKind.RIGHTS, "permission denied")
 
     monkeypatch.setattr(FileStore, "described", refuse)
     model = make_tiny_model(tmp_path / "model")
@@ -489,7 +489,7 @@ def put_row(url: str) -> Namespace:
         store.describe(space.digest, space.as_text())
         image = memoryview(bytearray(schema.record_bytes))
         key = opaque_key(space.digest, b"host key")
-        assert put_record(store, schema, key, 0, table, image) is PutResult.STORED
+        assert put_record(store, schema, key, 0, table, image).result is PutResult.STORED
     return space
 
 

@@ -22,7 +22,7 @@ import pytest
 from kvferry.cli.explain import HIT
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.store.base import NO_DEADLINE
 from kvferry.store.file.directory import record_path
@@ -752,7 +752,7 @@ def test_a_store_that_goes_away_is_asked_no_further_and_is_the_answer(url, kind)
 
         def read(self, key, ranges, deadline=NO_DEADLINE):
             if key == keys[1]:
-                raise StoreError("it hangs")
+                raise StoreError(FaultKind.LATE, "it hangs")
             assert key == keys[0]
             return super().read(key, ranges, deadline)
 

@@ -163,7 +163,7 @@ def test_a_store_under_a_path_that_is_no_text_has_an_index(tmp_path):
     root = tmp_path / os.fsdecode(b"caf\xe9 ?#%41")
     key = ChunkKey(bytes(32))
     with FileStore(root, max_bytes=1000) as store:
-        assert store.put(key, [b"value"]) == "stored"
+        assert store.put(key, [b"value"]).result == "stored"
     assert "index.sqlite3" in os.listdir(root)
     with FileStore(root, read_only=True) as store:
         assert store.stat().num_records == 1

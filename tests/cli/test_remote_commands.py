@@ -65,7 +65,7 @@ class Filled:
             store.read(self.keys[index], [(0, memoryview(value))])
             value[-1] ^= 1
             assert store.delete(self.keys[index])
-            assert store.put(self.keys[index], [value]) == "stored"
+            assert store.put(self.keys[index], [value]).result == "stored"
 
     def empty(self) -> None:
         with self.opened() as store:

@@ -45,9 +45,9 @@ def busy_counters():
             "pool_slots/in_use": 7,
             "store_used_bytes/file": 5 << 20,
             "store_max_bytes/file": 10 << 20,
-            "tier_since_seconds/file/scheduler/up/": 1.0,
-            f"tier_since_seconds/s3/worker/away/{HOSTILE}": 2.0,
-            "tier_since_seconds/s3/worker/up/": 0.0,
+            "tier_since_seconds/file/scheduler/up//": 1.0,
+            f"tier_since_seconds/s3/worker/away/late/{HOSTILE}": 2.0,
+            "tier_since_seconds/s3/worker/up//": 0.0,
         }
     )
     return counters

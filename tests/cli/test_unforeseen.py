@@ -11,30 +11,16 @@ from dataclasses import replace
 import pytest
 
 from kvferry.doctor import vllm as doctor_vllm
-from kvferry.store.file import directory, fileio, store, writing
+from kvferry.store.file import store
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import MODULES, open_one
 from tests.cli.conftest import put_records
 from tests.cli.test_doctor import found, root, url
 from tests.store import toy
-from tests.store.file.conftest import FaultyOS
-from tests.store.test_faults import ERRORS, Odd
+from tests.store.errors import Odd, error, io
 
-__all__ = ["found", "root", "url"]
-
-
-@pytest.fixture(params=ERRORS)
-def error(request):
-    return ERRORS[request.param]
-
-
-@pytest.fixture
-def io(monkeypatch):
-    made = FaultyOS()
-    for module in (directory, fileio, store, writing):
-        monkeypatch.setattr(module, "os", made)
-    return made
+__all__ = ["error", "found", "io", "root", "url"]
 
 
 @pytest.fixture

@@ -45,7 +45,10 @@ def test_every_query_is_of_metrics_that_an_engine_shows(tmp_path):
             llm.drain(30.0)
         shown = scrape(counters)
     assert missing(shown) == []
-    assert 'kvferry_tier_since_seconds{because="",role="scheduler",state="up",tier="file"}' in shown
+    assert (
+        'kvferry_tier_since_seconds{because="",kind="",role="scheduler",state="up",tier="file"}'
+        in shown
+    )
     assert 'kvferry_store_max_bytes{tier="file"} 6.7108864e+07' in shown
     assert "kvferry_lookup_seconds_count 2.0" in shown
 

@@ -10,7 +10,7 @@ import pytest
 from kvferry.engine import SamplingParams
 from kvferry.engine.rank_process import report_failure
 from kvferry.engine.ranks import Channel
-from kvferry.errors import ConfigError, RankError, StoreError
+from kvferry.errors import ConfigError, FaultKind, RankError, StoreError
 from kvferry.observe import Counters
 from tests.engine.rank_threads import RankThread, ThreadedLLM
 from tests.engine.test_llm import assert_same, own_generation, prompt
@@ -62,7 +62,7 @@ class SilentRank(RankThread):
 
 
 class BrokenRank(FailingRank):
-    error = StoreError("a disk\nwith more to say")
+    error = StoreError(FaultKind.REFUSED, "a disk\nwith more to say")
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,14 @@ def test_labels_of_a_name_are_labels_of_its_samples():
     counters.count("hit_tokens/file", 2)
     counters.count("hit_tokens", 1)  # of a host without tiers
     counters.count("tier_reads/s3/failed", 3)
-    counters.watch(lambda: {"tier_since_seconds/s3/worker/away/because: a/b": 7.0})
-    because = (("because", "because: a/b"), ("role", "worker"), ("state", "away"), ("tier", "s3"))
+    counters.watch(lambda: {"tier_since_seconds/s3/worker/away/late/because: a/b": 7.0})
+    because = (
+        ("because", "because: a/b"),
+        ("kind", "late"),
+        ("role", "worker"),
+        ("state", "away"),
+        ("tier", "s3"),
+    )
     assert scrape(counters) == {
         ("kvferry_hit_tokens_total", (("tier", "file"),)): ("counter", 2.0),
         ("kvferry_hit_tokens_total", (("tier", ""),)): ("counter", 1.0),

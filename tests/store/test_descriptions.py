@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.errors import Fault, FaultKind
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -32,6 +33,8 @@ from tests.store.test_wrong_values import url
 __all__ = ["run", "url"]
 
 SPACE, TEXT = b"n" * 32, '{"model": "of this engine"}'
+
+DOWN = Fault(FaultKind.AWAY, "down")
 
 
 def use(store, how):
@@ -188,7 +191,7 @@ def test_a_tier_that_is_away_is_described_once_it_is_back():
     client, clock = DictClient(), FakeClock()
     far = RemoteStore("dict://h", client, Opening(namespace=SPACE), clock=clock)
     with TieredStore([MemoryStore(), far], clock=clock) as store:
-        store._tiers[1]._event(lambda health: health.is_lost("down"))
+        store._tiers[1]._event(lambda health: health.is_lost(DOWN))
         client.down = True
         store.describe(SPACE, TEXT)
         client.down = False

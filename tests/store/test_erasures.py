@@ -159,7 +159,7 @@ def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
         far.put(OTHER_KEY, [OTHER])
         near.notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
         erasures.look()
-        assert tiers.put(KEY, [RECORD]) is PutResult.FAILED
+        assert tiers.put(KEY, [RECORD]).result is PutResult.FAILED
         assert near.read(KEY, ()) is None
         for key in (KEY, OTHER_KEY):
             tiers._threads[0].add(key, tiers._tiers[1])

@@ -6,7 +6,6 @@ none. `tests/cli/test_unforeseen.py` has the commands, `tests/cache/test_journal
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 
@@ -16,46 +15,23 @@ from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
 from kvferry.store.faults import Faults
-from kvferry.store.file import database, directory, fileio, store, writing
+from kvferry.store.file import database, directory, store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening, ServerBounds
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import INJECTED
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
-from tests.store.file.conftest import FaultyOS
+from tests.store.errors import Odd, error, io
 from tests.store.servers.remote_client import DictClient
 
-ERRORS = {
-    "EIO": OSError(errno.EIO, "Input/output error"),
-    "EACCES": PermissionError(errno.EACCES, "Permission denied"),
-    "sqlite3": sqlite3.OperationalError("disk I/O error"),
-    "MemoryError": MemoryError(),
-    "ValueError": ValueError("[digital envelope routines] unsupported"),
-    "TypeError": TypeError("an integer is required"),
-    "KeyError": KeyError("missing"),
-    "RuntimeError": RuntimeError("can't start new thread"),
-}
-"""As a full or broken machine raises them, a host in FIPS mode, and a bug."""
+__all__ = ["error", "io"]
 
 SPACE = b"n" * 32
 QUICK = Patience(look_seconds=0.01)
-
-
-@pytest.fixture(params=ERRORS)
-def error(request):
-    return ERRORS[request.param]
-
-
-@pytest.fixture
-def io(monkeypatch):
-    made = FaultyOS()
-    for module in (directory, fileio, store, writing):
-        monkeypatch.setattr(module, "os", made)
-    yield made
-    made.fail.clear()
 
 
 @pytest.fixture
@@ -76,7 +52,7 @@ def faults(counts: Counters) -> dict[str, int]:
 
 
 def put(made: FileStore) -> object:
-    return made.put(make_key(1), [b"other"])
+    return made.put(make_key(1), [b"other"]).result
 
 
 def read(made: FileStore) -> object:
@@ -112,7 +88,7 @@ def test_an_error_at_a_door_of_a_directory_ends_there(made, io, counts, caplog, 
     assert faults(counts).get(f"store_{counted}_failed") == 2
     assert len(caplog.messages) <= 1, "one line a minute"
     assert all("\n" not in line for line in caplog.messages)
-    assert put(made).is_there
+    assert put(made) is PutResult.STORED
     assert read_value(made, make_key(1)) == b"other"
 
 
@@ -140,7 +116,7 @@ def test_an_error_of_the_index_is_one_of_the_index(tmp_path, monkeypatch, caplog
         assert faults(counts)["store_upkeep_failed"] >= 3
         failing = False
         made.maintain()
-        assert made.put(make_key(), [b"value"]) is PutResult.STORED
+        assert made.put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 def test_an_error_in_one_shard_leaves_the_others_compared(tmp_path, monkeypatch, caplog, error):
@@ -184,23 +160,6 @@ def test_the_line_is_logged_again_after_a_minute_and_the_debug_log_has_the_trace
 # -- clients --------------------------------------------------------------------------------------
 
 
-class Odd(DictClient):
-    """Its `method` raises `error`, or returns `answer`."""
-
-    method, error, answer = "", None, None
-
-    def __getattribute__(self, name):
-        if name != object.__getattribute__(self, "method"):
-            return object.__getattribute__(self, name)
-
-        def call(*arguments, **named):
-            if self.error is not None:
-                raise type(self.error)(*self.error.args)
-            return self.answer
-
-        return call
-
-
 CALLS = ("read", "put", "exists", "delete", "scan")
 
 
@@ -224,7 +183,7 @@ def use(made: TieredStore, call: str) -> None:
         with pytest.raises(StoreError):
             made.read(make_key(), ())
     elif call == "put":
-        assert made.put(make_key(1), [b"value"]) is PutResult.FAILED
+        assert made.put(make_key(1), [b"value"]).result is PutResult.FAILED
     elif call == "exists":
         made.probe([make_key(2)])
         wait_until(lambda: made.contains(make_key(2)) is False, "it is answered")
@@ -272,7 +231,7 @@ def test_an_error_of_a_client_is_named_by_class_and_method(
         counts,
         caplog,
         call,
-        said=said if is_of_system else f"{type(error).__name__} (test_faults.py, line ",
+        said=said if is_of_system else f"{type(error).__name__} (errors.py, line ",
     )
 
 
@@ -311,7 +270,7 @@ def test_a_trial_of_a_store_that_breaks_its_contract_does_not_spin(counts, caplo
             raise TypeError("a bug")
 
         def put(self, key, buffers, deadline=0.0):
-            return PutResult.FAILED
+            return INJECTED
 
     clock = FakeClock()
     broken = Broken("odd://host", DictClient(), Opening(observer=counts))
@@ -319,6 +278,6 @@ def test_a_trial_of_a_store_that_breaks_its_contract_does_not_spin(counts, caplo
     with TieredStore([broken], counts, clock=clock, patience=patience) as made:
         made.put(make_key(), [b"value"])
         wait_until(lambda: broken.num_reads, "it is tried")
-        assert "TypeError: a bug" in caplog.text
         wait_until(lambda: "away" in repr(made), "it is not used")
+        assert "TypeError: a bug" in caplog.text
         assert broken.num_reads == 1

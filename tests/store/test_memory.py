@@ -27,7 +27,7 @@ def test_evictions_are_counted_in_values_and_bytes():
     counters = Counters()
     with MemoryStore(max_bytes=10, observer=counters) as store:
         for number, size in enumerate([3, 4, 3, 7]):
-            assert store.put(make_key(number), [make_value(size)]) is PutResult.STORED
+            assert store.put(make_key(number), [make_value(size)]).result is PutResult.STORED
         assert counters["store_evicted_records"] == 2
         assert counters["store_evicted_bytes"] == 7
         assert store.stat().used_bytes == 10
@@ -41,8 +41,8 @@ def test_evictions_are_counted_in_values_and_bytes():
 
 def test_a_value_that_fills_the_quota_exactly_fits():
     with MemoryStore(max_bytes=10) as store:
-        assert store.put(make_key(), [make_value(10)]) is PutResult.STORED
-        assert store.put(make_key(1), [make_value(11)]) is PutResult.NO_SPACE
+        assert store.put(make_key(), [make_value(10)]).result is PutResult.STORED
+        assert store.put(make_key(1), [make_value(11)]).result is PutResult.NO_SPACE
         assert read_value(store, make_key()) == make_value(10)
 
 

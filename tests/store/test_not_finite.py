@@ -68,7 +68,7 @@ def stored(store, schema: RecordSchema, image: memoryview, key: ChunkKey = KEY) 
         leaf_digests(component, image[start : start + component.num_bytes])
         for component, start in zip(schema.components, schema.component_offsets, strict=True)
     )
-    assert put_record(store, schema, key, 0, table, image) is PutResult.STORED
+    assert put_record(store, schema, key, 0, table, image).result is PutResult.STORED
 
 
 class Target(MemoryStore):

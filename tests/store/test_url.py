@@ -113,14 +113,14 @@ def test_a_file_url_opens_a_file_store_with_its_options(tmp_path):
     url = f"file://{quote(str(root))}?max_bytes=1MiB&direct_io=off"
     with open_store(url, observer=counters, multi_process=True) as store:
         assert store.stat().max_bytes == 2**20
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         with open_store(store.url) as again:
             assert read_value(again, make_key()) == b"value"
     assert root.is_dir()
     assert counters["store_put_records"] == 1
     with open_store(f"file://{quote(str(root))}?read_only=yes") as store:
         assert read_value(store, make_key()) == b"value"
-        assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+        assert store.put(make_key(1), [b"value"]).result is PutResult.FAILED
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_two_paths_of_one_directory_do_no_harm(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with open_store([(tmp_path / name).as_uri() for name in ("real", "link")]) as store:
         for number in range(5):
-            assert store.put(make_key(number), [b"value"]) is PutResult.STORED
+            assert store.put(make_key(number), [b"value"]).result is PutResult.STORED
         assert all(read_value(store, make_key(number)) == b"value" for number in range(5))
         store.discard(make_key(), "bad_checksum")
         assert read_value(store, make_key()) is None
@@ -325,12 +325,12 @@ def test_one_file_and_one_line_add_a_kind_of_store():
     url = "toy://me:secret@shelf:7/a/b?refuses=no"
     with open_one(url, Opening(namespace=b"n" * 32)) as store:
         assert store.url == "toy://shelf:7/a/b"
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert read_value(store, make_key()) == b"value"
         assert [entry.namespace for entry in store.scan()] == [b"n" * 32]
         assert store.tier_of(make_key()) == "toy"
     with open_one("toy://shelf:7?refuses=yes") as store:
-        assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
+        assert store.put(make_key(), [b"value"]).result is PutResult.NO_SPACE
 
 
 @pytest.mark.parametrize(

@@ -37,4 +37,4 @@ def test_values_of_the_inner_store_are_read_through_the_wrapper():
 def test_closing_a_wrapper_closes_the_inner_store():
     inner = MemoryStore()
     WrapperStore(inner).close()
-    assert inner.put(make_key(), [b"late"]) == "failed"
+    assert inner.put(make_key(), [b"late"]).result == "failed"

@@ -40,7 +40,7 @@ def save(store, key, *, fill=7):
     payload = image[SCHEMA.head_bytes :]
     payload[:] = bytes([fill]) * len(payload)
     table = leaf_digests(SCHEMA.components[0], payload)
-    return put_record(store, SCHEMA, key, 0, table, image, time.monotonic() + 20)
+    return put_record(store, SCHEMA, key, 0, table, image, time.monotonic() + 20).result
 
 
 def load(store, key):

@@ -61,7 +61,7 @@ def test_failing_reads_raise_store_error():
 def test_failing_changes_answer_as_the_contract_says():
     inner = filled()
     store = FailingStore(inner, operations={"put", "delete", "discard"})
-    assert store.put(make_key(1), [b"x"]) is PutResult.FAILED
+    assert store.put(make_key(1), [b"x"]).result is PutResult.FAILED
     assert store.delete(make_key()) is False
     store.discard(make_key(), "test")
     assert read_value(inner, make_key()) == b"value"
@@ -71,7 +71,7 @@ def test_failing_changes_answer_as_the_contract_says():
 
 def test_failures_stop_after_their_number():
     store = FailingStore(filled(), operations={"put"}, num_failures=2)
-    results = [store.put(make_key(number), [b"x"]) for number in range(1, 5)]
+    results = [store.put(make_key(number), [b"x"]).result for number in range(1, 5)]
     assert results == ["failed", "failed", "stored", "stored"]
 
 

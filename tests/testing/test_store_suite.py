@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvferry.errors import StoreError
-from kvferry.store.base import Entry, PutResult
+from kvferry.errors import FaultKind, StoreError
+from kvferry.store.base import EXISTS, STORED, Entry, PutResult
 from kvferry.store.memory import MemoryStore, _Value, copy_ranges
 from kvferry.testing.stores import ScanTests, StoreTests, make_key, store_machine
 from tests.store.memory_hooks import MemoryHooks
@@ -44,7 +44,7 @@ class Borrowing(MemoryStore):
 
     def put(self, key, buffers, *deadline):
         result = super().put(key, buffers, *deadline)
-        if result is PutResult.STORED and len(buffers) == 1:
+        if result.result is PutResult.STORED and len(buffers) == 1:
             self._values[key] = _Value(buffers[0], 0.0)
         return result
 
@@ -121,7 +121,7 @@ class StoredByEverybody(MemoryStore):
         is_free = key not in self._values
         threading.Event().wait(0.01)
         super().put(key, buffers, *deadline)
-        return PutResult.STORED if is_free else PutResult.EXISTS
+        return STORED if is_free else EXISTS
 
 
 class Immortal(MemoryStore):
@@ -132,7 +132,7 @@ class Immortal(MemoryStore):
 class Raising(MemoryStore):
     def put(self, key, buffers, *deadline):
         if self._closed:
-            raise StoreError("closed")
+            raise StoreError(FaultKind.CLOSED, "closed")
         return super().put(key, buffers, *deadline)
 
 
@@ -165,7 +165,7 @@ class MissingIsAnError(MemoryStore):
     def read(self, key, *args):
         size = super().read(key, *args)
         if size is None:
-            raise StoreError("absent")
+            raise StoreError(FaultKind.REFUSED, "absent")
         return size
 
 

@@ -37,7 +37,6 @@ from kvferry.transfer.messages import (
     Hello,
     KeyStates,
     Lent,
-    PeerFault,
     Read,
     Refused,
     Welcome,
@@ -152,7 +151,9 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     for client in (connect(server, namespace=b"o" * 32) for _ in range(2)):
         with pytest.raises(StoreError, match="another model, configuration or tenant"):
             read(client)
-    assert raw(server).hello(version=VERSION + 1) == Refused("only version 1 is spoken here")
+    assert raw(server).hello(version=VERSION + 1) == Refused(
+        "only version 1 is spoken here", "protocol"
+    )
     wait_until(lambda: counters["peer_refused"] == 5, "all are counted")
     assert len(caplog.messages) == 3
     assert read(connect(server))[2] == RECORD
@@ -301,7 +302,9 @@ def test_more_than_a_read_may_have_is_refused(serve, raw, lender, caplog):
     server = serve(observer=counters)
     for connection in (raw(server), raw(server)):
         connection.hello()
-        assert connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000)) == Refused(reason)
+        assert connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000)) == Refused(
+            reason, "unusable"
+        )
         assert connection.is_ended()
     assert_refused(counters, caplog, 2, reason)
 
@@ -382,7 +385,7 @@ def test_a_reader_that_goes_or_does_not_read_gives_its_loan_back(serve, connect,
         """Whether a loan ran out: on a busy machine, its time may be over before it begins."""
         before, slow = counters["peer_overdue_loans"], raw(server)
         slow.hello()
-        with suppress(PeerFault, OSError):
+        with suppress(StoreError, OSError):
             slow.ask(Read(1, A, ((0, len(LARGE)),), milliseconds))
         wait_until(lambda: lender.num_lent == 0, "the loan is back")
         assert slow.is_ended()
@@ -433,7 +436,7 @@ def lying(*answers, incarnation=b"i" * 16, version=VERSION, key=KEY):
     ended = threading.Event()
 
     def serve():
-        with suppress(PeerFault, OSError):
+        with suppress(StoreError, OSError):
             accepted, _ = listener.accept()
             with closing(Frames(accepted)) as stream:
                 stream.send(Challenge(version, incarnation, b"n" * 32), soon())

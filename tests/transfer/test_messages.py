@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.errors import StoreError
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -22,7 +23,6 @@ from kvferry.transfer.messages import (
     Hello,
     KeyStates,
     Lent,
-    PeerFault,
     Read,
     Refused,
     Welcome,
@@ -89,7 +89,7 @@ def test_items_of_a_later_version_are_ignored(decoder, message):
     ],
 )
 def test_a_field_out_of_bounds_is_refused(decoder, wrong):
-    with pytest.raises(PeerFault):
+    with pytest.raises(StoreError):
         decode(decoder, msgspec.msgpack.encode(wrong))
 
 
@@ -98,7 +98,7 @@ def test_a_field_out_of_bounds_is_refused(decoder, wrong):
 def test_any_bytes_are_a_message_or_one_error(decoder, body):
     try:
         decode(decoder, body)
-    except PeerFault:
+    except StoreError:
         return
     assert body
 
@@ -112,7 +112,7 @@ def test_a_changed_message_is_a_message_or_one_error(data):
         body[at : at + data.draw(st.integers(0, 5))] = data.draw(st.binary(max_size=6))
     try:
         found = decode(decoder, bytes(body))
-    except PeerFault:
+    except StoreError:
         return
     assert decode(decoder, encode(found)[4:]) == found
 
@@ -132,7 +132,7 @@ def test_a_changed_message_is_a_message_or_one_error(data):
 )
 def test_a_length_that_is_claimed_costs_nothing(decoder, body):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(PeerFault):
+    with pytest.raises(StoreError):
         decode(decoder, body)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10
 

@@ -24,7 +24,7 @@ from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.keys import UNREAD, Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
@@ -181,7 +181,9 @@ class PrefixCache:
             self._keep_server()
             self._server.close()
         if not self._named.done():
-            self._named.set_exception(StoreError("closed before the weights were hashed"))
+            self._named.set_exception(
+                StoreError(FaultKind.CLOSED, "closed before the weights were hashed")
+            )
         self.store.close()
 
     def _namespace(self, weights_version: str | None) -> Namespace:
@@ -307,7 +309,9 @@ def _pool_gauges(pool: HostPool) -> Gauges:
 def _tier_gauges(store: Catalogue, role: str) -> Gauges:
     found: Gauges = {}
     for tier in store.tiers():
-        found[f"tier_since_seconds/{tier.name}/{role}/{tier.state}/{tier.because}"] = tier.since
+        kind, because = tier.because or ("", "")
+        place = f"{tier.name}/{role}/{tier.state}/{kind}/{because}"
+        found[f"tier_since_seconds/{place}"] = tier.since
         if role == "scheduler":  # workers do not know all that it holds
             found[f"store_records/{tier.name}"] = tier.stat.num_records
             found[f"store_used_bytes/{tier.name}"] = tier.stat.used_bytes

@@ -10,6 +10,7 @@ import msgspec
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.contract.messages import Plan, WorkerMeta
+from kvferry.errors import Fault
 from kvferry.types import NULL_BLOCK, RankShard
 
 
@@ -136,8 +137,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     result: str
     """A `kvferry.store.base.PutResult`."""
-    why: str = ""
-    """Why the store did not take it, for people; empty if not known."""
+    fault: Fault | None = None
+    """Why the store does not have it; None if it has, or a bug kept it from being asked."""
 
 
 class SlotRegion(msgspec.Struct, frozen=True, array_like=True):

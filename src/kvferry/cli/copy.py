@@ -111,12 +111,11 @@ def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Co
             text = source.describe(namespace)
             if text is not None and Namespace.from_text(namespace, text) is not None:
                 target.describe(namespace, text)
-        taker = target.of(namespace)
-        result = taker.put(entry.key, [record])
-        if not result.is_there:
+        result, fault = target.of(namespace).put(entry.key, [record])
+        if fault is not None:
             why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
-            because = f": {taker.refusal}" if taker.refusal else ""
-            raise StoreError(f"{target.url} {why}{because}; {len(copied.keys)} records were copied")
+            said = f"{target.url} {why}: {fault}; {len(copied.keys)} records were copied"
+            raise StoreError(fault.kind, said)
         copied.results[result] += 1
         copied.keys.append(entry.key)
     return copied

@@ -101,7 +101,7 @@ def doctor(
     about |= {} if model is None else about_weights(model)
     names = ("token_bytes", "record_bytes", "context_tokens")
     about |= {name: getattr(facts, name) for name in names if facts is not None}
-    _show(about, reports, sorted(findings, key=lambda each: each.fault.severity), json)
+    _show(about, reports, sorted(findings, key=lambda each: each.problem.severity), json)
     if findings:
         raise typer.Exit(Exit.NO)
 
@@ -235,8 +235,8 @@ def _show(
 ) -> None:
     rows: list[JsonRow] = [
         {
-            "code": each.fault.code,
-            "severity": str(each.fault.severity),
+            "code": each.problem.code,
+            "severity": str(each.problem.severity),
             "where": _cut(each.where),
             "wrong": _cut(each.text),
             "todo": _cut(each.todo),

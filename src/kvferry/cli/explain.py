@@ -42,7 +42,7 @@ from kvferry.cli.prompts import (
     model_identity,
 )
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, Fault, StoreError
 from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
 from kvferry.journal import JournalLine, read_journal
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
@@ -111,7 +111,7 @@ def explain(
     identity = model_identity(Path(str(model))) if namespace is None else None
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
-        def of_tiers(tiers: Mapping[str, Catalogue], away: dict[str, str]) -> PromptAnswer:
+        def of_tiers(tiers: Mapping[str, Catalogue], away: dict[str, Fault]) -> PromptAnswer:
             prompt = PromptSearch(tiers, token_ids, asked.extra, block_size, away)
             return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
@@ -134,11 +134,11 @@ def _of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> l
 
 
 def _ask_tiers(
-    urls: list[str], question: Callable[[Mapping[str, Catalogue], dict[str, str]], PromptAnswer]
+    urls: list[str], question: Callable[[Mapping[str, Catalogue], dict[str, Fault]], PromptAnswer]
 ) -> PromptAnswer:
     """Ask one store, or several as tiers, by name. A tier that cannot be opened is away."""
 
-    def ask(tiers: Mapping[str, Catalogue], away: dict[str, str]) -> PromptAnswer:
+    def ask(tiers: Mapping[str, Catalogue], away: dict[str, Fault]) -> PromptAnswer:
         try:
             return question(tiers, away)
         except ConfigError as error:
@@ -150,7 +150,8 @@ def _ask_tiers(
     if len(urls) == 1:
         scheme = parse_store_url(urls[0]).scheme
         return stores.query_store(urls[0], lambda store: ask({scheme: store}, {}))
-    opened, away = {}, {}
+    opened: dict[str, Catalogue] = {}
+    away: dict[str, Fault] = {}
     with ExitStack() as closing:
         for number, url in enumerate(urls, 1):
             read_options(parse_store_url(url))  # raises for what no store could be
@@ -158,7 +159,7 @@ def _ask_tiers(
             try:
                 opened[name] = closing.enter_context(stores.open_existing(url))
             except (ConfigError, StoreError) as error:
-                away[name] = str(error)
+                away[name] = error.fault
         return ask(opened, away)
 
 
@@ -381,7 +382,8 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
         "namespaces": found,
         "elsewhere": answer.elsewhere and _about(*answer.elsewhere),
         "without_extra": answer.without_extra,
-        "away": dict(answer.away),
+        "away": {name: fault.text for name, fault in answer.away.items()},
+        "faults": {name: fault.kind for name, fault in answer.away.items()},
     }
 
 

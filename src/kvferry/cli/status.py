@@ -221,7 +221,12 @@ def _counted(recent: Reading) -> list[RenderableType]:
 
 def _tiers(now: Reading) -> list[JsonRow]:
     return [
-        {**each._asdict(), "because": each.because or None, "age": format_age(each.since)}
+        {
+            **each._asdict(),
+            "because": each.because or None,
+            "kind": each.kind or None,
+            "age": format_age(each.since),
+        }
         for each in now.tiers[: 4 * _MAX_ROWS]
     ]
 

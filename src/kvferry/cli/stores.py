@@ -12,7 +12,7 @@ import typer
 
 from kvferry.cli.output import NothingFound
 from kvferry.cli.prompts import check_digits
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.store.base import Catalogue, Entry
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
@@ -92,7 +92,8 @@ def await_answer(store: Catalogue) -> None:
         # Clients may give up before the deadline, so an error after half of it is a hang, too.
         if time.monotonic() >= started + FIRST_ANSWER_SECONDS / 2:
             store.close()
-            raise StoreError(f"{store.url}: no answer within {FIRST_ANSWER_SECONDS:g} s") from None
+            said = f"{store.url}: no answer within {FIRST_ANSWER_SECONDS:g} s"
+            raise StoreError(FaultKind.LATE, said) from None
     except BaseException:
         store.close()
         raise

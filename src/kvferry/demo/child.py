@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any, Self
 
-from kvferry.errors import KVError, StoreError
+from kvferry.errors import KVError
 
 _ANSWER_SECONDS = 1800
 _END_SECONDS = 60
@@ -40,7 +40,7 @@ class DemoProcess:
         theirs.close()
 
     def send(self, question: object) -> None:
-        """Send a question. Raises StoreError if the process has died."""
+        """Send a question. Raises KVError if the process has died."""
         try:
             self._ours.send(question)
         except OSError:
@@ -51,11 +51,11 @@ class DemoProcess:
 
         Raises:
             KVError: it sent an error, which is raised with the same type and the process's name.
-            StoreError: it died, or gave no answer in time.
+            KVError: it died, or gave no answer in time.
         """
         try:
             if not self._ours.poll(seconds):
-                raise StoreError(f"{self._name} gave no answer in {seconds:.0f} s")
+                raise KVError(f"{self._name} gave no answer in {seconds:.0f} s")
             answer = self._ours.recv()
         except (EOFError, ConnectionError):
             raise self._death() from None
@@ -63,9 +63,9 @@ class DemoProcess:
             raise type(answer)(f"{self._name} failed: {answer}")
         return answer
 
-    def _death(self) -> StoreError:
+    def _death(self) -> KVError:
         self._process.join(_END_SECONDS)
-        return StoreError(f"{self._name} died (exit status {self._process.exitcode})")
+        return KVError(f"{self._name} died (exit status {self._process.exitcode})")
 
     def __enter__(self) -> Self:
         return self

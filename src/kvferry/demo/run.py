@@ -25,7 +25,7 @@ from safetensors import safe_open
 from kvferry.demo.child import DemoProcess
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import model as engine_model
-from kvferry.errors import ConfigError, KVError, StoreError
+from kvferry.errors import ConfigError, KVError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,7 +218,7 @@ def run_demo(options: DemoOptions, advance: Advance) -> DemoResult:
 
     Raises:
         ConfigError: the model or a directory cannot be used.
-        StoreError: a phase failed, or the store holds no record to corrupt.
+        KVError: a phase failed, or the store holds no record to corrupt.
     """
     root = options.work_dir / RUN_DIR
     shutil.rmtree(root, ignore_errors=True)
@@ -289,7 +289,7 @@ def _answer_from(
         for prompt in prompts:
             [found] = llm.generate([prompt], params)
             if found.first_logits is None or found.ttft_seconds is None:
-                raise StoreError("the engine ended a request before its first token")
+                raise KVError("the engine ended a request before its first token")
             answers.send(
                 TimedAnswer(
                     prompt_tokens=len(prompt),
@@ -312,7 +312,7 @@ def _middle_record(store: Path, options: DemoOptions) -> Path:
         with safe_open(path, framework="numpy") as record:
             if record.metadata()["first_token"] == wanted:
                 return path
-    raise StoreError(f"{store} holds no record of the tokens from {wanted} on; was it filled?")
+    raise KVError(f"{store} holds no record of the tokens from {wanted} on; was it filled?")
 
 
 def _flip_byte(path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+from kvferry.errors import FaultKind
 from kvferry.store.faults import reason_of
 
 
@@ -26,53 +27,57 @@ class Finding(NamedTuple):
     """
 
     where: str
-    fault: Fault
+    problem: Problem
     text: str
     todo: str
 
 
 _E, _W = Severity.ERROR, Severity.WARNING
-_AWAY = "start the server or mount; check host, port, firewall; engines go on without it meanwhile"
-_TLS = "TLS needs valkeys:// or https://, a port in clear valkey:// or http://; check ca_file"
 _EVICT = "set maxmemory to what the server may take, and maxmemory-policy allkeys-lru"
 
 
-class Fault(Enum):
+class Problem(Enum):
     """A row of the table. Its check fills in the names in braces.
 
     Attributes:
         severity, text, todo: as in `Finding`.
-        said: pattern of what a store says that has this fault; the first row that fits counts.
-            Empty if a check finds the fault.
     """
 
     # fmt: off
-    BUG = (_E, "a bug, so what else it would show is not known: {said}",
-           "report it to the authors of kvferry, or of the store's client if its class is named",
-           r"[A-Z]\w*\.[a-z]+ failed: ")
-    # A store does not serve.
+    # One row for each `FaultKind`, by its name: what a store said.
+    AWAY = (_E, "it does not answer: {said}",
+            "start the server or mount; check host, port, firewall; engines go on without it "
+            "meanwhile")
+    LATE = (_E, "it gave no answer in time: {said}",
+            "look whether it hangs, is overloaded or behind a firewall; a port in clear does not "
+            "answer TLS: valkey:// or http:// there; engines go on without it meanwhile")
+    PROTOCOL = (_E, "it does not speak this protocol: {said}",
+                "TLS needs valkeys:// or https://, a port in clear valkey:// or http://; check "
+                "ca_file; of peers, run one release")
+    CLUSTER = (_E, "it is a cluster that is not asked as one, or the reverse: {said}",
+               "write ?cluster=true for a cluster and only for one; start all of its nodes")
+    LOGIN = (_E, "it refuses the login: {said}",
+             "give the server's user and password or key, and check that they are not outdated")
     RIGHTS = (_E, "its user may not do this: {said}",
               "allow this user to read, write and delete there; users of one group share a "
-              "directory with ?mode=0770",
-              r"NOPERM|cannot be written|Permission denied")
-    LOGIN = (_E, "it refuses the login: {said}",
-             "give the server's user and password or key, and check that they are not outdated",
-             r"WRONGPASS|NOAUTH|refused the login|password_file|rights to list|keys are different")
+              "directory with ?mode=0770")
     READ_ONLY = (_E, "it is read-only: {said}",
-                 "name the primary, not a replica; leave the option read_only out",
-                 r"READONLY|is opened read-only")
-    CLUSTER = (_E, "it is a cluster that is not asked as one, or the reverse: {said}",
-               "write ?cluster=true for a cluster and only for one; start all of its nodes",
-               r"cluster support disabled|CLUSTERDOWN|node of a cluster")
-    PROTOCOL = (_E, "it does not speak this protocol: {said}", _TLS,
-                r"SSL|TLS|certificate|speak the protocol|closed the connection")
-    AWAY = (_E, "it does not answer: {said}", _AWAY)
-    AWAY_OR_CLEAR = (_E, "it does not answer to TLS: {said}", f"{_TLS}; or {_AWAY}")
-    UNUSABLE = (_E, "it cannot be used: {said}",
-                "correct the URL, or let an engine make the store first")
-    REFUSED = (_E, "it does not store: {said}", "check the right to write, and the disk or server")
+                 "name the primary, not a replica; mount it writable; leave the option read_only "
+                 "out")
+    REFUSED = (_E, "it answers and fails: {said}",
+               "check the disk, or the server and its log")
     FULL = (_E, "it has no room for a record of 2 MiB, and evicts nothing for it",
             "raise its limit, or have it evict (Valkey: maxmemory-policy allkeys-lru)")
+    INDEXING = (_W, "it takes no values yet: {said}", "nothing: ask again when its index is filled")
+    UNLISTED = (_W, "its records cannot be looked through: {said}",
+                "nothing for engines; commands need the right to list, and of Mooncake ?admin=...")
+    UNUSABLE = (_E, "it cannot be used: {said}",
+                "correct the URL, or let an engine make the store first")
+    CLOSED = (_E, "it was closed meanwhile: {said}",
+              "ask again; a process that forks opens its stores afterwards")
+    BUG = (_E, "a bug, so what else it would show is not known: {said}",
+           "report it to the authors of kvferry, or of the store's client if its class is named")
+    # What a check of a store finds.
     EVICTS_AT_ONCE = (_E, "a record that was just stored is gone: the server evicts at once",
                       "give it more memory, or its own server")
     NOT_FOUND = (_E, "a record that was just stored can be read, but look-ups do not find it",
@@ -104,9 +109,6 @@ class Fault(Enum):
                "check the disk or server; `kvferry verify` takes damaged records out")
     VANISHED = (_W, "files of records were removed in the last day, and not by kvferry",
                 "nothing, if it was you; else keep other programs out: the quota makes room")
-    UNLISTED = (_W, "its records cannot be looked through: {said}",
-                "nothing for engines; commands need the right to list, and of Mooncake ?admin=...",
-                r"cannot list|lists names on")
     DESCRIPTION = (_W, "the description of namespace {namespace} is damaged, or of another",
                    "start an engine of this model, which writes it again")
     NOT_SHARED = (_W, "namespaces {one} and {other} are of one model and do not share: {fields}",
@@ -145,15 +147,20 @@ class Fault(Enum):
                         "set memory_bytes to at least {needed}, or lower max_num_batched_tokens")
     # fmt: on
 
-    def __init__(self, severity: Severity, text: str, todo: str, said: str = "") -> None:
-        self.severity, self.text, self.todo, self.said = severity, text, todo, said
+    def __init__(self, severity: Severity, text: str, todo: str) -> None:
+        self.severity, self.text, self.todo = severity, text, todo
+
+    @classmethod
+    def of(cls, kind: FaultKind) -> Problem:
+        """The row of what a store said."""
+        return cls[kind.name]
 
     @property
     def code(self) -> str:
         return self.name.lower().replace("_", "-")
 
     def at(self, where: str, **values: object) -> Finding:
-        """Return this fault of `where`, its braces filled in."""
+        """Return this problem of `where`, its braces filled in."""
         return Finding(where, self, self.text.format(**values), self.todo.format(**values))
 
 
@@ -165,4 +172,4 @@ def checked(
     try:
         return list(check())
     except Exception as error:
-        return [Fault.BUG.at(where, said=f"{step()} failed: {reason_of(error)}")]
+        return [Problem.BUG.at(where, said=f"{step()} failed: {reason_of(error)}")]

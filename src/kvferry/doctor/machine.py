@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from kvferry.cache.config import default_memory_bytes
 from kvferry.cache.memory import slot_size
 from kvferry.config import format_size
-from kvferry.doctor.findings import Fault, Finding
+from kvferry.doctor.findings import Finding, Problem
 from kvferry.doctor.stores import Model
 from kvferry.keys import JsonValue
 
@@ -37,7 +37,7 @@ def software() -> dict[str, JsonValue]:
 def check_checksums(is_compiled: bool) -> list[Finding]:
     """Check that hashing was compiled: without a compiler the installation says so in a line that
     pip hides."""
-    return [] if is_compiled else [Fault.IN_PYTHON.at("machine")]
+    return [] if is_compiled else [Problem.IN_PYTHON.at("machine")]
 
 
 def check_pool(
@@ -55,13 +55,13 @@ def check_pool(
     pool = default_memory_bytes(token_bytes, step_tokens, here) if given is None else given
     steps, records = 2 * step_tokens * token_bytes, 2 * slot_size(record_bytes)
     if pool > here // 2:
-        fault = Fault.POOL_ABOVE_MEMORY
+        problem = Problem.POOL_ABOVE_MEMORY
     elif pool < records:
-        fault = Fault.POOL_BELOW_RECORDS
+        problem = Problem.POOL_BELOW_RECORDS
     elif pool < steps:
-        fault = Fault.POOL_BELOW_STEPS
+        problem = Problem.POOL_BELOW_STEPS
     else:
         return []
     sizes = {"pool": pool, "here": here, "needed": max(steps, records)}
     texts = {name: format_size(size) for name, size in sizes.items()}
-    return [fault.at("machine", **texts, step=f"{step_tokens:,}")]
+    return [problem.at("machine", **texts, step=f"{step_tokens:,}")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -20,13 +19,14 @@ from itertools import islice
 
 from kvferry.config import format_size
 from kvferry.contract.messages import LookupMiss
-from kvferry.doctor.findings import Fault, Finding, checked
-from kvferry.errors import ConfigError, StoreError
+from kvferry.doctor.findings import Finding, Problem, checked
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import Catalogue, Entry, PutResult
+from kvferry.store.base import Catalogue, Entry
+from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.maintenance import delete_or_fail, inspect
@@ -52,9 +52,6 @@ _GROUP = KVGroup(num_layers=16, num_kv_heads=4, content_size=128, dtype="bfloat1
 
 _DELIBERATE = frozenset({"tenant", "weights_version"})
 """Fields with which operators separate namespaces of one model on purpose."""
-
-_OF_PEERS = "another model, configuration or tenant is served here"
-"""What a peer says to a reader that names no namespace: it answers, and the key is right."""
 
 _UNKNOWN = "not known"
 
@@ -91,29 +88,24 @@ class StoreReport:
     """What `check` has found out about a store so far.
 
     Attributes:
-        is_tls: whether the store is asked in TLS.
         namespaces: a table row for each namespace that has records.
         is_over: set when `run` wants no more results; the check then removes its records.
     """
 
     url: str
-    is_tls: bool = False
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, JsonValue] = field(default_factory=dict)
     namespaces: list[dict[str, JsonValue]] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
     step: str = "opening it"
 
-    def add(self, fault: Fault, **values: object) -> None:
-        self.findings.append(fault.at(self.url, **values))
+    def add(self, problem: Problem, **values: object) -> None:
+        self.findings.append(problem.at(self.url, **values))
 
-    def add_said(self, said: str, otherwise: Fault) -> None:
-        """Add the fault that has what the store said, or else `otherwise`. A server in clear waits
-        for more when it gets the first words of TLS, so a client of TLS sees no answer."""
-        if otherwise is Fault.AWAY and self.is_tls and "refused" not in said:
-            otherwise = Fault.AWAY_OR_CLEAR
-        known = (each for each in Fault if each.said and re.search(each.said, said))
-        self.add(next(known, otherwise), said=said)
+    def add_fault(self, fault: Fault, step: str = "") -> None:
+        """Add what a store said, and in which step it did."""
+        said = f"{step} failed: {fault}" if step else fault
+        self.add(Problem.of(fault.kind), said=said)
 
 
 def check(url: str, opened: Opener, model: Model | None, report: StoreReport) -> None:
@@ -137,11 +129,11 @@ def _look(
         with opened(parsed) as store:
             _check_open(store, parsed, model, report)
     except ConfigError as error:
-        report.add_said(str(error), Fault.UNUSABLE)
+        report.add_fault(error.fault)
     except StoreError as error:
-        report.add_said(f"{report.step} failed: {error}", Fault.AWAY)
+        report.add_fault(error.fault, report.step)
     except OSError as error:  # of the directory, for example after its mount was lost
-        report.add_said(f"{report.step} failed: {error.strerror}", Fault.AWAY)
+        report.add_fault(Fault(fault_kind(error), str(error.strerror)), report.step)
     return ()
 
 
@@ -153,7 +145,8 @@ def _check_open(
     try:
         store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
     except StoreError as error:
-        if _OF_PEERS not in str(error):
+        # A peer says so to a reader that names no namespace: it answers, and the key is right.
+        if parsed.scheme != "peer" or error.fault.kind is not FaultKind.UNUSABLE:
             raise
     report.facts["answer_ms"] = round(1e3 * (time.perf_counter() - started), 3)
     if parsed.scheme == "peer":
@@ -180,9 +173,9 @@ def _check_eviction(facts: Mapping[str, int | bool | None], report: StoreReport)
         return
     report.facts |= facts
     if not facts["maxmemory"]:
-        report.add(Fault.NO_MAXMEMORY)
+        report.add(Problem.NO_MAXMEMORY)
     elif not facts["evicts_all_keys"]:
-        report.add(Fault.EVICTS_NOTHING)
+        report.add(Problem.EVICTS_NOTHING)
 
 
 def _check_records(store: Catalogue, report: StoreReport) -> None:
@@ -191,7 +184,7 @@ def _check_records(store: Catalogue, report: StoreReport) -> None:
     absent = {key for key, fault in found.items() if fault is MissReason.ABSENT}
     wrong = [fault for fault in found.values() if isinstance(fault, MissReason)]
     if wrong := [fault for fault in wrong if fault is not MissReason.ABSENT]:
-        report.add(Fault.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
+        report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
     removals = store.removals(sys.maxsize)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.
     if removals is None or report.facts["shared_by_machines"]:
@@ -200,7 +193,7 @@ def _check_records(store: Catalogue, report: StoreReport) -> None:
     gone = absent | {each.key for each in removals if each.at > since}
     # One that kvferry removes may look as if it had vanished, too, to a process that compares then.
     if gone - {each.key for each in removals if each.reason != LookupMiss.VANISHED}:
-        report.add(Fault.VANISHED)
+        report.add(Problem.VANISHED)
 
 
 def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) -> int:
@@ -208,7 +201,7 @@ def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) ->
     root, options = parsed.path, read_options(parsed)
     shares_group = getattr(options, "mode", "") == "0770"
     if untrusted := why_untrusted(root, shares_group=shares_group):
-        report.add(Fault.UNTRUSTED, why=untrusted)
+        report.add(Problem.UNTRUSTED, why=untrusted)
     report.facts["file_system"] = file_system(root)
     report.facts["shared_by_machines"] = not is_of_one_machine(root)
     found, facts = os.statvfs(root), store.facts()
@@ -219,7 +212,7 @@ def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) ->
     used, free = int(facts.get("used_bytes") or 0), found.f_bavail * found.f_frsize
     check_room(report, quota, used, free, found.f_favail if found.f_files else None)
     if facts.get("quarantined"):
-        report.add(Fault.QUARANTINE, num=facts["quarantined"])
+        report.add(Problem.QUARANTINE, num=facts["quarantined"])
     if getattr(options, "read_only", False):
         return 0
     return min(free, quota - used) if isinstance(quota, int) else free
@@ -234,11 +227,11 @@ def check_room(
     sizes = {"used": used, "free": free, "most": used + free}
     texts = {name: format_size(size) for name, size in sizes.items()}
     if quota is None:
-        report.add(Fault.NO_QUOTA, **texts)
+        report.add(Problem.NO_QUOTA, **texts)
     elif isinstance(quota, int) and quota - used > free:
-        report.add(Fault.QUOTA_ABOVE_DISK, **texts, quota=format_size(quota))
+        report.add(Problem.QUOTA_ABOVE_DISK, **texts, quota=format_size(quota))
     if free_files is not None and free_files < MIN_FREE_FILES:
-        report.add(Fault.FEW_FILES, free=free_files)
+        report.add(Problem.FEW_FILES, free=free_files)
 
 
 # -- rates ----------------------------------------------------------------------------------------
@@ -269,7 +262,7 @@ def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: f
             try:
                 delete_or_fail(own, Entry(key, 0, 0.0, schema.namespace), 0)
             except StoreError:
-                report.add(Fault.NOT_DELETED)
+                report.add(Problem.NOT_DELETED)
 
 
 def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
@@ -281,9 +274,9 @@ def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
     while (found := other.contains(key)) is None and time.monotonic() < until:
         time.sleep(0.01)
     if faults:
-        report.add_said(f"looking it up failed: {faults[0]}", Fault.AWAY)
+        report.add_fault(faults[0].fault, "looking it up")
     elif not found:
-        report.add(Fault.NOT_FOUND)
+        report.add(Problem.NOT_FOUND)
 
 
 def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> bool:
@@ -293,18 +286,15 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
     payload[:] = os.urandom(len(payload))  # which no server compresses
     table = leaf_digests(schema.components[0], payload)
     started = time.perf_counter()
-    result = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
+    answer = put_record(values, schema, key, 0, table, image, time.monotonic() + ANSWER_SECONDS)
     written = time.perf_counter()
-    if result is PutResult.NO_SPACE:
-        report.add(Fault.FULL)
-        return False
-    if result is not PutResult.STORED:
-        report.add_said(values.refusal or "no reason is known", Fault.REFUSED)
+    if answer.fault is not None:
+        report.add_fault(answer.fault, "storing it")
         return False
     size = values.read(key, [(0, image)], time.monotonic() + ANSWER_SECONDS)
     read = time.perf_counter()
     if size != len(image):
-        report.add(Fault.EVICTS_AT_ONCE)
+        report.add(Problem.EVICTS_AT_ONCE)
     for name, seconds in (("put", written - started), ("get", read - written)):
         report.facts[f"{name}_gb_per_second"] = float(f"{len(image) / seconds / 1e9:.3g}")
     return size == len(image)
@@ -323,7 +313,7 @@ def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreR
     skew = written - time.time()
     report.facts["clock_skew_seconds"] = round(skew, 1)
     if abs(skew) > SKEW_SECONDS:
-        report.add(Fault.CLOCK, skew=round(abs(skew)))
+        report.add(Problem.CLOCK, skew=round(abs(skew)))
 
 
 # -- namespaces -----------------------------------------------------------------------------------
@@ -337,7 +327,7 @@ def _check_namespaces(store: Catalogue, model: Model | None, report: StoreReport
         if space is not None and not space.is_opaque:
             found.append(space)
         if holding.is_described and space is None:
-            report.add(Fault.DESCRIPTION, namespace=holding.digest.hex()[:16])
+            report.add(Problem.DESCRIPTION, namespace=holding.digest.hex()[:16])
         if model is not None and space is not None:
             differs = list(differences_of_model(space, model.identity))
             there = {name: space.description.get(name) for name in model.options}
@@ -367,10 +357,10 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
         )
         one, two = (each.digest.hex()[:16] for each in (other, space))
         if options:
-            report.add(Fault.NOT_SHARED, one=one, other=two, fields=fields)
+            report.add(Problem.NOT_SHARED, one=one, other=two, fields=fields)
         else:
             who = f"namespaces {one} and {two} of one model"
-            report.add(Fault.OTHER_KERNELS, who=who, fields=fields)
+            report.add(Problem.OTHER_KERNELS, who=who, fields=fields)
 
 
 def _check_ours(report: StoreReport) -> None:
@@ -380,10 +370,10 @@ def _check_ours(report: StoreReport) -> None:
         options = [each for each in differs if each not in of_hosts(differs)]
         fields = ", ".join(each[:60] for each in options or differs)
         if options:
-            report.add(Fault.OTHER_MODEL, fields=fields)
+            report.add(Problem.OTHER_MODEL, fields=fields)
         else:
             who = "the vLLM of this environment and the nearest namespace"
-            report.add(Fault.OTHER_KERNELS, who=who, fields=fields)
+            report.add(Problem.OTHER_KERNELS, who=who, fields=fields)
 
 
 def _strings(names: JsonValue) -> list[str]:
@@ -398,15 +388,14 @@ def _check_quota(quota: int, model: Model, report: StoreReport) -> None:
     if fits < longest:
         needed = format_size(-(-longest // model.chunk_tokens) * model.record_bytes)
         report.add(
-            Fault.QUOTA_BELOW_PROMPT, fits=f"{fits:,}", longest=f"{longest:,}", needed=needed
+            Problem.QUOTA_BELOW_PROMPT, fits=f"{fits:,}", longest=f"{longest:,}", needed=needed
         )
 
 
 def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreReport:
     """Run `check` for `seconds` at most, in a thread that may hang. Then, or after an interrupt,
     wait `CLEAN_SECONDS` at most for the check to remove its records."""
-    is_tls = url.startswith(("valkeys:", "rediss:")) or "endpoint=https:" in url
-    report = StoreReport(shown_url(url), is_tls)
+    report = StoreReport(shown_url(url))
     thread = threading.Thread(
         target=check, args=(url, opened, model, report), name="kvferry-doctor", daemon=True
     )
@@ -416,7 +405,7 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
         thread.join(seconds)
         if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
-            late.add_said(f"{late.step} took more than {seconds:.0f} s", Fault.AWAY)
+            late.add_fault(Fault(FaultKind.LATE, f"{late.step} took more than {seconds:.0f} s"))
     finally:
         report.is_over.set()
         thread.join(CLEAN_SECONDS)

@@ -19,7 +19,7 @@ from kvferry.adapters.vllm.layers import refuse_parallel
 from kvferry.adapters.vllm.spec import HostedModel, hosted_model
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, unknown
-from kvferry.doctor.findings import Fault, Finding
+from kvferry.doctor.findings import Finding, Problem
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.store.url import parse_store_url
@@ -57,23 +57,23 @@ class VllmConfig:
     """Options of vLLM beside the connector's."""
 
     def add(self, said: object) -> None:
-        self.findings.append(Fault.CONFIG.at("config", said=said))
+        self.findings.append(Problem.CONFIG.at("config", said=said))
 
 
 def check_installed(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return what is wrong with the installed vLLM. Imports it, which takes seconds."""
     if find_spec("vllm") is None:
-        return [Fault.NO_VLLM.at("vllm")]
+        return [Problem.NO_VLLM.at("vllm")]
     findings = []
     plugins = environment.get(PLUGINS)
     if plugins is not None and "kvferry" not in plugins.split(","):
-        findings.append(Fault.PLUGINS.at("vllm", variable=PLUGINS))
+        findings.append(Problem.PLUGINS.at("vllm", variable=PLUGINS))
     if "kvferry" not in entry_points(group="vllm.general_plugins").names:
-        findings.append(Fault.ENTRY_POINT.at("vllm", module=MODULE))
+        findings.append(Problem.ENTRY_POINT.at("vllm", module=MODULE))
     try:
         load_host()
     except ConfigError as error:
-        findings.append(Fault.RELEASE.at("vllm", said=error))
+        findings.append(Problem.RELEASE.at("vllm", said=error))
     return findings
 
 
@@ -89,7 +89,7 @@ def run_here(directory: Path, written: ModelIdentity, given: VllmConfig) -> Host
             directory, given.engine, None if version is None else str(version), written.weights
         )
     except ConfigError as error:
-        return Fault.CONFIG.at("config", said=error)
+        return Problem.CONFIG.at("config", said=error)
 
 
 def check_config(given: str) -> VllmConfig:
@@ -122,7 +122,7 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
     """Check options of vLLM other than the connector's."""
     caching = options.get("enable_prefix_caching", not options.get("no_enable_prefix_caching"))
     if caching is False:
-        found.findings.append(Fault.NO_PREFIX_CACHING.at("config"))
+        found.findings.append(Problem.NO_PREFIX_CACHING.at("config"))
     found.step_tokens = _number(options.get("max_num_batched_tokens"))
     sizes = {name: _number(size) for name, size in options.items() if size is not None}
     try:

@@ -3,7 +3,7 @@
 Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
-`takes_values`, `values_per_put`, `contains`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
+`accepts`, `values_per_put`, `contains`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
 `awaits`, `note_stored`, `on_result`, `tier_of`, `erased_since` and `tiers` do no I/O. All others
 may block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call
 with a deadline
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
@@ -43,7 +43,7 @@ ASK_SECONDS = 0.25
 
 
 class PutResult(StrEnum):
-    """Outcome of a write. A failed write raises nothing: serving continues without it."""
+    """Outcome of a write."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -59,6 +59,29 @@ class PutResult(StrEnum):
     def is_there(self) -> bool:
         """Whether the store has the value now."""
         return self in (PutResult.STORED, PutResult.EXISTS)
+
+
+class Put(NamedTuple):
+    """The answer to one write. A failed write raises nothing: serving continues without it."""
+
+    result: PutResult
+    fault: Fault | None = None
+    """Why the store does not have the value; None if it has, or was not asked to take it."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has the value now."""
+        return self.result.is_there
+
+    @classmethod
+    def failed(cls, fault: Fault) -> Put:
+        is_full = fault.kind is FaultKind.FULL
+        return cls(PutResult.NO_SPACE if is_full else PutResult.FAILED, fault)
+
+
+STORED, EXISTS = Put(PutResult.STORED), Put(PutResult.EXISTS)
+CLOSED = Fault(FaultKind.CLOSED, "it is closed")
+UNWRITTEN = Fault(FaultKind.BUG, "the write failed before its store was asked; the log has more")
 
 
 class StoreStat(NamedTuple):
@@ -81,11 +104,11 @@ class TierStatus(NamedTuple):
     state: str
     since: float
     """Seconds since the epoch."""
-    because: str
-    """Why the tier is not fully in use; empty if it is."""
+    because: Fault | None
+    """Why the tier is not fully in use; None if it is."""
     stat: StoreStat
-    fault: str = ""
-    """Why its values may not be found now: its state, or the error of its last call. Empty if its
+    fault: Fault | None = None
+    """Why its values may not be found now: its state, or the error of its last call. None if its
     last call succeeded."""
 
 
@@ -164,21 +187,15 @@ class Store(ABC):
     quarantines: bool = False
     """True if `discard` keeps the value in a quarantine."""
 
-    @property
-    def takes_values(self) -> bool:
-        """Whether a `put` may succeed now, so that no value is made in vain. A hint."""
-        return True
+    @abstractmethod
+    def accepts(self) -> Fault | None:
+        """Why a `put` would fail now, whatever the value, so that none is made in vain; None if it
+        may succeed. A hint."""
 
     @property
     def values_per_put(self) -> int:
         """How many values to give to `put_all` at a time, as they share a cost."""
         return 1
-
-    @property
-    def refusal(self) -> str:
-        """Why the last `put` was FAILED, for a log: one line without a credential; empty if not
-        known."""
-        return ""
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool | None:
@@ -211,9 +228,7 @@ class Store(ABC):
         self.read(_NO_KEY, [(0, memoryview(bytearray(1)))], deadline)
 
     @abstractmethod
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         """Store the concatenation of `buffers`, at least one byte. Atomic: whole or absent.
 
         Never raises for a full, read-only or failing medium. Evicts to stay within a quota, but
@@ -221,8 +236,8 @@ class Store(ABC):
         reused as soon as this returns.
         """
 
-    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
-        """Store each of `values` as `put` does; return their results in order."""
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[Put]:
+        """Store each of `values` as `put` does; return their answers in order."""
         return [self.put(key, buffers, deadline) for key, buffers in values]
 
     @abstractmethod
@@ -328,7 +343,7 @@ class Catalogue(Store):
         any may be missing. Has no effect on later reads. Keeps a bounded number of names in memory:
         a name that a server lists twice, far apart, may come twice.
         Raises StoreError if the store cannot list its values, or the medium failed."""
-        raise StoreError(f"{self.url} cannot list its values")
+        raise StoreError(FaultKind.UNLISTED, f"{self.url} cannot list its values")
 
     def stored(self) -> Iterator[Entry]:
         """Yield every value that the medium lists, also those that an index does not know. Size and
@@ -338,7 +353,8 @@ class Catalogue(Store):
     def recent(self, limit: int) -> Iterator[Entry]:
         """Yield up to `limit` values, the most recently used first, without listing all. Raises
         as `scan`."""
-        raise StoreError(f"{self.url} does not know which values were used last")
+        said = f"{self.url} does not know which values were used last"
+        raise StoreError(FaultKind.UNLISTED, said)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Number of values and of their bytes by namespace. Empty bytes stand for a namespace that
@@ -382,7 +398,8 @@ class Catalogue(Store):
             ConfigError: the store does not know when its values were used.
             StoreError: the store cannot be changed, or the medium failed.
         """
-        raise StoreError(f"{self.url} cannot be made smaller by a command")
+        said = f"{self.url} cannot be made smaller by a command"
+        raise StoreError(FaultKind.UNUSABLE, said)
 
     def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
         """Keep `keys` from eviction before `until` (seconds since the epoch; a time that is past
@@ -400,4 +417,4 @@ class Catalogue(Store):
                 before that stay pinned.
             StoreError: the store cannot pin, cannot be changed, or the medium failed.
         """
-        raise StoreError(f"{self.url} cannot pin; a directory can")
+        raise StoreError(FaultKind.UNUSABLE, f"{self.url} cannot pin; a directory can")

@@ -7,27 +7,22 @@ The `Health` of a tier says when its store is asked again.
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvferry.errors import KVError, StoreError
+from kvferry import network
+from kvferry.errors import FaultKind, KVError, StoreError
 from kvferry.filesystem import why_refused
 from kvferry.observe import Observer
-from kvferry.store.base import PutResult
+from kvferry.store.base import Put
 
 logger = logging.getLogger(__name__)
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOG_EVERY_SECONDS = 60.0
 _MAX_REASON = 200
-
-
-class NoRoom(StoreError):
-    """The medium has no room for a value."""
 
 
 class Faults:
@@ -35,11 +30,8 @@ class Faults:
 
     Args:
         name: the store in log lines, without a credential.
-        shows_text: whether the text of an error that nobody foresaw is shown. That of a client may
-            hold a credential; then only its type and its place in the code are.
-
-    Attributes:
-        refusal: why the last failed write failed; empty if the medium had no room.
+        is_of_client: whether a client of a server is guarded. Whatever it raises besides StoreError
+            is a BUG, and shown as its type and place in the code: the text may hold a credential.
     """
 
     def __init__(
@@ -48,14 +40,13 @@ class Faults:
         observer: Observer,
         clock: Callable[[], float],
         *,
-        shows_text: bool = True,
+        is_of_client: bool = False,
     ) -> None:
         self._name = name
         self.observer = observer
         self.clock = clock
-        self._shows_text = shows_text
+        self._is_of_client = is_of_client
         self._lock = threading.Lock()
-        self.refusal = ""
         self._logged: dict[tuple[str, object], float] = {}
 
     @contextmanager
@@ -82,24 +73,23 @@ class Faults:
         except Exception as error:
             raise self._translate(what, said, error, is_logged=is_logged) from error
 
-    def write_failed(self, error: Exception) -> PutResult:
-        """Count and log a failed write, and return its outcome."""
-        return outcome_of(self._translate("put", "", error, is_logged=True))
+    def write_failed(self, error: Exception) -> Put:
+        """Count and log a failed write, and return its answer."""
+        return Put.failed(self._translate("put", "", error, is_logged=True).fault)
 
     def _translate(self, what: str, said: str, error: Exception, *, is_logged: bool) -> StoreError:
         """Count and log an error, and return it as callers see it. Every foreign error of a store
         becomes one of ours here, and nowhere else."""
-        reason = reason_of(error, shows_text=self._shows_text)
+        reason = reason_of(error, shows_text=not self._is_of_client)
+        kind = FaultKind.BUG if self._is_of_client else fault_kind(error)
         said = said or f"{'write' if what == 'put' else what} failed"
-        is_full = what == "put" and isinstance(error, OSError) and error.errno in _NO_SPACE
-        if what == "put":
-            self.refusal = "" if is_full else reason
+        is_full = what == "put" and kind is FaultKind.FULL
         self.observer.count("store_put_no_space" if is_full else f"store_{what}_failed")
         number = error.errno if isinstance(error, OSError) else None
         if is_logged and self._may_log(what, number or type(error)):
             logger.warning("store %s: %s: %s; kvferry works without it", self._name, said, reason)
             logger.debug("store %s: %s", self._name, said, exc_info=error)
-        return (NoRoom if is_full else StoreError)(f"{self._name}: {said}: {reason}")
+        return StoreError(kind, f"{self._name}: {said}: {reason}")
 
     def _may_log(self, what: str, kind: object) -> bool:
         """Whether a line may be logged now: at most one a minute for each operation and kind of
@@ -113,9 +103,9 @@ class Faults:
             return True
 
 
-def outcome_of(error: StoreError) -> PutResult:
-    """The outcome of a write that ended with this error."""
-    return PutResult.NO_SPACE if isinstance(error, NoRoom) else PutResult.FAILED
+def fault_kind(error: BaseException) -> FaultKind:
+    """What an error of a store means to its operator: BUG for one that nobody foresaw."""
+    return FaultKind.REFUSED if isinstance(error, sqlite3.Error) else network.fault_kind(error)
 
 
 def reason_of(error: Exception, *, shows_text: bool = False) -> str:

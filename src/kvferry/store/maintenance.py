@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
 from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, leaf_spans, one_leaf
 from kvferry.store.base import Catalogue, Entry, GcReport
@@ -192,8 +192,9 @@ def delete_or_fail(store: Catalogue, entry: Entry, num_before: int) -> bool:
         return True
     if values.read(entry.key, ()) is not None:
         raise StoreError(
+            FaultKind.RIGHTS,
             f"{store.url} did not delete {entry.key.hex()}; check your permission to "
-            f"delete ({num_before} records were deleted before it)"
+            f"delete ({num_before} records were deleted before it)",
         )
     return False
 

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    CLOSED,
+    EXISTS,
     NO_DEADLINE,
+    STORED,
     Buffer,
     Catalogue,
     Entry,
-    PutResult,
+    Put,
     ReadRange,
     StoreStat,
 )
@@ -61,6 +64,9 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
         part = value[offset : offset + len(buffer)]
         buffer[: len(part)] = part
     return len(value)
+
+
+_TOO_LARGE = Fault(FaultKind.FULL, "a value is larger than max_bytes")
 
 
 class MemoryStore(Catalogue):
@@ -105,6 +111,9 @@ class MemoryStore(Catalogue):
         value = self._values.get(key)
         return None if value is None else copy_ranges(value.content, ranges)
 
+    def accepts(self) -> Fault | None:
+        return CLOSED if self._closed else None
+
     def lend(self, key: ChunkKey, seconds: float) -> _Value | None:
         """See `kvferry.transfer.base.Lender`: so a `PeerServer` can serve this store."""
         return self._values.get(key)
@@ -112,24 +121,22 @@ class MemoryStore(Catalogue):
     def release(self, loan: _Value) -> None:
         """Nothing to do: a value never changes, and a reader's reference keeps it alive."""
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         content = b"".join(buffers)
         with self._lock:
             if self._closed:
-                return PutResult.FAILED
+                return Put.failed(CLOSED)
             if key in self._values:
-                return PutResult.EXISTS
+                return EXISTS
             if self._max_bytes is not None and len(content) > self._max_bytes:
-                return PutResult.NO_SPACE
+                return Put.failed(_TOO_LARGE)
             evicted = self._make_room(len(content))
             self._values[key] = _Value(content, self._clock())
             self._used_bytes += len(content)
         if evicted:
             self._observer.count("store_evicted_records", len(evicted))
             self._observer.count("store_evicted_bytes", sum(evicted))
-        return PutResult.STORED
+        return STORED
 
     def _make_room(self, num_bytes: int) -> list[int]:
         """Evict until `num_bytes` fit; return the sizes of the evicted values. Needs the lock."""

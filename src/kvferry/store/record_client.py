@@ -362,8 +362,8 @@ class RecordClient:
             else:
                 self._refuse(record)
                 batch.end(place, PutResult.NOT_FINITE)
-        results = self._store.put_all(list(values.values()), deadline) if values else ()
-        for place, result in zip(values, results, strict=True):
+        answers = self._store.put_all(list(values.values()), deadline) if values else ()
+        for place, (result, _) in zip(values, answers, strict=True):
             self._observer.count(f"put_{result}")
             if result is PutResult.STORED:
                 self._observer.count("saved_bytes", len(filled[place][1]))

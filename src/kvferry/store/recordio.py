@@ -15,7 +15,7 @@ from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason, check_head, check_record, check_rows
 from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaves_of
-from kvferry.store.base import NO_DEADLINE, PutResult, Store, ValueCheck
+from kvferry.store.base import NO_DEADLINE, Put, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
 
 NOT_FINITE = (
@@ -132,7 +132,7 @@ def put_record(
     image: memoryview,
     deadline: float = NO_DEADLINE,
     mark: bytes = b"",
-) -> PutResult:
+) -> Put:
     """Write the head into `image`, a record with its payload in place, and store it in one atomic
     step. Never raises."""
     seal_record(schema, key, first_token, leaf_table, image, mark)
@@ -154,16 +154,18 @@ def seal_record(
 
 def write_sealed(
     store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
-) -> PutResult:
+) -> Put:
     """Store a sealed record, the bytes of `parts`, if the store takes values; count the result."""
     started = time.monotonic()
-    result = PutResult.FAILED
-    if store.takes_values:
-        result = store.put(key, parts, started + WRITE_SECONDS)
+    why = store.accepts()
+    if why is None:
+        answer = store.put(key, parts, started + WRITE_SECONDS)
         observer.observe("save", time.monotonic() - started)
-    observer.count(f"put_{result}")
-    if result is PutResult.STORED:
+    else:
+        answer = Put.failed(why)
+    observer.count(f"put_{answer.result}")
+    if answer.result is PutResult.STORED:
         observer.count("saved_bytes", sum(len(part) for part in parts))
-    elif result is not PutResult.EXISTS:
+    elif not answer.is_there:
         observer.count("save_failed")
-    return result
+    return answer

@@ -294,6 +294,6 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
         return _open_tiers(tiers, opening, None, lambda: (opening.namespace, None), None)
     (parsed,) = tiers
     kind, options = kind_of(parsed.scheme), read_options(parsed)
-    faults = Faults(str(parsed), opening.observer, time.monotonic, shows_text=not kind.hosts)
+    faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=bool(kind.hosts))
     with faults.guard("open", "cannot be opened", is_logged=False):
         return kind.open(parsed, options, opening)

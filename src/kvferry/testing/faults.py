@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from kvferry.errors import StoreError
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
     Catalogue,
-    PutResult,
+    Put,
     ReadRange,
 )
 from kvferry.store.memory import copy_ranges
@@ -54,6 +54,10 @@ def zero(start: int, stop: int) -> Damage:
         return bytes(changed)
 
     return damage
+
+
+INJECTED = Put.failed(Fault(FaultKind.REFUSED, "injected: a write failed"))
+"""The answer of a write that fails on purpose."""
 
 
 class Gate:
@@ -102,18 +106,16 @@ class FaultyStore(WrapperStore):
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> int | None:
         if not self.enter("read"):
-            raise StoreError(f"injected: read of {key.hex()[:16]} failed")
+            raise StoreError(FaultKind.REFUSED, f"injected: read of {key.hex()[:16]} failed")
         return self.inner.read(key, ranges, deadline)
 
     def check_medium(self, deadline: float) -> None:
         if not self.enter("read"):
-            raise StoreError("injected: the medium failed")
+            raise StoreError(FaultKind.AWAY, "injected: the medium failed")
         self.inner.check_medium(deadline)
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
-        return self.inner.put(key, buffers, deadline) if self.enter("put") else PutResult.FAILED
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
+        return self.inner.put(key, buffers, deadline) if self.enter("put") else INJECTED
 
     def delete(self, key: ChunkKey) -> bool:
         return self.enter("delete") and self.inner.delete(key)

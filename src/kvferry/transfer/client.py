@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvferry.config import printable
+from kvferry.errors import FaultKind, StoreError
 from kvferry.network import CONNECT_SECONDS, Endpoint, call_ends, is_same_host, seconds_left
 from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.base import KeyState
@@ -27,7 +27,6 @@ from kvferry.transfer.messages import (
     Hello,
     KeyStates,
     Lent,
-    PeerFault,
     Question,
     Read,
     Refused,
@@ -53,11 +52,12 @@ class _PeerConnection(Frames):
         nonce = secrets.token_bytes(32)
         challenge = self._greeting(Challenge, deadline)
         if challenge.version != VERSION:
-            raise PeerFault(f"it speaks version {challenge.version}, not {VERSION}")
+            wrong = f"it speaks version {challenge.version}, not {VERSION}"
+            raise StoreError(FaultKind.PROTOCOL, wrong)
         said = (challenge.incarnation, challenge.nonce, nonce, namespace)
         self.send(Hello(VERSION, namespace, nonce, key.proof("client", *said)), deadline)
         if not key.is_proof(self._greeting(Welcome, deadline).proof, "server", *said):
-            raise PeerFault("its key is different")
+            raise StoreError(FaultKind.LOGIN, "its key is different")
         self.incarnation = challenge.incarnation
 
     def _greeting(self, kind: type[M], deadline: float) -> M:
@@ -73,7 +73,7 @@ class _PeerConnection(Frames):
         self.send(question, deadline)
         answer = _expect(self.receive(REPLIES, MAX_FRAME_BYTES, deadline), kind)
         if (answer.number, answer.incarnation) != (question.number, self.incarnation):
-            raise PeerFault("it answered another question")
+            raise StoreError(FaultKind.PROTOCOL, "it answered another question")
         return answer
 
 
@@ -126,7 +126,7 @@ class PeerClient(Endpoint[_PeerConnection]):
                 question = AskKeys(connection.next_number(), some)
                 answer = connection.ask(question, KeyStates, until).states
                 if len(answer) != len(some):
-                    raise PeerFault("an answer that makes no sense")
+                    raise StoreError(FaultKind.PROTOCOL, "an answer that makes no sense")
                 states += map(_state, answer)
         return states
 
@@ -145,7 +145,7 @@ class PeerClient(Endpoint[_PeerConnection]):
         wanted = tuple((offset, len(view)) for offset, view in views)
         with self.connection(until) as connection:
             if len(wanted) > MAX_RANGES:
-                raise PeerFault(f"a read of more than {MAX_RANGES} ranges")
+                raise StoreError(FaultKind.UNUSABLE, f"a read of more than {MAX_RANGES} ranges")
             milliseconds = max(1, int(1000 * seconds_left(until)))
             question = Read(connection.next_number(), key, wanted, milliseconds)
             answer = connection.ask(question, Lent, until)
@@ -166,14 +166,13 @@ def _state(number: int) -> KeyState:
     try:
         return KeyState(number)
     except ValueError:
-        raise PeerFault("an answer that makes no sense") from None
+        raise StoreError(FaultKind.PROTOCOL, "an answer that makes no sense") from None
 
 
 def _expect(message: object, kind: type[M]) -> M:
-    """Return `message` if it is of this kind. Raises PeerFault for another one."""
+    """Return `message` if it is of this kind. Raises StoreError for another one."""
     if isinstance(message, kind):
         return message
     if isinstance(message, Refused):
-        # The peer's own words, made safe for a log.
-        raise PeerFault(f"it refuses: {printable(message.reason)}")
-    raise PeerFault("it does not speak the protocol of peers")
+        raise StoreError(*message.fault)
+    raise StoreError(FaultKind.PROTOCOL, "it does not speak the protocol of peers")

@@ -21,7 +21,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import TransferError
+from kvferry.config import printable
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.network import BUFFER_BYTES, Stream, reason_of
 
 VERSION = 1
@@ -36,10 +37,6 @@ MAX_READ_BYTES = 1 << 31
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
-
-
-class PeerFault(TransferError):
-    """The other side broke the protocol, or one side refused the other."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +63,15 @@ class Welcome(Message, frozen=True, tag=2):
 
 class Refused(Message, frozen=True, tag=3):
     reason: Annotated[str, Meta(max_length=200)]
+    kind: Annotated[str, Meta(max_length=20)] = FaultKind.REFUSED
+    """A `FaultKind`, or one that a later release knows. Earlier releases send none."""
+
+    @property
+    def fault(self) -> Fault:
+        """What the other side said, made safe for a log."""
+        known = self.kind in FaultKind.__members__.values()
+        kind = FaultKind(self.kind) if known else FaultKind.REFUSED
+        return Fault(kind, f"it refuses: {printable(self.reason)}")
 
 
 class AskKeys(Message, frozen=True, tag=4):
@@ -122,17 +128,17 @@ def encode(message: Message) -> bytes:
 
 
 def decode(decoder: Decoder[T], body: bytes | bytearray | memoryview) -> T:
-    """Return the message of a frame. Raises PeerFault if it holds none."""
+    """Return the message of a frame. Raises StoreError if it holds none."""
     try:
         return decoder.decode(body)
     # UnicodeDecodeError is a ValueError; deeply nested arrays raise RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerFault("it does not speak the protocol of peers") from error
+        raise StoreError(FaultKind.PROTOCOL, "it does not speak the protocol of peers") from error
 
 
 class Frames(Stream):
     """A connection of two peers, which `client` and `server` use. Besides OSError, calls raise
-    PeerFault for what breaks the protocol."""
+    StoreError for what breaks the protocol."""
 
     def secure(self, tls: ssl.SSLContext, deadline: float, host: str | None = None) -> None:
         try:
@@ -140,7 +146,7 @@ class Frames(Stream):
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise
         except ssl.SSLError as error:
-            raise PeerFault(reason_of(error)) from None
+            raise StoreError(FaultKind.PROTOCOL, reason_of(error)) from None
 
     def send(self, message: Message, deadline: float, buffers: Sequence[memoryview] = ()) -> None:
         """Send a frame, and the bytes of `buffers` after it."""
@@ -150,7 +156,7 @@ class Frames(Stream):
         """Receive the next message, of at most `max_bytes`."""
         length = int.from_bytes(self.read(_HEAD_BYTES, deadline), "little")
         if not 0 < length <= max_bytes:
-            raise PeerFault("it does not speak the protocol of peers")
+            raise StoreError(FaultKind.PROTOCOL, "it does not speak the protocol of peers")
         return decode(decoder, self.read(length, deadline))
 
 

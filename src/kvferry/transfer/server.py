@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from kvferry.config import unknown
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.network import addresses_of, is_loopback, join_host
 from kvferry.observe import Observer
 from kvferry.processors import begin_io_thread
@@ -38,7 +38,6 @@ from kvferry.transfer.messages import (
     Hello,
     KeyStates,
     Lent,
-    PeerFault,
     Read,
     Refused,
     Welcome,
@@ -242,7 +241,7 @@ class PeerServer:
                 if num_bytes:
                     self._observer.count("peer_served_records")
                     self._observer.count("peer_served_bytes", num_bytes)
-        except PeerFault as error:
+        except StoreError as error:
             self._say(str(error))  # first, so that who sees the count finds the line
             self._observer.count("peer_refused")
         except OSError as error:
@@ -347,12 +346,14 @@ class _Desk:
         client.send(Challenge(VERSION, self._incarnation, nonce), deadline)
         hello = client.receive(GREETINGS, MAX_GREETING_BYTES, deadline)
         if not isinstance(hello, Hello):
-            raise PeerFault("it does not say who it is")
+            raise StoreError(FaultKind.PROTOCOL, "it does not say who it is")
         said = (self._incarnation, nonce, hello.nonce, hello.namespace)
         if hello.version != VERSION:
-            self._refuse(client, f"only version {VERSION} is spoken here", deadline)
+            self._refuse(
+                client, FaultKind.PROTOCOL, f"only version {VERSION} is spoken here", deadline
+            )
         if not self._key.is_proof(hello.proof, "client", *said):
-            self._refuse(client, "the keys are different", deadline)
+            self._refuse(client, FaultKind.LOGIN, "the keys are different", deadline)
         client.namespace = hello.namespace
         self._check_namespace(client, deadline)
         client.send(Welcome(self._key.proof("server", *said)), deadline)
@@ -364,7 +365,7 @@ class _Desk:
         deadline = time.monotonic() + self.bounds.answer_seconds
         self._check_namespace(client, deadline)
         if question.number <= client.number:
-            self._refuse(client, "a question that was asked before", deadline)
+            self._refuse(client, FaultKind.PROTOCOL, "a question that was asked before", deadline)
         client.number = question.number
         if isinstance(question, Read):
             return self._lend(client, question, deadline)
@@ -404,7 +405,8 @@ class _Desk:
         lengths = part_lengths(size, asked.ranges)
         num_bytes = sum(lengths)
         if num_bytes > MAX_READ_BYTES:
-            self._refuse(client, f"a read of more than {MAX_READ_BYTES} bytes", deadline)
+            reason = f"a read of more than {MAX_READ_BYTES} bytes"
+            self._refuse(client, FaultKind.UNUSABLE, reason, deadline)
         views = [
             view
             for (offset, _), length in zip(asked.ranges, lengths, strict=True)
@@ -417,11 +419,11 @@ class _Desk:
     def _check_namespace(self, client: _Client, deadline: float) -> None:
         if client.namespace != self._namespace():
             reason = "another model, configuration or tenant is served here"
-            self._refuse(client, reason, deadline)
+            self._refuse(client, FaultKind.UNUSABLE, reason, deadline)
 
-    def _refuse(self, client: _Client, reason: str, deadline: float) -> NoReturn:
-        client.send(Refused(reason), deadline)
-        raise PeerFault(reason)
+    def _refuse(self, client: _Client, kind: FaultKind, reason: str, deadline: float) -> NoReturn:
+        client.send(Refused(reason, kind), deadline)
+        raise StoreError(kind, reason)
 
 
 class _Room:

@@ -8,9 +8,10 @@ import pytest
 
 from kvferry.adapters.sglang import pages
 from kvferry.adapters.sglang.pages import PageRecords
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
+from kvferry.store.base import CLOSED
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.faults import Gate, StallingStore
 
@@ -127,7 +128,7 @@ class Unlistable(MemoryStore):
         raise self._error
 
 
-@pytest.mark.parametrize("error", [StoreError("no list"), OSError("no list")])
+@pytest.mark.parametrize("error", [StoreError(FaultKind.UNLISTED, "no list"), OSError("no list")])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_fails_to_clear_is_logged(gate, error, is_late, monkeypatch, caplog):
     if is_late:
@@ -184,7 +185,8 @@ def test_an_answer_that_comes_later_is_waited_for():
 
 
 class Full(MemoryStore):
-    takes_values = False
+    def accepts(self):
+        return CLOSED
 
 
 def test_a_store_that_takes_nothing_is_given_nothing():

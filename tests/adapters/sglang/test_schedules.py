@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvferry.adapters.sglang import identity, storage
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.record.schema import RecordSchema
 from kvferry.store.memory import MemoryStore, copy_ranges
 from kvferry.store.wrappers import WrapperStore
@@ -82,7 +82,7 @@ class Moody(WrapperStore):
         if mood == "absent":
             return None
         if mood == "fails":
-            raise StoreError("no read")
+            raise StoreError(FaultKind.REFUSED, "no read")
         if mood != "damages":
             return self.inner.read(key, ranges, deadline)
         size = self.inner.read(key, ())
@@ -97,7 +97,7 @@ class Moody(WrapperStore):
         if mood == "hangs":
             self._hang()
         if mood == "fails":
-            raise StoreError("no put")
+            raise StoreError(FaultKind.REFUSED, "no put")
         return self.inner.put(key, buffers, deadline)
 
 

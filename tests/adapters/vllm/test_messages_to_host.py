@@ -219,15 +219,15 @@ def test_a_tier_shows_its_last_state_alone_whatever_the_reasons(registry, prom):
                     found[sample.labels["state"], sample.labels["because"]] = sample.value
         return found
 
-    data = FerryStats(data={"hits": 1, NOW: {f"{place}/up/": 5.0}})
+    data = FerryStats(data={"hits": 1, NOW: {f"{place}/up//": 5.0}})
     newer = FerryStats(data={"hits": 1, NOW: {"pool_slots/held": 3}})
     prom.observe(data.aggregate(newer).data, 1)
     assert value_in(registry, "pool_slots", state="held") == 3
     assert shown() == {("up", ""): 5.0}
-    prom.observe({NOW: {f"{place}/away/it said: a/b": 7.0}}, 1)
+    prom.observe({NOW: {f"{place}/away//it said: a/b": 7.0}}, 1)
     assert shown() == {("away", "it said: a/b"): 7.0}
     for number in range(100):
-        prom.observe({NOW: {f"{place}/away/reason {number}": 8.0 + number}}, 1)
+        prom.observe({NOW: {f"{place}/away//reason {number}": 8.0 + number}}, 1)
     assert shown() == {("away", "other"): 107.0}
 
 

@@ -16,10 +16,10 @@ from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm import tier_rows
 from kvferry.adapters.vllm.tier_rows import TierRows
 from kvferry.config import build_config
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import PutResult
+from kvferry.store.base import CLOSED, PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -216,7 +216,8 @@ def test_a_hung_load_fails_in_time_and_its_rows_are_left_alone(host, filled, mon
 
 def test_a_store_that_takes_nothing_ends_a_job_at_once(host):
     class Away(WrapperStore):
-        takes_values = False
+        def accepts(self):
+            return CLOSED
 
     one = host(Away(MemoryStore()))
     one.store([1])
@@ -365,7 +366,7 @@ class Chaos(WrapperStore):
     def read(self, asked, ranges, deadline=0.0):
         what = next(self._draw)
         if what == "fail":
-            raise StoreError("drawn")
+            raise StoreError(FaultKind.REFUSED, "drawn")
         size = self.inner.read(asked, ranges, deadline)
         if what == "damage" and size is not None and ranges[-1][1]:
             ranges[-1][1][-1] ^= 1

@@ -15,6 +15,6 @@ def begin(store: FileStore, key: ChunkKey, value: bytes) -> Writing:
 
 
 def finish(store: FileStore, writing: Writing) -> PutResult:
-    (result,) = store._finish([writing])
+    (answer,) = store._finish([writing])
     writing.close()
-    return result
+    return answer.result

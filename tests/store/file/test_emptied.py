@@ -70,14 +70,14 @@ def test_the_next_start_finds_a_store(bench, how, following):
     store.describe(NAMESPACE, "a model")
     store.notice("{}")
     for number in range(4):
-        assert store.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
     CLEAN_UPS[how](bench.root)
     FOLLOWING[following](store)
     store.close()
     with bench.open(max_bytes=100_000) as after:
         assert (bench.root / "kvferry.json").is_file()
         after.maintain()
-        assert after.put(make_key(20), [make_value(1000)]) is PutResult.STORED
+        assert after.put(make_key(20), [make_value(1000)]).result is PutResult.STORED
         assert read_value(after, make_key(20)) == make_value(1000)
         assert after.stat().used_bytes == sum(entry.num_bytes for entry in after.scan())
     with bench.open(read_only=True) as reader:
@@ -93,7 +93,7 @@ def test_a_running_store_makes_the_directory_a_store_again(bench, tmp_path, how,
     store.put(make_key(0), [make_value(1000)])
     CLEAN_UPS[how](bench.root)
     store.maintain()
-    assert store.put(make_key(1), [make_value(1000)]) is PutResult.STORED
+    assert store.put(make_key(1), [make_value(1000)]).result is PutResult.STORED
     assert json.loads((bench.root / "kvferry.json").read_text())["version"] == 2
     assert store.described() == [NAMESPACE]
     # Without any upkeep of this process, another one reads what is there.
@@ -134,7 +134,7 @@ def test_the_index_alone_is_left_of_a_store(bench):
     (bench.root / "kvferry.json").unlink()
     for name in ("records", "writing"):
         shutil.rmtree(bench.root / name)
-    assert bench.open().put(make_key(), [b"value"]) is PutResult.STORED
+    assert bench.open().put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 def test_what_is_left_of_a_store_is_opened_by_those_who_may_not_make_one(bench):
@@ -142,7 +142,7 @@ def test_what_is_left_of_a_store_is_opened_by_those_who_may_not_make_one(bench):
     remove_files(bench.root)
     bench.open(read_only=True).close()
     store = bench.open(create=False)
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     remove_and_make(bench.root)
     with pytest.raises(ConfigError, match="is not a kvferry store"):
         bench.open(create=False)

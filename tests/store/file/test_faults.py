@@ -33,10 +33,10 @@ def test_a_failing_write_is_an_answer_and_gives_its_space_back(
     store = bench.open(max_bytes=100_000)
     store.put(make_key(0), [make_value(5000)])
     bench.io.fail[call] = number
-    assert store.put(make_key(1), [make_value(5000)]) is result
+    assert store.put(make_key(1), [make_value(5000)]).result is result
     assert bench.counters[counter] == 1
     bench.io.fail.clear()
-    assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    assert store.put(make_key(2), [make_value(5000)]).result is PutResult.STORED
     assert store.stat().used_bytes == 10_000
     assert read_value(store, make_key(1)) is None
     assert read_value(store, make_key(2)) == make_value(5000)
@@ -47,12 +47,12 @@ def test_values_put_together_on_a_full_disk_leave_nothing(bench, call):
     store = bench.open(max_bytes=100_000)
     values = [(make_key(number), [make_value(2000 + number)]) for number in range(8)]
     bench.io.fail[call] = errno.ENOSPC
-    assert store.put_all(values) == [PutResult.NO_SPACE] * 8
+    assert [each.result for each in store.put_all(values)] == [PutResult.NO_SPACE] * 8
     assert bench.counters["store_put_no_space"] <= 3
     assert storing.disk_bytes(bench.root) == store.stat().used_bytes == 0
     bench.io.fail.clear()
     bench.clock.advance(60.0)
-    assert store.put_all(values) == [PutResult.STORED] * 8
+    assert [each.result for each in store.put_all(values)] == [PutResult.STORED] * 8
     storing.assert_index_agrees(bench.root)
 
 
@@ -61,7 +61,7 @@ def test_of_values_put_together_none_is_tried_after_one_that_failed(bench):
     bench.io.fail["pwritev"] = errno.EIO
     before = bench.io.calls["pwritev"]
     values = [(make_key(number), [b"value"]) for number in range(8)]
-    assert store.put_all(values) == [PutResult.FAILED] * 8
+    assert [each.result for each in store.put_all(values)] == [PutResult.FAILED] * 8
     assert bench.io.calls["pwritev"] == before + 1
 
 
@@ -99,8 +99,8 @@ def test_a_full_disk_costs_nothing(bench, caplog):
             assert bench.counters["store_put_no_space"] == tries
         bench.io.fail.clear()
         bench.clock.advance(Patience().longest_pause_seconds)
-        assert store.put(make_key(0), [b"x"]) is PutResult.STORED
-        assert store.put(make_key(1), [b"x"]) is PutResult.STORED
+        assert store.put(make_key(0), [b"x"]).result is PutResult.STORED
+        assert store.put(make_key(1), [b"x"]).result is PutResult.STORED
     assert sum("file" in each.getMessage() for each in caplog.records) == 2  # of store and tier
 
 
@@ -108,8 +108,8 @@ def test_without_hard_links_records_are_renamed_into_place(bench):
     store = bench.open(max_bytes=100_000)
     for number, refusal in enumerate([errno.EPERM, errno.EOPNOTSUPP]):
         bench.io.fail["link"] = refusal
-        assert store.put(make_key(number), [make_value(4097)]) is PutResult.STORED
-        assert store.put(make_key(number), [make_value(4097)]) is PutResult.EXISTS
+        assert store.put(make_key(number), [make_value(4097)]).result is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4097)]).result is PutResult.EXISTS
         assert read_value(store, make_key(number)) == make_value(4097)
     assert store.stat().used_bytes == 2 * 4097
     assert store.delete(make_key(0))
@@ -120,7 +120,10 @@ def test_short_writes_are_continued(bench):
     store = bench.open()
     bench.io.largest_write = 1000
     value = make_value(9001)
-    assert store.put(make_key(), [value[:8000], value[8000:8017], value[8017:]]) is PutResult.STORED
+    assert (
+        store.put(make_key(), [value[:8000], value[8000:8017], value[8017:]]).result
+        is PutResult.STORED
+    )
     assert bench.io.calls["pwritev"] >= 9
     assert read_value(store, make_key()) == value
 
@@ -176,7 +179,7 @@ def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
     store.put(make_key(1), [b"value"])
     bench.clock.advance(120)
     store.maintain()
-    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(2), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key(2)) == b"value"
     assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
 
@@ -191,7 +194,7 @@ def test_a_link_that_was_made_is_counted_whatever_the_answer(bench, monkeypatch)
 
     monkeypatch.setattr(os, "link", asked_twice)
     store = bench.open(max_bytes=100_000)
-    assert store.put(make_key(), [make_value(5000)]) is PutResult.STORED
+    assert store.put(make_key(), [make_value(5000)]).result is PutResult.STORED
     assert read_value(store, make_key()) == make_value(5000)
     assert store.stat().used_bytes == 5000
     assert bench.open(max_bytes=100_000).stat().used_bytes == 5000

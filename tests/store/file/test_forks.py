@@ -26,7 +26,7 @@ def use_as_child(store):
     assert read_value(store, make_key(0)) == make_value(1000)
     assert store.contains(make_key(0))
     assert not store.contains(make_key(10**6))
-    assert store.put(make_key(10**6), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(10**6), [b"value"]).result is PutResult.FAILED
     assert not store.delete(make_key(0))
     store.discard(make_key(1), "bad_checksum")
     store.touch([make_key(0)])
@@ -34,7 +34,7 @@ def use_as_child(store):
     assert store.stat().num_records > 0
     store.maintain()
     store.close()
-    assert store.put(make_key(10**6), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(10**6), [b"value"]).result is PutResult.FAILED
 
 
 def run_child(body):
@@ -85,7 +85,7 @@ def test_a_busy_parent_may_fork_as_often_as_it_likes(tmp_path):
     with FileStore(root, max_bytes=500_000, settings=PATIENT) as store:
         assert store.wait_indexed(30)
         for number in range(2):
-            assert store.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+            assert store.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
         stop = threading.Event()
         results: list[PutResult] = []
 
@@ -93,7 +93,7 @@ def test_a_busy_parent_may_fork_as_often_as_it_likes(tmp_path):
             rng = random.Random(seed)
             while not stop.is_set():
                 number = rng.randrange(10, 400)
-                results.append(store.put(make_key(number), [make_value(1000, number)]))
+                results.append(store.put(make_key(number), [make_value(1000, number)]).result)
                 store.touch([make_key(0), make_key(1)])
                 if rng.random() < 0.5:
                     store.delete(make_key(rng.randrange(10, 400)))
@@ -111,7 +111,7 @@ def test_a_busy_parent_may_fork_as_often_as_it_likes(tmp_path):
         assert PutResult.FAILED not in results
         assert PutResult.STORED in results
         assert_sound(store, root)
-        assert store.put(make_key(10**6), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(10**6), [b"value"]).result is PutResult.STORED
         assert read_value(store, make_key(10**6)) == b"value"
 
 
@@ -145,7 +145,7 @@ for child in range(40):
     pid = os.fork()
     if pid == 0:
         assert store.read(key_of(0), ()) == 5
-        assert store.put(key_of(1), [b"value"]) == "failed"
+        assert store.put(key_of(1), [b"value"]).result == "failed"
         if child % 3 == 0:
             store.close()
         elif child % 3 == 1:
@@ -184,12 +184,12 @@ def test_a_child_may_open_the_store_again(tmp_path):
     def put_as_child():
         with FileStore(root, max_bytes=100_000, settings=PATIENT) as own:
             assert own.wait_indexed(30)
-            assert own.put(make_key(1), [make_value(1000)]) is PutResult.STORED
+            assert own.put(make_key(1), [make_value(1000)]).result is PutResult.STORED
 
     with FileStore(root, max_bytes=100_000, settings=PATIENT) as store:
         assert store.wait_indexed(30)
         store.put(make_key(0), [make_value(1000)])
         assert run_child(put_as_child) == 0
-        assert store.put(make_key(2), [make_value(1000)]) is PutResult.STORED
+        assert store.put(make_key(2), [make_value(1000)]).result is PutResult.STORED
         wait_until(lambda: store.contains(make_key(1)), "what the child stored is known")
         assert_sound(store, root)

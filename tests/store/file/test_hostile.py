@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.base import PutResult
+from kvferry.store.base import Put, PutResult
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
@@ -124,7 +124,7 @@ def outside(bench, tmp_path):
 def use_all(store):
     """Everything a store can do; nothing of it raises but what says so."""
     for number in range(40):
-        assert isinstance(store.put(make_key(number), [make_value(3000)]), PutResult)
+        assert isinstance(store.put(make_key(number), [make_value(3000)]), Put)
     store.maintain()
     for number in range(40):
         store.probe([make_key(number)])
@@ -204,7 +204,7 @@ def test_an_index_that_is_no_database_is_rebuilt(bench, outside, name, make):
     store = bench.open(max_bytes=100_000)
     store.maintain()
     assert store.contains(make_key())
-    assert store.put(make_key(1), [make_value(1000)]) is PutResult.STORED
+    assert store.put(make_key(1), [make_value(1000)]).result is PutResult.STORED
     assert store.stat().used_bytes == 2000
     for path in bench.root.glob("index.sqlite3*"):
         if path.is_file() and not path.is_symlink() and "broken" not in path.name:
@@ -223,11 +223,11 @@ def test_what_stands_in_a_records_place_is_a_miss_and_makes_way(bench, outside, 
         assert store.read(make_key(), ()) is None
     elif first == "evict":
         for number in range(1, 5):
-            assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+            assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     elif first == "delete":
         assert store.delete(make_key())
         assert not os.path.lexists(path)
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key()) == b"value"
     assert list(bench.root.glob("quarantine/*")) == []
     assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
@@ -237,10 +237,10 @@ def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):
     store = bench.open(max_bytes=100_000)
     bench.path(make_key()).parent.mkdir(parents=True)
     make_deep_tree(bench.path(make_key()), depth=1200)
-    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert not store.delete(make_key())
     store.maintain()
-    assert store.put(make_key(1), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(1), [b"value"]).result is PutResult.STORED
     assert store.stat().used_bytes == 5
     subprocess.run(["rm", "-rf", bench.path(make_key())], check=True)  # which pytest could not
 

@@ -277,7 +277,8 @@ class Traffic:
             started = time.monotonic()
             try:
                 if action < 0.5:
-                    self.results[self._store.put(key, [value_of(number, MAX_VALUE)])] += 1
+                    put = self._store.put(key, [value_of(number, MAX_VALUE)])
+                    self.results[put.result] += 1
                 elif action < 0.8:
                     read_back(self._store, number, MAX_VALUE)
                 elif action < 0.85:
@@ -357,7 +358,7 @@ def settle(store: FileStore, root: Path, *, on_disk: bool = True) -> None:
 def assert_right(store: FileStore, root: Path) -> None:
     number = NUM_KEYS  # whose value nobody else stores
     store.delete(key_of(number))
-    assert store.put(key_of(number), [value_of(number, MAX_VALUE)]) is PutResult.STORED
+    assert store.put(key_of(number), [value_of(number, MAX_VALUE)]).result is PutResult.STORED
     assert read_back(store, number, MAX_VALUE)
     files = {path.name[:64] for path in root.glob("records/*/*")}
     for number in range(NUM_KEYS + 1):
@@ -539,7 +540,7 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
         pid = children.start("stop_with_lock", path=str(place.path), begin=begin)
         wait_until_stopped(pid)
         started = time.monotonic()
-        assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+        assert store.put(make_key(1), [b"value"]).result is PutResult.FAILED
         assert time.monotonic() - started <= 2 * FAST.bounds.lock_seconds + LATE_SECONDS
         for number in range(NUM_KEYS):
             there = key_of(number).hex() in files
@@ -599,10 +600,10 @@ if os.getuid() == 0:
 settings = FileSettings(bounds=FileBounds(tick_seconds=0.05, rest_factor=1.0))
 index = root / "index.sqlite3"
 def is_stored(key):
-    return store.put(key, [b"value"]) in ("stored", "exists")
+    return store.put(key, [b"value"]).result in ("stored", "exists")
 with FileStore(root, max_bytes=100_000, settings=settings) as store:
     assert store.wait_indexed(60)
-    assert store.put(bytes(32), [b"first"]) == "stored"
+    assert store.put(bytes(32), [b"first"]).result == "stored"
     for mode in (0o444, 0o000):
         os.chmod(index, mode)
         os.chmod(f"{index}-journal", mode)
@@ -674,16 +675,16 @@ def test_nothing_is_stored_below_a_quota_before_all_is_counted(bench):
     for number in range(2):
         store.put(make_key(number), [make_value(4000)])
     (bench.root / "index.sqlite3").unlink()
-    assert store.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
+    assert store.put(make_key(5), [make_value(4000)]).result is PutResult.FAILED
     fresh = bench.open(max_bytes=10_000)
-    assert fresh.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
-    assert store.put(make_key(5), [make_value(4000)]) is PutResult.FAILED
+    assert fresh.put(make_key(5), [make_value(4000)]).result is PutResult.FAILED
+    assert store.put(make_key(5), [make_value(4000)]).result is PutResult.FAILED
     fresh.maintain()
-    assert fresh.put(make_key(5), [make_value(4000)]) is PutResult.STORED
+    assert fresh.put(make_key(5), [make_value(4000)]).result is PutResult.STORED
     assert disk_bytes(bench.root) <= 10_000
     bench.clock.advance(100)
     store.maintain()
-    assert store.put(make_key(6), [make_value(4000)]) is PutResult.STORED
+    assert store.put(make_key(6), [make_value(4000)]).result is PutResult.STORED
     assert disk_bytes(bench.root) <= 10_000
     store.maintain()
     assert_index_agrees(bench.root)
@@ -693,7 +694,7 @@ def test_a_store_without_a_quota_stores_while_the_index_is_made(bench):
     bench.open().put(make_key(1), [b"value"])
     (bench.root / "index.sqlite3").unlink()
     store = bench.open()
-    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(2), [b"value"]).result is PutResult.STORED
     store.maintain()
     assert store.stat().num_records == 2
 
@@ -733,7 +734,7 @@ def test_what_stands_in_place_of_a_directory_holds_up_nothing(bench, where):
     store = bench.open(max_bytes=10_000)
     store.maintain()
     assert store.stat().index_complete
-    assert store.put(make_key(2), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(2), [b"value"]).result is PutResult.STORED
 
 
 def test_what_could_not_be_followed_is_followed_later(bench, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_core_dump_in_a_record_folder_neither_counts_nor_evicts(bench):
     for number in range(8):
         assert read_value(store, make_key(number)) == make_value(4000)
     for number in range(8, 40):
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     assert all(path.exists() for path in foreign)
 
 
@@ -75,13 +75,15 @@ def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp
     with FileStore(root, max_bytes=32 * 4 * 1000, settings=SHORT_RESTS) as store:
         for shard in range(32):
             for number in range(4):
-                assert store.put(key_in(shard, number), [make_value(1000)]) is PutResult.STORED
+                assert (
+                    store.put(key_in(shard, number), [make_value(1000)]).result is PutResult.STORED
+                )
         wait_until(lambda: not store.upkeep.comparison.is_first_pass, "everything was compared")
         for shard in range(2, 32):
             shutil.rmtree(root / "records" / f"{shard:02x}")
         started = time.monotonic()
         for number in range(10, 20):  # fit at once
-            assert store.put(key_in(number, number), [make_value(1000)]) is PutResult.STORED
+            assert store.put(key_in(number, number), [make_value(1000)]).result is PutResult.STORED
         wait_until(lambda: store.stat().used_bytes <= 18_000, "the space came back", 60)
         wait_until(lambda: not store.contains(key_in(31, 3)), "all that is gone is forgotten", 60)
         assert time.monotonic() - started < 40
@@ -104,7 +106,7 @@ def test_a_record_grown_to_a_tebibyte_does_not_void_the_quota(bench):
         assert 40_000 <= store.stat().used_bytes <= 50_000
         assert bench.path(make_key(0)).exists()
     for number in range(10, 40):
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
         assert store.stat().used_bytes <= 100_000
     assert not bench.path(make_key(3)).exists()
     assert used_and_stored(store)[0] >= 80_000
@@ -144,7 +146,7 @@ def write_until_full(path):
 def fill(store, value, first=0):
     """Puts until one is refused; how many were stored."""
     for number in range(first, first + 5000):
-        result = store.put(make_key(number), [value])
+        result = store.put(make_key(number), [value]).result
         if result is not PutResult.STORED:
             assert result is PutResult.NO_SPACE
             return number - first
@@ -174,7 +176,7 @@ def test_a_full_disk_can_be_emptied(tmp_path, bench, what, quota, way):
                 bench.io.fail[call] = errno.ENOSPC
         assert num_stored >= 5
         for number in range(num_stored, num_stored + 20):
-            assert store.put(make_key(number), [value]) is PutResult.NO_SPACE
+            assert store.put(make_key(number), [value]).result is PutResult.NO_SPACE
         store.touch([make_key(0)])
         store.discard(make_key(1), "bad_checksum")
         store.maintain()
@@ -191,7 +193,7 @@ def test_a_full_disk_can_be_emptied(tmp_path, bench, what, quota, way):
         assert store.stat().num_records == 0
         assert store.stat().used_bytes == 0
         for number in range(100, 103):
-            assert store.put(make_key(number), [value]) is PutResult.STORED
+            assert store.put(make_key(number), [value]).result is PutResult.STORED
         store.close()
 
 
@@ -213,7 +215,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_itself(bench):
     again = bench.open(max_bytes=1_000_000)
     again.maintain()
     assert [shard for shard in range(32) if not again.contains(key_in(shard))] == [7]
-    assert again.put(key_in(8, 1), [make_value(100)]) is PutResult.STORED
+    assert again.put(key_in(8, 1), [make_value(100)]).result is PutResult.STORED
     assert read_value(again, key_in(7)) == make_value(100)
     bench.path(key_in(9)).unlink()
     for _ in range(100):  # as the thread does it
@@ -238,7 +240,7 @@ def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path):
         def put(number):
             start.wait()
             began = time.monotonic()
-            results[number] = store.put(make_key(number), [make_value(4000)])
+            results[number] = store.put(make_key(number), [make_value(4000)]).result
             took.append(time.monotonic() - began)
 
         def watch():
@@ -275,7 +277,7 @@ def test_no_put_waits_long_for_an_eviction_in_a_large_store(tmp_path, num_rows):
         took = []
         for number in range(300):
             began = time.monotonic()
-            assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+            assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
             took.append(time.monotonic() - began)
         assert sorted(took)[-4] < 1  # the machine may stall now and then
         assert max(took) < 30
@@ -304,7 +306,7 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
             number = 20_000
             while not stop.wait(0.01):
                 began = time.monotonic()
-                assert other.put(make_key(number), [b"v" * 100]) is PutResult.STORED
+                assert other.put(make_key(number), [b"v" * 100]).result is PutResult.STORED
                 took.append(time.monotonic() - began)
                 number += 1
 
@@ -312,7 +314,7 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
         thread.start()
         with FileStore(root, max_bytes=200_000, settings=patient) as small:
             began = time.monotonic()
-            assert small.put(make_key(10_000), [b"v" * 100]) in (
+            assert small.put(make_key(10_000), [b"v" * 100]).result in (
                 PutResult.STORED,
                 PutResult.NO_SPACE,  # where removing takes long
             )
@@ -321,7 +323,7 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
             stop.set()
             thread.join()
             small.gc()
-            assert small.put(make_key(10_001), [b"v" * 100]) is PutResult.STORED
+            assert small.put(make_key(10_001), [b"v" * 100]).result is PutResult.STORED
             assert small.stat().used_bytes <= 200_000
             assert small.stat().num_records == sum(1 for _ in root.glob("records/*/*"))
     assert max(took) < 12

@@ -51,13 +51,13 @@ def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
     look(other, bench)
     for number in range(10):
         writer = (one, other)[number % 2]
-        assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+        assert writer.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
     look(one, bench)
     look(other, bench)
     for store in (one, other):
         assert all(store.contains(make_key(number)) for number in range(10))
         assert store.stat().used_bytes == 10_000
-        assert store.put(make_key(3), [make_value(1000)]) is PutResult.EXISTS
+        assert store.put(make_key(3), [make_value(1000)]).result is PutResult.EXISTS
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
         slowest = 0.0
         for number in range(2):  # there and back
             writer, reader = (one, other) if number % 2 else (other, one)
-            assert writer.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+            assert writer.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
             started = time.monotonic()
             wait_until(lambda n=number, r=reader: r.contains(make_key(n)), "found", 60)
             slowest = max(slowest, time.monotonic() - started)
@@ -110,7 +110,7 @@ def test_keys_that_are_asked_for_again_come_as_the_other_stores_them(machine, be
 
     for number, key in enumerate(keys):
         assert not has_come(number)
-        assert other.put(key, [make_value(1000, number)]) is PutResult.STORED
+        assert other.put(key, [make_value(1000, number)]).result is PutResult.STORED
         assert has_come(number)
         assert read_value(one, key) == make_value(1000, number)
     assert bench.io.calls["listdir"] == 0
@@ -120,7 +120,7 @@ def test_an_old_listing_beside_a_new_time_is_not_the_last(machine, bench, monkey
     one = machine("one")
     other = machine("other", wall=FakeClock(time.time() + 10))
     other.maintain()
-    assert one.put(make_key(), [make_value(1000)]) is PutResult.STORED
+    assert one.put(make_key(), [make_value(1000)]).result is PutResult.STORED
     with monkeypatch.context() as cached:
         cached.setattr(directory.Directory, "list_shard", lambda *_: set())
         look(other, bench)
@@ -164,7 +164,7 @@ def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way)
     else:
         for number in range(1, 4):
             bench.wall.advance(10)
-            assert other.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+            assert other.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     assert one.contains(make_key())  # nobody told it
     assert one.read(make_key(), ()) is None
     assert not one.contains(make_key())
@@ -181,9 +181,9 @@ def test_the_quota_is_exceeded_by_no_more_than_the_other_wrote_and_is_kept_again
     one.maintain()
     other.maintain()
     for number in range(12):
-        assert one.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert one.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     for number in range(12, 24):  # before it looks again
-        assert other.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert other.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     assert quota < stored_bytes(bench.root) <= 2 * quota
     look(one, bench)
     assert stored_bytes(bench.root) <= quota
@@ -193,7 +193,7 @@ def test_the_quota_is_exceeded_by_no_more_than_the_other_wrote_and_is_kept_again
         assert store.stat().used_bytes == stored_bytes(bench.root) >= quota // 2
     for number in range(24, 36):
         store = (one, other)[number % 2]
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
         look(one, bench)
         look(other, bench)
         assert stored_bytes(bench.root) <= quota
@@ -216,7 +216,7 @@ def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
     assert finish(one, writing) is PutResult.STORED
     other.maintain()
     assert other.contains(make_key())
-    assert other.put(make_key(2), [make_value(1000)]) is PutResult.STORED
+    assert other.put(make_key(2), [make_value(1000)]).result is PutResult.STORED
     assert not other.contains(make_key(1))
 
 
@@ -268,7 +268,7 @@ def test_the_own_files_of_a_dead_process_go_at_once(machine, bench, tmp_path):
             begin(dying, make_key(1), make_value(9000))
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert one.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    assert one.put(make_key(2), [make_value(5000)]).result is PutResult.STORED
     one.maintain()
     assert os.listdir(bench.root / "writing") == []
     assert one.stat().used_bytes == 5000
@@ -315,7 +315,7 @@ def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(
     store = bench.open(max_bytes=quota, observer=counters)
     store.maintain()
     for number in range(10):
-        assert store.put(make_key(number), [make_value(4000)]) is PutResult.STORED
+        assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
     assert store.contains(make_key(9))
     assert counters["store_open_failed"] == (cause is not an_unknown_home)
     for options in ({"max_bytes": quota}, {"read_only": True}):

@@ -42,7 +42,7 @@ def test_a_directory_with_other_things_is_never_made_a_store(bench):
 def test_a_fresh_mount_and_a_dead_creator_are_no_other_things(bench):
     (bench.root / "lost+found").mkdir(parents=True)
     (bench.root / ".kvferry.json.0123456789abcdef").write_text("{")
-    assert bench.open().put(make_key(), [b"value"]) is PutResult.STORED
+    assert bench.open().put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 def test_a_file_in_the_way_is_refused(bench):
@@ -110,7 +110,7 @@ def test_two_that_create_at_once_both_succeed(bench, monkeypatch):
         return listdir(fd)
 
     monkeypatch.setattr(os, "listdir", late)
-    assert bench.open().put(make_key(), [b"value"]) is PutResult.STORED
+    assert bench.open().put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 def test_a_directory_that_cannot_be_written_is_opened_for_reading(bench, caplog, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_is_opened_for_reading(bench, caplog,
     assert store.is_read_only
     assert "read-only" in caplog.text
     assert read_value(store, make_key(0)) == b"value"
-    assert store.put(make_key(1), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(1), [b"value"]).result is PutResult.FAILED
     assert store.delete(make_key(0)) is False
     store.maintain()
     assert store.contains(make_key(0))
@@ -145,9 +145,9 @@ def test_a_forked_child_does_not_write_into_its_parents_account(bench):
     pid = os.fork()
     if pid == 0:
         result = store.put(make_key(), [b"value"])
-        os._exit(0 if result is PutResult.FAILED else 1)
+        os._exit(0 if result.result is PutResult.FAILED else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 @pytest.mark.parametrize("has_begun", [True, False])

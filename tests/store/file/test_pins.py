@@ -35,7 +35,7 @@ def opened(tmp_path, clock):
 def put(store, *indexes, clock):
     for index in indexes:
         clock.advance(1)
-        assert store.put(KEYS[index], [bytes(SIZE)]) == "stored"
+        assert store.put(KEYS[index], [bytes(SIZE)]).result == "stored"
 
 
 def there(store) -> list[int]:

@@ -49,7 +49,7 @@ def test_an_older_copy_moved_into_place_does_not_void_the_quota(bench):
         assert disk_bytes(bench.root) <= QUOTA
         store.upkeep.step()
         bench.clock.advance(1)
-    assert store.put(make_key(200), [make_value(SIZE)]) is PutResult.STORED
+    assert store.put(make_key(200), [make_value(SIZE)]).result is PutResult.STORED
     assert disk_bytes(bench.root) <= QUOTA
 
 
@@ -114,7 +114,7 @@ def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch)
     results = []
     for number in range(1000, 1300):
         bench.wall.advance(1)
-        results.append(store.put(key_in(5, number), [make_value(100)]))
+        results.append(store.put(key_in(5, number), [make_value(100)]).result)
     assert results.count(PutResult.STORED) >= 298
     assert disk_bytes(bench.root) <= 700 * 100
 
@@ -219,10 +219,10 @@ def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
     patched = Writing if what == "place" else index_module
     with monkeypatch.context() as patch:
         patch.setattr(patched, what, failing)
-        assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+        assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert not store.contains(make_key())
     assert disk_bytes(bench.root) == 0
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     assert_index_agrees(bench.root)
 
 
@@ -236,9 +236,9 @@ def test_a_put_that_would_have_to_evict_for_long_gives_up(bench, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(store.index, "add_written", more_to_evict)
-        assert store.put(make_key(), [b"value"]) is PutResult.NO_SPACE
+        assert store.put(make_key(), [b"value"]).result is PutResult.NO_SPACE
     assert disk_bytes(bench.root) == 0
-    assert store.put(make_key(), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(), [b"value"]).result is PutResult.STORED
 
 
 def test_a_put_without_room_keeps_what_its_eviction_did(bench):
@@ -247,7 +247,7 @@ def test_a_put_without_room_keeps_what_its_eviction_did(bench):
         store.put(make_key(number), [make_value(100)])
     store.pin([make_key(number) for number in range(4)], bench.wall() + 1000)
     store.discard(make_key(4), "bad_checksum")
-    assert store.put(make_key(9), [make_value(700)]) is PutResult.NO_SPACE
+    assert store.put(make_key(9), [make_value(700)]).result is PutResult.NO_SPACE
     assert bench.counters["store_put_no_space"] == 1
     assert_index_agrees(bench.root)
     assert store.stat().used_bytes == 400
@@ -256,7 +256,7 @@ def test_a_put_without_room_keeps_what_its_eviction_did(bench):
 def test_values_put_together_evict_for_what_is_stored_alone(bench):
     store = bench.open(max_bytes=10 * SIZE)
     fill(store, range(10))
-    assert store.put_all([(make_key(99), [make_value(SIZE)])] * 8) == [
+    assert [each.result for each in store.put_all([(make_key(99), [make_value(SIZE)])] * 8)] == [
         PutResult.STORED,
         *[PutResult.EXISTS] * 7,
     ]
@@ -269,7 +269,7 @@ def test_values_put_together_on_a_medium_that_refuses_names_evict_for_one(bench)
     fill(store, range(10))
     bench.io.fail["link"] = errno.EIO
     values = [(make_key(number), [make_value(SIZE)]) for number in range(20, 28)]
-    assert store.put_all(values) == [PutResult.FAILED] * 8
+    assert [each.result for each in store.put_all(values)] == [PutResult.FAILED] * 8
     assert store.stat().num_records == 9
     assert_index_agrees(bench.root)
 
@@ -295,7 +295,7 @@ def test_what_a_network_file_system_says_at_close_is_an_answer(bench, monkeypatc
         patch.setattr(os, "close", failing)
         patch.setattr(os, "dup", noted)
         stored = store.put(make_key(), [b"value"])
-    assert stored is (PutResult.STORED if is_late else PutResult.NO_SPACE)
+    assert stored.result is (PutResult.STORED if is_late else PutResult.NO_SPACE)
     assert disk_bytes(bench.root) == (5 if is_late else 0)
 
 
@@ -312,7 +312,7 @@ def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Writing, "write", full)
         full_write = store.put(make_key(), [b"value"])
-    assert full_write is PutResult.NO_SPACE
+    assert full_write.result is PutResult.NO_SPACE
     store.maintain()
     assert store.contains(make_key())
 
@@ -340,12 +340,12 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         store = bench.open()
         add_written = store.index.add_written
         monkeypatch.setattr(store.index, "add_written", removed_by(add_written, store))
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert not store.contains(make_key())
 
     def test_nor_when_it_was_stored_before_the_first_look(self, bench):
         store, other = bench.open(), bench.open()
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert other.delete(make_key())
         store.maintain()
         assert not store.contains(make_key())
@@ -354,7 +354,7 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         store = bench.open()
         bench.open().put(make_key(), [b"value"])
         monkeypatch.setattr(Writing, "is_taken", removed_by(Writing.is_taken, store))
-        assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
+        assert store.put(make_key(), [b"value"]).result is PutResult.EXISTS
         monkeypatch.undo()
         store.maintain()
         assert not store.contains(make_key())

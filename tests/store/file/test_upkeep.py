@@ -102,7 +102,7 @@ def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
                     order.popitem(last=False)
                     num_evicted += 1
                 order[key] = None
-                assert store.put(key, [b"v"]) is PutResult.STORED
+                assert store.put(key, [b"v"]).result is PutResult.STORED
                 bench.wall.advance(0.01)
         use(prefix)
         stored = {entry.key for entry in store.scan()}
@@ -121,7 +121,7 @@ def test_quarantine_is_bounded_and_evicts_nothing(bench):
     assert store.stat().used_bytes == 0
     store.put(make_key(100), [make_value(4900)])
     small = bench.open(max_bytes=5000)
-    assert small.put(make_key(101), [make_value(100)]) is PutResult.STORED
+    assert small.put(make_key(101), [make_value(100)]).result is PutResult.STORED
     assert read_value(small, make_key(100)) == make_value(4900)
     small.maintain()
     assert len(os.listdir(bench.root / "quarantine")) == 2  # a twentieth of the quota
@@ -154,7 +154,7 @@ def test_a_store_that_only_seems_full_has_room(bench):
         store.put(make_key(number), [make_value(5000)])
     for number in range(2):
         bench.path(make_key(number)).unlink()
-    assert store.put(make_key(2), [make_value(5000)]) is PutResult.STORED
+    assert store.put(make_key(2), [make_value(5000)]).result is PutResult.STORED
     store.maintain()
     assert store.stat().used_bytes == 5000
 
@@ -173,7 +173,7 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
     assert all(map(store.lists, keys))
     assert not store.lists(bytes(32))
     assert store.wait_indexed(0.1)
-    assert store.put(keys[0], [make_value(10)]) is PutResult.EXISTS
+    assert store.put(keys[0], [make_value(10)]).result is PutResult.EXISTS
     assert read_value(store, keys[1]) == make_value(10)
     assert {entry.key for entry in store.scan()} == set(keys)
 
@@ -217,5 +217,5 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     started = time.monotonic()
     store.close()
     assert time.monotonic() - started < 30
-    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     release.set()

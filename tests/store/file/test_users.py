@@ -69,7 +69,7 @@ def opened(root: Path, mode: str = "0770", **options: object) -> FileStore:
 
 def put(root: Path, *numbers: int, mode: str = "0770") -> list[PutResult]:
     with opened(root, mode, max_bytes=10_000) as store:
-        return [store.put(make_key(number), [make_value(1000)]) for number in numbers]
+        return [store.put(make_key(number), [make_value(1000)]).result for number in numbers]
 
 
 def test_users_of_a_group_share_a_directory_with_the_mode_0770(place):
@@ -79,9 +79,9 @@ def test_users_of_a_group_share_a_directory_with_the_mode_0770(place):
         with opened(place, max_bytes=10_000) as store:
             store.maintain()
             assert read_value(store, make_key(0)) == make_value(1000)
-            assert store.put(make_key(0), [make_value(1000)]) is PutResult.EXISTS
+            assert store.put(make_key(0), [make_value(1000)]).result is PutResult.EXISTS
             for number in range(2, 14):  # which evicts those of the other user, too
-                assert store.put(make_key(number), [make_value(1000)]) is PutResult.STORED
+                assert store.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
             store.discard(make_key(13), "test")
             assert store.delete(make_key(12))
             assert store.describe(bytes(32), "a model") == "a model"
@@ -159,7 +159,7 @@ def test_records_that_this_user_may_not_read_cost_no_others(place, caplog):
                 except Exception as error:
                     lines.append(str(error))
             assert read_value(store, make_key(7)) == make_value(1000)
-            assert store.put(make_key(30), [make_value(1000)]) is PutResult.STORED
+            assert store.put(make_key(30), [make_value(1000)]).result is PutResult.STORED
             assert store.tiers()[0].state == "up"
         assert len(lines) == 7
         return lines[0]

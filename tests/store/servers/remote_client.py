@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.memory import copy_ranges
 from kvferry.store.servers.remote import RemoteClient
@@ -30,9 +30,9 @@ class DictClient(RemoteClient):
 
     def _enter(self, deadline: float) -> None:
         if not self.gate.wait(max(0.0, deadline - time.monotonic())):
-            raise StoreError("the server did not answer in time")
+            raise StoreError(FaultKind.LATE, "the server did not answer in time")
         if self.down:
-            raise StoreError("the server is down")
+            raise StoreError(FaultKind.AWAY, "the server is down")
 
     def read(self, name, ranges, deadline):
         self._enter(deadline)

@@ -198,7 +198,7 @@ def test_a_url_opens_a_store(server, name):
     url = f"mooncake://{server.master}/{name}?segment=16MiB&protocol=tcp&admin={server.admin}"
     with open_one(url) as store:
         assert store.url == f"mooncake://{server.master}/{name}"
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert store.read(make_key(), ()) == 5
         assert [entry.key for entry in store.scan()] == [make_key()]
 

@@ -189,7 +189,7 @@ def test_a_url_opens_a_store(url_of, name):
     url = url_of(f"{name}/")
     with open_one(url) as store:
         assert store.url == f"s3://{BUCKET}/{name}"
-        assert store.put(make_key(), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert store.read(make_key(), ()) == 5
     with open_one(url, Opening(index=False)) as store:
         assert [entry.key for entry in store.scan()] == [make_key()]
@@ -219,7 +219,7 @@ def test_a_wrong_url_is_one_line(server, url, match):
 def test_a_store_whose_server_is_down_opens(name):
     endpoint = f"http://{LOCALHOST}:{free_ports(1)[0]}"
     with open_one(f"s3://{BUCKET}/{name}?endpoint={endpoint}&region=us-east-1") as store:
-        assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+        assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
         with pytest.raises(StoreError, match="Connection refused"):
             store.read(make_key(), ())
 

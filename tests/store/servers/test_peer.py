@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import PutResult
+from kvferry.store.base import CLOSED, Put, PutResult
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
@@ -85,7 +85,7 @@ class PeerBeside(WrapperStore):
 
     def put(self, key, buffers, deadline=float("inf")):
         if self._closed:
-            return PutResult.FAILED
+            return Put.failed(CLOSED)
         result = self.memory.put(key, buffers)
         self.inner.note_stored(key)
         return result
@@ -143,8 +143,8 @@ def test_a_peer_is_only_read(serving):
     memory = MemoryStore()
     memory.put(make_key(), [b"value"])
     peer = serving.open(serving.start(memory).address[1])
-    assert not peer.takes_values
-    assert peer.put(make_key(1), [b"other"]) is PutResult.FAILED
+    assert peer.accepts().kind is FaultKind.READ_ONLY
+    assert peer.put(make_key(1), [b"other"]).result is PutResult.FAILED
     assert not peer.delete(make_key())
     peer.discard(make_key(), "bad_checksum")
     assert read_value(peer, make_key()) == b"value"
@@ -158,14 +158,14 @@ def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(serving, caplog):
     peer = serving.open(serving.start(memory).address[1])
     near, far = MemoryStore(), MemoryStore()
     with TieredStore([near, peer, far], counters) as tiers:
-        assert tiers.takes_values
-        assert tiers.put(make_key(1), [b"own"]) is PutResult.STORED
+        assert tiers.accepts() is None
+        assert tiers.put(make_key(1), [b"own"]).result is PutResult.STORED
         wait_until(lambda: far.contains(make_key(1)), "the far tier has it")
         assert read_value(tiers, make_key()) == b"value"
         wait_until(lambda: near.contains(make_key()), "it is brought nearer")
     with TieredStore([peer]) as alone:
-        assert not alone.takes_values
-        assert alone.put(make_key(2), [b"own"]) is PutResult.FAILED
+        assert alone.accepts().kind is FaultKind.READ_ONLY
+        assert alone.put(make_key(2), [b"own"]).result is PutResult.FAILED
     assert memory.stat().num_records == 1
     assert caplog.messages == []
 

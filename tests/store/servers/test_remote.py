@@ -163,7 +163,7 @@ def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stor
     assert client.answered.wait(60)
     store.discard(key, "bad_checksum")
     if is_stored_again:
-        assert store.put(key, [b"right"]) is PutResult.STORED
+        assert store.put(key, [b"right"]).result is PutResult.STORED
     client.gate.set()
     thread.join(60)
     wait_until(lambda: store.contains(last) is False, "the probe ends")
@@ -179,7 +179,7 @@ def test_a_server_that_is_down_has_no_key(make_store, client):
     wait_until(lambda: store.contains(make_key()) is not None, "the probe ends")
     assert store.contains(make_key()) is False
     assert counts["store_probe_failed"] == 1
-    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert store.delete(make_key()) is False
     assert store.describe(SPACE, "text") == "text"
     with pytest.raises(StoreError):

@@ -538,7 +538,7 @@ def test_a_store_by_url_with_tls_and_a_password(locked, certificate, tmp_path):
             f"rediss://:{quote(SECRET, safe='')}@{at}",
         ):
             with open_one(url) as store:
-                assert store.put(make_key(), [b"value"]) is not PutResult.FAILED
+                assert store.put(make_key(), [b"value"]).result is not PutResult.FAILED
                 assert read_value(store, make_key()) == b"value"
                 assert SECRET not in store.url
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 
-from kvferry.errors import ConfigError, StoreError, StorePlaceError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError, StorePlaceError
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.testing.clock import FakeClock
 
 PATIENCE = Patience()
-AWAY = StoreError("it does not answer")
+AWAY = StoreError(FaultKind.AWAY, "it does not answer")
+DOWN = Fault(FaultKind.AWAY, "down")
 NOT_A_STORE = StorePlaceError("it is not a kvferry store")
 WRONG = ConfigError("no such option")
 
@@ -26,9 +27,9 @@ def make(*events, clock=None):
     return health
 
 
-FAIL = ("failed", "down")
+FAIL = ("failed", DOWN)
 DOUBT = [FAIL] * PATIENCE.max_failures
-LOST = ("is_lost", "down")
+LOST = ("is_lost", DOWN)
 GO_AWAY = [*DOUBT, LOST]
 COME_BACK = ("trial_answered",)
 LATE = ("is_left_out", "did not open")
@@ -45,7 +46,7 @@ LATE = ("is_left_out", "did not open")
         ([*DOUBT, ("answered",)], State.UP, True, -math.inf),
         ([*DOUBT, COME_BACK], State.UP, True, math.inf),
         ([*DOUBT, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
-        ([("write_failed", "why"), *DOUBT, COME_BACK], State.REFUSING, False, math.inf),
+        ([("write_failed", DOWN), *DOUBT, COME_BACK], State.REFUSING, False, math.inf),
         ([LOST], State.AWAY, False, 0.5),
         (GO_AWAY, State.AWAY, False, 0.5),
         ([*GO_AWAY, FAIL], State.AWAY, False, 0.5),
@@ -53,15 +54,15 @@ LATE = ("is_left_out", "did not open")
         ([*GO_AWAY, COME_BACK], State.UP, True, math.inf),
         ([*GO_AWAY, COME_BACK, FAIL, FAIL], State.UP, True, math.inf),
         ([*GO_AWAY, COME_BACK, *GO_AWAY], State.AWAY, False, 1.0),
-        ([("write_failed", "why")], State.REFUSING, False, -math.inf),
-        ([("write_failed", "why"), COME_BACK], State.REFUSING, False, math.inf),
-        ([("write_failed", "why"), ("stored",)], State.REFUSING, False, -math.inf),
-        ([("write_failed", "why"), *GO_AWAY], State.AWAY, False, 0.5),
-        ([("write_failed", "why"), *GO_AWAY, COME_BACK], State.UP, True, math.inf),
+        ([("write_failed", DOWN)], State.REFUSING, False, -math.inf),
+        ([("write_failed", DOWN), COME_BACK], State.REFUSING, False, math.inf),
+        ([("write_failed", DOWN), ("stored",)], State.REFUSING, False, -math.inf),
+        ([("write_failed", DOWN), *GO_AWAY], State.AWAY, False, 0.5),
+        ([("write_failed", DOWN), *GO_AWAY, COME_BACK], State.UP, True, math.inf),
         ([("no_room",)], State.REFUSING, False, math.inf),
         ([("no_room",), *GO_AWAY], State.AWAY, False, 0.5),
         ([*GO_AWAY, ("no_room",), COME_BACK], State.UP, True, math.inf),
-        ([*GO_AWAY, ("write_failed", ""), COME_BACK], State.UP, True, math.inf),
+        ([*GO_AWAY, ("write_failed", DOWN), COME_BACK], State.UP, True, math.inf),
         ([("close",), ("opened",)], State.CLOSED, False, math.inf),
         ([*GO_AWAY, ("close",), COME_BACK], State.CLOSED, False, math.inf),
         ([("close",), FAIL, ("no_room",)], State.CLOSED, False, math.inf),
@@ -86,10 +87,10 @@ def test_events_lead_to_a_state(events, state, accepts_writes, seconds_to_try):
 
 def test_one_failure_that_took_long_is_enough_for_a_trial():
     health = make()
-    health.failed("down", is_long=True)
+    health.failed(DOWN, is_long=True)
     assert health.next_try == -math.inf
     assert health.state is State.UP
-    assert "not used until it answers: down" in health.is_lost("down")
+    assert "not used until it answers: down" in health.is_lost(DOWN)
     assert health.state is State.AWAY
 
 
@@ -129,14 +130,25 @@ def test_one_failure_that_took_long_is_enough_for_a_trial():
         (
             [
                 ("opened",),
-                *[("write_failed", "read-only"), COME_BACK] * 3,
+                *[("write_failed", Fault(FaultKind.READ_ONLY, "read-only")), COME_BACK] * 3,
                 ("no_room",),
                 ("stored",),
             ],
             ["answers, but a value could not be stored: read-only"],
         ),
-        ([("opened",), ("write_failed", "read-only"), *GO_AWAY], ["not used until"]),
-        ([("opened",), ("write_failed", "read-only"), ("close",), COME_BACK], []),
+        (
+            [("opened",), ("write_failed", Fault(FaultKind.READ_ONLY, "read-only")), *GO_AWAY],
+            ["not used until"],
+        ),
+        (
+            [
+                ("opened",),
+                ("write_failed", Fault(FaultKind.READ_ONLY, "read-only")),
+                ("close",),
+                COME_BACK,
+            ],
+            [],
+        ),
         ([("opened",), *[("no_room",)] * 3], ["answers, but it has no room for a value"]),
     ],
 )
@@ -180,7 +192,7 @@ def test_a_store_that_comes_and_goes_is_asked_less_and_less_and_says_little():
         clock.advance(0.1)
         if health.is_up:
             num_away += 1
-            logged.append(health.is_lost("why"))
+            logged.append(health.is_lost(DOWN))
         elif health.claim_try():
             logged.append(health.trial_answered())
     assert num_away < 20
@@ -192,7 +204,7 @@ def test_writes_pause_longer_with_each_failure_until_one_succeeds():
     health = make(clock=clock)
 
     def pause():
-        health.write_failed("why")
+        health.write_failed(DOWN)
         health.trial_answered()
         waited = 0.0
         while not health.accepts_writes:

@@ -14,7 +14,6 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import PutResult
-from kvferry.store.file import directory, fileio, store, writing
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening, ServerBounds
 from kvferry.store.servers.objects import ObjectClient, ObjectOptions
@@ -29,8 +28,9 @@ from kvferry.types import ChunkKey
 from tests.servers.process import LOCALHOST
 from tests.servers.valkey import running_valkey
 from tests.servers.wrong_s3 import REFUSED, SIZE, running_wrong_s3
-from tests.store.file.conftest import FaultyOS
-from tests.store.servers.remote_client import DictClient
+from tests.store.errors import OF_FILES, Odd, io
+
+__all__ = ["io"]
 
 SPACE = b"n" * 32
 OPENING = Opening(namespace=SPACE, bounds=ServerBounds(probe_seconds=20.0))
@@ -51,15 +51,6 @@ def tier_of():
         each.close()
 
 
-@pytest.fixture
-def io(monkeypatch):
-    made = FaultyOS()
-    for module in (directory, fileio, store, writing):
-        monkeypatch.setattr(module, "os", made)
-    yield made
-    made.fail.clear()
-
-
 def read_bad(tiered: TieredStore) -> None:
     """Read the record again and again, also while its tier is tried."""
     for _ in range(5 * QUICK.max_failures):
@@ -75,7 +66,7 @@ def is_up(tiered: TieredStore) -> bool:
 
 @pytest.mark.parametrize("is_all", [False, True], ids=["one record", "the medium"])
 @pytest.mark.parametrize("call", ["open", "preadv"])
-@pytest.mark.parametrize("number", ["EACCES", "EIO", "ELOOP", "ENAMETOOLONG", "EPERM", "ESTALE"])
+@pytest.mark.parametrize("number", OF_FILES)
 def test_an_error_of_one_file_leaves_the_directory_up(
     tmp_path, tier_of, io, caplog, number, call, is_all
 ):
@@ -98,7 +89,7 @@ def test_an_error_of_one_file_leaves_the_directory_up(
     if call == "preadv":
         io.fail.clear()
     assert tiered.read(GOOD, [(0, memoryview(bytearray(16)))]) == 5
-    assert tiered.put(make_key(3), [b"value"]) is PutResult.STORED
+    assert tiered.put(make_key(3), [b"value"]).result is PutResult.STORED
     assert "not used until" not in caplog.text
 
 
@@ -144,7 +135,7 @@ def test_a_server_that_refuses_one_key_is_up(tier_of):
         client = ValkeyClient([(LOCALHOST, server.port)], login=login)
         tiered = tier_of(RemoteStore("valkey://h", client, OPENING, prefix="kv/"))
         for key in (GOOD, make_key(3)):
-            assert tiered.put(key, [b"value"]) is PutResult.STORED
+            assert tiered.put(key, [b"value"]).result is PutResult.STORED
         read_bad(tiered)
         assert is_up(tiered)
         assert tiered.read(GOOD, ()) == 5
@@ -160,13 +151,10 @@ def test_a_server_that_refuses_one_key_is_up(tier_of):
 
 @pytest.mark.parametrize("is_all", [False, True], ids=["one record", "the medium"])
 def test_a_client_that_breaks_at_one_name_does_not_take_its_tier_away(tier_of, is_all):
-    class Odd(DictClient):
-        def read(self, name, ranges, deadline):
-            if is_all or name.endswith(REFUSED):
-                raise KeyError(name)
-            return super().read(name, ranges, deadline)
-
-    tiered = tier_of(RemoteStore("odd://h", Odd(), OPENING))
+    odd = Odd()
+    odd.error, odd.only_in = KeyError("missing"), "" if is_all else REFUSED
+    tiered = tier_of(RemoteStore("odd://h", odd, OPENING))
     tiered.put(GOOD, [b"value"])
+    odd.method = "read"
     read_bad(tiered)
     assert is_up(tiered) is not is_all

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import ConfigError, StoreError, StorePlaceError
+from kvferry.errors import ConfigError, FaultKind, StoreError, StorePlaceError
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers import valkey
@@ -50,7 +50,7 @@ class Away:
     """Raises until the medium answers."""
 
     def __init__(self):
-        self.error = StoreError("it does not answer")
+        self.error = StoreError(FaultKind.AWAY, "it does not answer")
         self.store = MemoryStore("late", None)
         self.tries = []
 
@@ -101,10 +101,10 @@ def test_until_it_is_open_nothing_is_there(opened, caplog):
     assert late.contains(KEY) is False
     with pytest.raises(StoreError, match=r"^memory opening: does not answer$"):
         late.read(KEY, ())
-    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    assert late.put(KEY, [b"x"]).result is PutResult.FAILED
     assert not late.delete(KEY)
     assert not late.wait_indexed(0.0)
-    assert not late.takes_values
+    assert late.accepts() is not None
     assert late.stat().num_records == 0
     assert late.tier_of(KEY) == "memory"
     for call in (
@@ -122,11 +122,11 @@ def test_once_it_is_open_it_is_used(opened):
     late = opened(opening)
     opening.go.set()
     wait_until(lambda: is_open(late), "it is open")
-    assert late.put(KEY, [b"bytes"]) is PutResult.STORED
+    assert late.put(KEY, [b"bytes"]).result is PutResult.STORED
     assert late.contains(KEY)
     assert late.stat().num_records == 1
     late.close()
-    assert opening.store.put(KEY, [b"x"]) is PutResult.FAILED
+    assert opening.store.put(KEY, [b"x"]).result is PutResult.FAILED
 
 
 def test_an_error_after_the_time_is_logged_and_stays_a_miss(opened, caplog):
@@ -134,7 +134,7 @@ def test_an_error_after_the_time_is_logged_and_stays_a_miss(opened, caplog):
     late = opened(opening)
     opening.go.set()
     wait_until(lambda: "mount went away" in caplog.text, "it is logged")
-    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    assert late.put(KEY, [b"x"]).result is PutResult.FAILED
 
 
 def test_a_store_that_opens_after_close_is_closed(opened):
@@ -143,8 +143,8 @@ def test_a_store_that_opens_after_close_is_closed(opened):
     assert opening.is_begun.wait(60)
     late.close()
     opening.go.set()
-    wait_until(lambda: opening.store.put(KEY, [b"x"]) is PutResult.FAILED, "it is closed")
-    assert late.put(KEY, [b"x"]) is PutResult.FAILED
+    wait_until(lambda: opening.store.put(KEY, [b"x"]).result is PutResult.FAILED, "it is closed")
+    assert late.put(KEY, [b"x"]).result is PutResult.FAILED
 
 
 def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
@@ -154,11 +154,11 @@ def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
     for count in range(2, 5):
         advance(late, clock)
         wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
-        assert late.put(KEY, [b"x"]) is PutResult.FAILED
+        assert late.put(KEY, [b"x"]).result is PutResult.FAILED
     opening.error = None
     advance(late, clock)
     wait_until(lambda: is_open(late), "it is open")
-    assert late.takes_values
+    assert late.accepts() is None
     # Below a mount that is away may be an empty directory.
     assert opening.tries == [True, False, False, False, False]
     wait_until(lambda: len(caplog.records) == 2, "both are logged")
@@ -191,10 +191,10 @@ def test_of_several_stores_one_that_is_refused_is_left_out(
         assert caplog.text.count("serving without it until it can") == 1
         assert f"store {urls[refused]} cannot be opened" in caplog.text
         assert "'letter' is in it" in caplog.text
-        assert store.put(KEY, [b"value"]) is PutResult.STORED
+        assert store.put(KEY, [b"value"]).result is PutResult.STORED
         assert store.read(KEY, ()) == 5
         state = store.tiers()[refused]
-        assert (state.state, "is not empty" in state.because) == ("opening", True)
+        assert (state.state, "is not empty" in state.because.text) == ("opening", True)
     assert os.listdir(roots[refused]) == ["letter"]
     (roots[1 - refused] / "kvferry.json").write_text("[]")
     with pytest.raises(ConfigError, match=roots[0].name):
@@ -217,7 +217,7 @@ def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog)
         place.error = None
         clock.advance(5.0)
         wait_until(lambda: tier.up is not None, "it is open")
-        assert store.put(KEY, [b"x"]) is PutResult.STORED
+        assert store.put(KEY, [b"x"]).result is PutResult.STORED
         assert place.store.contains(KEY)
     assert set(place.tries) == {True}, "people may have emptied it"
     assert [line.split(": ")[-1] for line in caplog.messages] == [
@@ -244,7 +244,7 @@ def test_what_a_server_answers_counts(opened, is_late):
             self.heard = heard
 
         def check_medium(self, deadline):
-            raise StoreError("down")
+            raise StoreError(FaultKind.AWAY, "down")
 
     opening = Opening()
     opening.store = Server()
@@ -254,7 +254,7 @@ def test_what_a_server_answers_counts(opened, is_late):
     opening.go.set()
     wait_until(lambda: is_open(store), "it is open")
     for _ in range(Patience().max_failures):
-        opening.store.heard(StoreError("down"))
+        opening.store.heard(StoreError(FaultKind.AWAY, "down"))
     wait_until(lambda: "away" in repr(store), "it was tried")
 
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from kvferry.errors import StoreError
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
-from kvferry.store.base import NO_DEADLINE, PutResult
+from kvferry.store.base import NO_DEADLINE, Put, PutResult
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -21,7 +21,7 @@ from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
-from kvferry.testing.faults import FailingStore, Gate, StallingStore
+from kvferry.testing.faults import INJECTED, FailingStore, Gate, StallingStore
 from kvferry.testing.stores import (
     ProbeTests,
     RemoteStoreTests,
@@ -35,6 +35,7 @@ from tests.store.servers.remote_client import DictClient
 SPACE = b"n" * 32
 SIZE = 1000
 MAX_FAILURES = Patience().max_failures
+DOWN = Fault(FaultKind.AWAY, "down")
 QUICK = Patience(look_seconds=0.01)
 """Of threads whose clock a test moves."""
 
@@ -84,7 +85,7 @@ class OfNearest(TieredStore):
 
 def lose(store, number=0):
     """Have a tier find that its medium does not answer."""
-    store._tiers[number]._event(lambda health: health.is_lost("down"))
+    store._tiers[number]._event(lambda health: health.is_lost(DOWN))
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_values_put_together_reach_a_store_as_it_shares_their_cost(make_tiers):
     near, far = PutsSeveral(MemoryStore()), MemoryStore()
     store = make_tiers(near, far)
     assert store.values_per_put == 4
-    assert store.put_all(several(10)) == [PutResult.STORED] * 10
+    assert [each.result for each in store.put_all(several(10))] == [PutResult.STORED] * 10
     assert near.seen == [4, 4, 2]
     wait_until(lambda: all(held(far, number) for number in range(10)), "the other has them, too")
 
@@ -161,7 +162,11 @@ def test_of_values_put_together_a_farther_tier_takes_what_the_nearest_does_not(m
     near, far = MemoryStore(max_bytes=100), MemoryStore()
     near.put(make_key(0), [b"there"])
     store = make_tiers(near, far)
-    assert store.put_all(several(3)) == [PutResult.EXISTS, PutResult.STORED, PutResult.STORED]
+    assert [each.result for each in store.put_all(several(3))] == [
+        PutResult.EXISTS,
+        PutResult.STORED,
+        PutResult.STORED,
+    ]
     assert not held(near, 1)
     assert held(far, 1)
     assert held(far, 2)
@@ -170,7 +175,7 @@ def test_of_values_put_together_a_farther_tier_takes_what_the_nearest_does_not(m
 def test_of_values_put_together_none_waits_for_a_store_that_failed(make_tiers):
     near = FailingStore(MemoryStore(), operations=["put"])
     store = make_tiers(near)
-    assert store.put_all(several(10)) == [PutResult.FAILED] * 10
+    assert [each.result for each in store.put_all(several(10))] == [PutResult.FAILED] * 10
     assert near.num_failed == 1
 
 
@@ -217,8 +222,12 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
     assert num_failed + counts["tier_reads/near/away"] == 10
     assert counts["tier_reads/memory/hit"] == 10
     near, other = store.tiers()
-    assert (near.name, near.state, near.because) == ("near", "away", "the server is down")
-    assert (other.name, other.state, other.because) == ("memory", "up", "")
+    assert (near.name, near.state, near.because) == (
+        "near",
+        "away",
+        (FaultKind.AWAY, "the server is down"),
+    )
+    assert (other.name, other.state, other.because) == ("memory", "up", None)
     assert [record.message for record in caplog.records] == [
         "store near://x: not used until it answers: the server is down"
     ]
@@ -227,7 +236,7 @@ def test_a_tier_that_fails_is_passed_by_and_then_left_alone(make_tiers, caplog):
         rest(store)
         client.down = False
     again = store.tiers()[0]
-    assert (again.state, again.because) == ("up", "")
+    assert (again.state, again.because) == ("up", None)
     assert again.since > near.since
     assert "used again after 5.0 s" in caplog.records[-1].message
     assert len(caplog.records) == 2
@@ -257,7 +266,7 @@ def test_a_value_that_a_farther_tier_lost_is_written_there_again(make_tiers):
     store.put(make_key(), [b"value"])
     settle(store)
     assert far.delete(make_key())
-    assert store.put(make_key(), [b"value"]) is PutResult.EXISTS
+    assert store.put(make_key(), [b"value"]).result is PutResult.EXISTS
     wait_until(lambda: held(far), "it has it again")
 
 
@@ -298,16 +307,16 @@ def test_a_store_that_takes_nothing_is_still_read(make_tiers, caplog):
         rest(store)
     assert store.read(make_key(), ()) == 5
     assert failing.num_failed < 10
-    assert said(caplog) == ["answers, but a value could not be stored"]
+    assert said(caplog) == ["answers, but a value could not be stored: injected: a write failed"]
 
 
 def test_a_write_that_is_refused_says_why_once(make_tiers, caplog):
     class ReadOnlyReplica(DictClient):
         def put(self, name, buffers, deadline, *, replaces=False):
-            raise StoreError("READONLY: it is a replica")
+            raise StoreError(FaultKind.READ_ONLY, "READONLY: it is a replica")
 
         def exists(self, names, deadline):
-            raise StoreError("READONLY: it is a replica")
+            raise StoreError(FaultKind.READ_ONLY, "READONLY: it is a replica")
 
     clock = FakeClock()
     store = make_tiers(RemoteStore("valkey://h/kv", ReadOnlyReplica()), clock=clock)
@@ -324,8 +333,8 @@ def test_a_store_that_is_only_read_is_offered_nothing(make_tiers, caplog, tmp_pa
     FileStore(tmp_path / "kv").close()
     store = make_tiers(FileStore(tmp_path / "kv", read_only=True))
     rest(store)
-    assert not store.takes_values
-    assert store.put(make_key(), [b"value"]) is PutResult.FAILED
+    assert store.accepts() is not None
+    assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert caplog.messages == []  # whoever opened it so knows
 
 
@@ -337,7 +346,7 @@ class Full(MemoryStore):
     is_full = True
 
     def put(self, *args):
-        return PutResult.NO_SPACE if self.is_full else super().put(*args)
+        return Put.failed(Fault(FaultKind.FULL, "full")) if self.is_full else super().put(*args)
 
 
 def test_a_store_that_is_full_says_so_once_each_way(make_tiers, caplog):
@@ -414,11 +423,11 @@ class Deadlines(MemoryStore):
 
     def put(self, key, buffers, deadline=math.inf):
         self.deadlines.append(deadline)
-        return PutResult.FAILED if self.is_away else super().put(key, buffers)
+        return INJECTED if self.is_away else super().put(key, buffers)
 
     def read(self, *args):
         if self.is_away:
-            raise StoreError("away")
+            raise StoreError(FaultKind.AWAY, "away")
         return super().read(*args)
 
 
@@ -441,21 +450,21 @@ def test_a_store_that_is_back_is_written_at_once(make_tiers):
         store.put(make_key(number), [b"value"])
         rest(store)
     assert state(store) == "away"
-    assert not store.takes_values
-    assert store.put(make_key(8), [b"value"]) is PutResult.FAILED
+    assert store.accepts() is not None
+    assert store.put(make_key(8), [b"value"]).result is PutResult.FAILED
     with pytest.raises(StoreError, match="away: "):
         store.read(make_key(8), ())
     inner.is_away = False
     clock.advance(QUICK.longest_pause_seconds)
-    wait_until(lambda: store.takes_values, "it is used again")
-    assert store.put(make_key(9), [b"value"]) is not PutResult.FAILED
+    wait_until(lambda: store.accepts() is None, "it is used again")
+    assert store.put(make_key(9), [b"value"]).result is not PutResult.FAILED
 
 
 def test_a_write_that_fails_while_the_store_is_away_is_not_said(make_tiers, caplog):
     class GoesAway(MemoryStore):
         def put(self, *args):
             lose(store)
-            return PutResult.FAILED
+            return INJECTED
 
     store = make_tiers(GoesAway(), clock=FakeClock())
     store.put(make_key(), [b"value"])
@@ -574,7 +583,7 @@ class Slow(MemoryStore):
 
     def read(self, *args):
         self.clock.advance(self.seconds)
-        raise StoreError("no answer in time")
+        raise StoreError(FaultKind.LATE, "no answer in time")
 
 
 @pytest.mark.parametrize(
@@ -608,7 +617,7 @@ def test_while_a_tier_is_away_nothing_waits_for_it(make_tiers):
     store = make_tiers(MemoryStore(), far, observer=counts, clock=clock)
     lose(store, 1)
     for number in range(20):
-        assert store.put(make_key(number), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(number), [b"value"]).result is PutResult.STORED
     assert num_waiting(store, 1) == 0
     assert copies(counts) == {"tier_copies/memory1/away": 20}
     clock.advance(QUICK.longest_pause_seconds)
@@ -713,7 +722,7 @@ def test_a_right_value_that_replaces_one_under_way_reaches_every_tier(make_tiers
     store.put(make_key(), [b"wrong"])
     assert gate.wait_for_arrival()
     store.discard(make_key(), "bad_checksum")
-    assert store.put(make_key(), [b"right"]) is PutResult.STORED
+    assert store.put(make_key(), [b"right"]).result is PutResult.STORED
     gate.release()
     wait_until(lambda: read_value(far, make_key()) == b"right", "the far one has it")
 
@@ -804,18 +813,18 @@ def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog):
 
     def opened(_may_create):
         if is_away:
-            raise StoreError("away")
+            raise StoreError(FaultKind.AWAY, "away")
         return inner
 
     store = make_tiers(Unopened("late://x", opened), far, clock=clock)
     for number in range(5):
-        assert store.put(make_key(number), [b"value"]) is PutResult.STORED
+        assert store.put(make_key(number), [b"value"]).result is PutResult.STORED
         assert held(store, number)
     assert held(far)
     is_away = False
     clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: state(store) == "up", "it is open")
-    assert store.put(make_key(9), [b"value"]) is PutResult.STORED
+    assert store.put(make_key(9), [b"value"]).result is PutResult.STORED
     assert held(inner, 9), "at once"
     wait_until(lambda: len(caplog.records) == 2, "its opening is logged")
     assert [message.partition(": ")[0] for message in caplog.messages] == [
@@ -833,7 +842,7 @@ class Unsteady(MemoryStore):
 
     def read(self, *args, **kwargs):
         if self.fails:
-            raise StoreError("down")
+            raise StoreError(FaultKind.AWAY, "down")
         return super().read(*args, **kwargs)
 
 
@@ -860,24 +869,26 @@ def test_a_store_that_fails_as_soon_as_it_is_open_stays_open():
     clock.advance(QUICK.longest_pause_seconds)
     tier.try_if_due()
     assert tier.up is store
-    assert tier.put_all([(make_key(), [b"value"])], math.inf) == [PutResult.STORED]
+    assert [each.result for each in tier.put_all([(make_key(), [b"value"])], math.inf)] == [
+        PutResult.STORED
+    ]
 
 
 def test_a_store_that_may_not_be_asked_yet_accepts_no_writes():
     """Another thread looks between the event that takes it back and the moment that it is used."""
     clock, during = FakeClock(), []
     tier = Tier(MemoryStore(), "memory", 0, Observer(), clock, QUICK)
-    tier._event(lambda health: health.is_lost("down"))
+    tier._event(lambda health: health.is_lost(DOWN))
     clock.advance(QUICK.longest_pause_seconds)
 
     def taken_back(health):
         line = health.trial_answered()
-        during.append(tier.accepts_writes)
+        during.append(tier.accepts())
         return line
 
     tier._event(taken_back)
-    assert during == [False]
-    assert tier.accepts_writes
+    assert during != [None]
+    assert tier.accepts() is None
 
 
 def test_a_tier_that_got_no_thread_when_its_store_failed_gets_one_later(make_tiers, monkeypatch):

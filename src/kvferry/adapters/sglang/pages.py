@@ -232,7 +232,7 @@ class PageRecords:
         )
         if not wanted:
             return done
-        if not self._store.takes_values:
+        if self._store.accepts() is not None:
             self._observer.count("stores_dropped", len(wanted))
             return done
         head = self._schema.head_bytes

@@ -145,9 +145,9 @@ class PromMetrics:
         family, values = labelled(name)
         metric = self._gauges[family]
         if family == "tier_since_seconds":
-            *place, state, because = values
+            *place, state, kind, because = values
             self._reasons |= {because} if len(self._reasons) < MAX_REASONS else set()
-            values = [*place, state, because if because in self._reasons else "other"]
+            values = [*place, state, kind, because if because in self._reasons else "other"]
             key = (*labels, *place)
             before = self._tiers.get(key)
             self._tiers[key] = (*labels, *values)

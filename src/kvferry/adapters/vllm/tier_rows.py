@@ -171,7 +171,7 @@ class TierRows:
         now = time.monotonic()
         deadline = now + STORE_SECONDS
         batch: Batch[PutResult] = Batch(len(wanted))
-        if self._store.takes_values:
+        if self._store.accepts() is None:
             records = [self._key(key) for key, _ in wanted]
             batch = self._client.put(records, [0] * len(records), fill, deadline)
         else:

@@ -23,7 +23,7 @@ from kvferry.cache.messages import (
     SlotChunk,
 )
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import ContractError
+from kvferry.errors import ContractError, Fault
 from kvferry.record.check import MissReason
 from kvferry.store.base import PutResult
 from kvferry.store.recordio import NOT_FINITE
@@ -231,7 +231,7 @@ class SavePlan:
             if slot is not None:
                 self._learn_sealed(report.rank, slot, sealed)
         for saved in report.saved:
-            self._learn_saved(saved.slot, saved.result, saved.why)
+            self._learn_saved(saved.slot, saved.result, saved.fault)
         if report.filled or report.sealed:
             self.await_reports()
         if report.failures:
@@ -279,7 +279,7 @@ class SavePlan:
             self._announce_failed(each.key)
         self._take_out([each.key for each in saved], MissReason.NOT_FINITE)
 
-    def _learn_saved(self, index: int, result: str, why: str) -> None:
+    def _learn_saved(self, index: int, result: str, fault: Fault | None) -> None:
         self.await_reports()
         slot = self._pool.report_written(index)
         if slot is None:
@@ -289,7 +289,7 @@ class SavePlan:
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused
-            refused.add((slot.key,), REFUSED_SECONDS, LookupMiss.REFUSED, why or result)
+            refused.add((slot.key,), REFUSED_SECONDS, LookupMiss.REFUSED, str(fault or result))
             self._announce_failed(slot.key)
             return
         self._requests.refused.discard(slot.key)
@@ -302,8 +302,8 @@ class SavePlan:
     def poll_writes(self) -> None:
         """Learn which records of several ranks this process has written."""
         if not self._is_alone:
-            for slot, result in self.shared_writes.poll():
-                self._learn_saved(slot.index, result, self._context.store.refusal)
+            for slot, answer in self.shared_writes.poll():
+                self._learn_saved(slot.index, *answer)
 
     def _announce_failed(self, key: ChunkKey) -> None:
         """Drop the event of a chunk whose save failed."""

@@ -14,7 +14,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import PutResult
+from kvferry.store.base import UNWRITTEN, Put
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import write_sealed
 
@@ -29,7 +29,7 @@ class _SharedRecord:
     digests: dict[int, bytes] = field(default_factory=dict)
     is_sealed: bool = False
     """Set by the job, before it writes."""
-    job: Job[PutResult] | None = None
+    job: Job[Put] | None = None
 
 
 class SharedWrites:
@@ -75,7 +75,7 @@ class SharedWrites:
             del self._records[slot.index]
         return is_early
 
-    def poll(self) -> list[tuple[Slot, PutResult]]:
+    def poll(self) -> list[tuple[Slot, Put]]:
         """Seal the slots that have their head. Return the writes that ended since the last call."""
         ended = []
         for record in list(self._records.values()):
@@ -87,7 +87,7 @@ class SharedWrites:
                 self._pool.seal(record.slot)
             if has_ended:
                 del self._records[record.slot.index]
-                ended.append((record.slot, self._result_of(job)))
+                ended.append((record.slot, self._answer_of(job)))
         return ended
 
     def close(self) -> None:
@@ -96,19 +96,19 @@ class SharedWrites:
         if not self._threads.close(self._close_seconds):
             logger.warning("a store operation did not end in time; it is abandoned at close")
 
-    def _result_of(self, job: Job[PutResult]) -> PutResult:
+    def _answer_of(self, job: Job[Put]) -> Put:
         if job.result is None:
             logger.error("saving a chunk failed", exc_info=job.error)
             self._observer.count("save_failed")
-        return job.result or PutResult.FAILED
+        return job.result or Put.failed(UNWRITTEN)
 
-    def _write(self, record: _SharedRecord) -> PutResult:
+    def _write(self, record: _SharedRecord) -> Put:
         """Seal and write a record. Runs in: I/O thread."""
         slot = record.slot
         parts, table = self._ranks.record(slot.index), self._ranks.leaf_table(record.digests)
         if parts is None or table is None:
             self._observer.count("save_failed")
-            return PutResult.FAILED
+            return Put.failed(UNWRITTEN)
         schema = self._schema.with_namespace(record.namespace)
         self._ranks.seal(
             slot.index, schema.encode_head(slot.key, slot.first_token, table, slot.mark)

@@ -24,7 +24,7 @@ from kvferry.errors import StoreError, TransferError
 from kvferry.layout.streams import REACHED, Mark
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import PutResult
+from kvferry.store.base import UNWRITTEN, PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
 from kvferry.types import ChunkKey
@@ -195,8 +195,7 @@ class SlotIO:
         seal_record(schema, key, chunk.first_token, digests, image, chunk.mark)
 
         def write(_job: Job[Saved]) -> Saved:
-            result = write_sealed(self._store, key, [image], self._observer)
-            return Saved(chunk.slot, result, "" if result.is_there else self._store.refusal)
+            return Saved(chunk.slot, *write_sealed(self._store, key, [image], self._observer))
 
         save.write = self.pool.submit(write, can_wait=True)
         return Sealed(chunk.slot)
@@ -246,7 +245,7 @@ class SlotIO:
         if save.write.result is None:
             self._observer.count("save_failed")
             logger.error("saving a chunk failed", exc_info=save.write.error)
-        saved.append(save.write.result or Saved(slot, PutResult.FAILED))
+        saved.append(save.write.result or Saved(slot, PutResult.FAILED, UNWRITTEN))
         return True
 
     def _end_read(self, fetch: Fetch, read: Job[Filled]) -> Filled:

@@ -118,7 +118,7 @@ class Database:
         with self._locked():
             db = self._db
             if db is None:
-                raise IndexUnavailable(errno.EBADF, "the index is closed")
+                raise IndexUnavailable(errno.EAGAIN, "the index is closed")
             self._check_place()
             db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
@@ -157,7 +157,7 @@ class Database:
         """Raise if another file took the place of the database or of its journal. SQLite would
         replay the journal of another database, follow a link, or block on a fifo."""
         if self._inode != self._inode_now():
-            raise IndexUnavailable(errno.ESTALE, "another index has replaced it")
+            raise IndexUnavailable(errno.EAGAIN, "another index has replaced it")
         for suffix in _FILES if self._path is not None else ():
             with suppress(FileNotFoundError):
                 mode = os.lstat(f"{self._path}{suffix}").st_mode

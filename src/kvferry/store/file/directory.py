@@ -36,8 +36,9 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from kvferry.errors import StoreError, StorePlaceError
+from kvferry.errors import FaultKind, StoreError, StorePlaceError
 from kvferry.filesystem import file_system, why_refused
+from kvferry.network import fault_kind
 from kvferry.store.file.fileio import as_views, open_at, write_all
 from kvferry.types import ChunkKey
 
@@ -434,15 +435,15 @@ def open_root(root: Path, *, create: bool, mode: int = 0o700) -> Directory:
         ) from error
     except OSError as error:
         if error.errno in _AWAY:
-            raise StoreError(
-                f"the store directory {directory.root} does not answer: {error.strerror}"
-            ) from error
+            said = f"the store directory {directory.root} does not answer: {error.strerror}"
+            raise StoreError(fault_kind(error), said) from error
         why = f"{error.strerror}"
         if isinstance(error, PermissionError):
             why += f": {why_refused(str(error.filename or directory.root))}"
         raise StorePlaceError(
             f"the store directory {directory.root} cannot be used: {why}; choose a directory that "
-            "this user may read and write; users of one group share one with ?mode=0770"
+            "this user may read and write; users of one group share one with ?mode=0770",
+            fault_kind(error) if isinstance(error, PermissionError) else FaultKind.UNUSABLE,
         ) from error
     return directory
 

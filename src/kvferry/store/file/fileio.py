@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.store.base import Buffer, ReadRange
 
 PRIVATE = 0o600
@@ -110,7 +110,7 @@ class OpenRecord:
             offset, target = start, buffer.cast("B")
             while target:
                 if time.monotonic() > deadline:
-                    raise StoreError("a stored record was not read in time")
+                    raise StoreError(FaultKind.LATE, "a stored record was not read in time")
                 count = self._read_some(target[:_MAX_READ_BYTES], offset)
                 if count == 0:
                     break

@@ -25,9 +25,10 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
+from kvferry.errors import Fault, FaultKind
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
-from kvferry.store.base import Entry, PutResult, Removal
+from kvferry.store.base import EXISTS, STORED, Entry, Put, Removal
 from kvferry.store.file.database import (
     Damaged,
     Database,
@@ -133,6 +134,9 @@ class KnownKeys:
         self._keys = set()
 
 
+ABOVE_QUOTA = Fault(FaultKind.FULL, "its quota has no room for the value")
+
+
 class Index:
     """The database (see `Database`) and the keys that this process knows from it. Thread-safe; not
     for a forked child. All methods but `close` and `note` may raise `IndexUnavailable`, or another
@@ -201,36 +205,36 @@ class Index:
         self,
         written: Sequence[Writing],
         max_bytes: int,
-        refused: Callable[[OSError], PutResult],
-    ) -> list[PutResult]:
+        refused: Callable[[OSError], Put],
+    ) -> list[Put]:
         """Evict to make room for values, give their files the names of records, and add a row for
         each file that got its name. One transaction does it all, so that no process evicts a value
         before its file has its name.
 
         Args:
-            refused: gives the result of a value whose file cannot be named, and of all after it.
+            refused: gives the answer for a value whose file cannot be named, and of all after it.
 
         Returns:
-            The results of the first values. There are fewer results than values if the next one
+            The answers for the first values. There are fewer answers than values if the next one
             needs more room than one transaction may make.
         """
-        results: list[PutResult] = []
+        results: list[Put] = []
         rows: list[tuple[ChunkKey, int, float, bytes]] = []
         with self._transaction(writes=True) as db:
             if max_bytes < NO_QUOTA and not self.totals.is_complete:
                 raise IndexUnavailable(errno.EAGAIN, "the index is being made")
             try:
                 for value in written:
-                    result = PutResult.EXISTS
+                    result = EXISTS
                     if not value.is_taken():
                         has_room = self._make_room(db, max_bytes, value.num_bytes, rows)
                         if has_room is None:
                             break
-                        result = PutResult.NO_SPACE
+                        result = Put.failed(ABOVE_QUOTA)
                         if has_room:
-                            result = PutResult.STORED if value.place() else PutResult.EXISTS
+                            result = STORED if value.place() else EXISTS
                     results.append(result)
-                    if result is PutResult.STORED:
+                    if result is STORED:
                         namespace = namespace_of(value.head) or b""
                         rows.append((value.key, value.num_bytes, self.settings.wall(), namespace))
             except OSError as error:

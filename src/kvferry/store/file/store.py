@@ -20,22 +20,25 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.filesystem import is_of_one_machine, user_cache, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    CLOSED,
+    EXISTS,
     NO_DEADLINE,
+    STORED,
     Buffer,
     Catalogue,
     Entry,
     GcReport,
-    PutResult,
+    Put,
     ReadRange,
     Removal,
     StoreStat,
     Value,
 )
-from kvferry.store.faults import Faults, outcome_of
+from kvferry.store.faults import Faults, fault_kind
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import (
     MARKER,
@@ -47,6 +50,7 @@ from kvferry.store.file.directory import (
 )
 from kvferry.store.file.fileio import OpenRecord, as_views
 from kvferry.store.file.index import (
+    ABOVE_QUOTA,
     NO_QUOTA,
     PAUSE_SECONDS,
     Index,
@@ -61,6 +65,8 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
+_READ_ONLY = Fault(FaultKind.READ_ONLY, "it is opened read-only")
+_INDEXING = Fault(FaultKind.INDEXING, "its index is not complete yet")
 _DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
 
 _Found = TypeVar("_Found")
@@ -127,7 +133,8 @@ class FileStore(Catalogue):
         try:
             self.index, compares = self._open_index(file, machines_share)
         except OSError as error:
-            raise StoreError(f"{self.url} does not answer: {error.strerror}") from error
+            said = f"{self.url} does not answer: {error.strerror}"
+            raise StoreError(fault_kind(error), said) from error
         self.upkeep = Upkeep(
             self.index,
             self._faults,
@@ -194,15 +201,12 @@ class FileStore(Catalogue):
         index.open()
         return index, True
 
-    @property
-    def takes_values(self) -> bool:
-        return self._writes()
-
-    @property
-    def refusal(self) -> str:
+    def accepts(self) -> Fault | None:
         if self.is_read_only:
-            return "it is opened read-only"
-        return "its index is not complete yet" if self._waits_for_index else self._faults.refusal
+            return _READ_ONLY
+        if not self._writes():
+            return CLOSED
+        return _INDEXING if self._waits_for_index else None
 
     @property
     def _waits_for_index(self) -> bool:
@@ -236,15 +240,13 @@ class FileStore(Catalogue):
             self.directory.start_of(MARKER, 1)
             self.directory.listed("records")
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         return self.put_all([(key, buffers)], deadline)[0]
 
-    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[Put]:
         for key, _ in values:
             record_name(key)  # raises: a key of another length is the caller's mistake
-        results: list[PutResult] = []
+        results: list[Put] = []
         while len(results) < len(values):
             results += self._put_some(values[len(results) :][: self.values_per_put])
         return results
@@ -378,7 +380,8 @@ class FileStore(Catalogue):
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         if not self._writes():
-            raise StoreError(f"{self.url} is read-only or closed; open it writable to change it")
+            said = f"{self.url} is read-only or closed; open it writable to change it"
+            raise StoreError(FaultKind.READ_ONLY, said)
         before = 0.0 if older_than_seconds is None else self._settings.wall() - older_than_seconds
         quota = self._max_bytes if max_bytes is None else max_bytes
         with self._faults.guard("gc", "cannot be made smaller", is_logged=False):
@@ -396,8 +399,9 @@ class FileStore(Catalogue):
         if self._max_bytes == NO_QUOTA and not by_client:
             raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
         if not self._writes() or not self.upkeep.may_pin:
-            why = "others evict by an index of their own" if self._writes() else self.refusal
-            raise StoreError(f"{self.url} cannot pin: {why}")
+            why = Fault(FaultKind.UNUSABLE, "others evict by an index of their own")
+            kind, text = why if self._writes() else _READ_ONLY if self.is_read_only else CLOSED
+            raise StoreError(kind, f"{self.url} cannot pin: {text}")
         most = self._max_bytes // (4 if by_client else 2)
         with self._faults.guard("pin", "cannot pin", is_logged=False):
             return self.index.pins.pin(keys, until, most, extends=by_client)
@@ -410,16 +414,16 @@ class FileStore(Catalogue):
     def _writes(self) -> bool:
         return not self._closed and not self.is_read_only and self.index.is_ours
 
-    def _put_some(self, values: Sequence[Value]) -> list[PutResult]:
-        found: list[Writing | PutResult] = []
-        refusal: PutResult | None = None
+    def _put_some(self, values: Sequence[Value]) -> list[Put]:
+        found: list[Writing | Put] = []
+        refusal: Put | None = None
         try:
             for key, buffers in values:
                 try:
                     with self._faults.guard("put"):
                         found.append(refusal or self._write(key, as_views(buffers)))
                 except StoreError as error:
-                    refusal = outcome_of(error)
+                    refusal = Put.failed(error.fault)
                     self._miss(key)
                     found.append(refusal)
             written = [each for each in found if isinstance(each, Writing)]
@@ -430,21 +434,21 @@ class FileStore(Catalogue):
                 if isinstance(each, Writing):
                     each.close()
 
-    def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | PutResult:
+    def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | Put:
         """Write a value into a hidden file, or return why not. Raises OSError if the medium
         refuses."""
         if not self._writes():
-            return PutResult.FAILED
+            return Put.failed(self.accepts() or CLOSED)
         writing = Writing(self.directory, key)
         try:
             if writing.is_taken():
                 self.probe([key])
-                result = PutResult.EXISTS
+                result = EXISTS
             elif sum(view.nbytes for view in views) > self._max_bytes:
-                result = PutResult.NO_SPACE
+                result = Put.failed(ABOVE_QUOTA)
             elif self._waits_for_index:
                 self._faults.observer.count("store_put_skipped")
-                result = PutResult.FAILED
+                result = Put.failed(_INDEXING)
             else:
                 writing.write(views)
                 return writing
@@ -454,24 +458,25 @@ class FileStore(Catalogue):
         writing.close()
         return result
 
-    def _finish(self, written: Sequence[Writing]) -> list[PutResult]:
-        """Place values and add them to the index; return a result for each."""
+    def _finish(self, written: Sequence[Writing]) -> list[Put]:
+        """Place values and add them to the index; return an answer for each."""
         results = self._add(written)
         for writing, result in zip(written, results, strict=True):
-            if result is PutResult.STORED:
+            if result is STORED:
                 self._faults.observer.count("store_put_records")
                 self._faults.observer.count("store_put_bytes", writing.num_bytes)
                 continue
             writing.unplace()  # no row would count it against the quota
-            if result is PutResult.EXISTS:
+            if result is EXISTS:
                 self.probe([writing.key])
             else:
                 self._miss(writing.key)
         return results
 
-    def _add(self, written: Sequence[Writing]) -> list[PutResult]:
-        results: list[PutResult] = []
-        until, rest = self._faults.clock() + self._settings.bounds.room_seconds, PutResult.NO_SPACE
+    def _add(self, written: Sequence[Writing]) -> list[Put]:
+        results: list[Put] = []
+        until = self._faults.clock() + self._settings.bounds.room_seconds
+        rest = Put.failed(ABOVE_QUOTA)
         try:
             with self._faults.guard("put"):
                 while left := written[len(results) :]:
@@ -482,7 +487,7 @@ class FileStore(Catalogue):
                             break
                         time.sleep(PAUSE_SECONDS)  # so that others can write
         except StoreError as error:
-            rest = outcome_of(error)
+            rest = Put.failed(error.fault)
         return results + [rest] * (len(written) - len(results))
 
     def _forget(self, key: ChunkKey, reason: str, detail: str = "") -> None:

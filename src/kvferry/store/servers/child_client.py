@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.store.backoff import Backoff
 from kvferry.store.servers.remote import RemoteClient
 
@@ -54,7 +54,7 @@ class LaneEnd:
         child is gone."""
         now = time.monotonic()
         if now >= deadline:
-            raise StoreError("the deadline passed")
+            raise StoreError(FaultKind.LATE, "the deadline passed")
         self.waits_since = now
         try:
             self.socket.settimeout(max(0.001, deadline - now))
@@ -65,7 +65,7 @@ class LaneEnd:
             raise _Gone(_ENDED) from error
         answer = self.answer(deadline)
         if answer is None:
-            raise StoreError("the deadline passed")
+            raise StoreError(FaultKind.LATE, "the deadline passed")
         return answer
 
     def answer(self, deadline: float) -> Any:  # noqa: ANN401
@@ -196,7 +196,7 @@ class ChildClient(RemoteClient):
                     return self._idle.pop()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise StoreError(f"{self._where}: it does not answer")
+                    raise StoreError(FaultKind.LATE, f"{self._where}: it does not answer")
                 # A late answer notifies no one: late lanes are looked at now and then.
                 self._changed.wait(min(left, 0.005) if self._late else left)
 
@@ -214,27 +214,27 @@ class ChildClient(RemoteClient):
         Returns the error for the call that was under way."""
         with self._changed:
             if self._closed:
-                return StoreError(f"{self._where}: closed")
+                return StoreError(FaultKind.CLOSED, f"{self._where}: closed")
             if self._child is not None and lane in self._child.lanes:
                 self._replace(reason)
-        return StoreError(f"{self._where}: {what} failed: {reason}")
+        return StoreError(FaultKind.AWAY, f"{self._where}: {what} failed: {reason}")
 
     def _start(self) -> None:
         try:
             self._child = _ChildProcess(self.script, self._options, self.num_lanes, self.lane_bytes)
         except OSError as error:  # no more processes, descriptors or memory
             self._replace(f"its process did not start: {error.strerror}")
-            raise StoreError(f"{self._where}: {self._reason}") from error
+            raise StoreError(FaultKind.AWAY, f"{self._where}: {self._reason}") from error
         self._late = list(self._child.lanes)
 
     def _ensure_child(self) -> None:
         if self._closed:
-            raise StoreError(f"{self._where}: closed")
+            raise StoreError(FaultKind.CLOSED, f"{self._where}: closed")
         if self._child is not None and self._child.owner != os.getpid():
             self._drop(0.0)
         if self._child is None:
             if not self._starts.is_over:
-                raise StoreError(f"{self._where}: {self._reason}")
+                raise StoreError(FaultKind.AWAY, f"{self._where}: {self._reason}")
             self._start()
 
     def _collect_late(self) -> None:
@@ -257,11 +257,11 @@ class ChildClient(RemoteClient):
                     self._idle.append(lane)
             except _Gone as error:
                 self._replace(str(error))
-                raise StoreError(f"{self._where}: {error}") from None
+                raise StoreError(FaultKind.AWAY, f"{self._where}: {error}") from None
         oldest = min((lane.waits_since or math.inf for lane in self._late), default=math.inf)
         if len(self._late) == self.num_lanes and time.monotonic() - oldest > _OVERDUE_SECONDS:
             self._replace("it took too long to answer")
-            raise StoreError(f"{self._where}: {self._reason}")
+            raise StoreError(FaultKind.AWAY, f"{self._where}: {self._reason}")
 
     def _replace(self, reason: str) -> None:
         self._reason = reason
@@ -306,7 +306,7 @@ class Call:
             raise self._client.lost(self.lane, self.what, str(error)) from None
         except StoreError:
             seconds = max(0.0, self._deadline - self._started)
-            raise self.failed(f"did not end within {seconds:.1f} s") from None
+            raise self.failed(FaultKind.LATE, f"did not end within {seconds:.1f} s") from None
 
-    def failed(self, why: str) -> StoreError:
-        return StoreError(f"{self._client._where}: {self.what} {why}")
+    def failed(self, kind: FaultKind, why: str) -> StoreError:
+        return StoreError(kind, f"{self._client._where}: {self.what} {why}")

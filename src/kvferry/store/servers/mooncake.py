@@ -15,7 +15,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvferry.errors import ConfigError, StoreError, install_hint
+from kvferry.errors import ConfigError, FaultKind, StoreError, install_hint
 from kvferry.network import reason_of, seconds_left
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
@@ -174,8 +174,9 @@ class MooncakeClient(ChildClient):
     def _list(self, prefix: str, deadline: float) -> Iterator[list[str]]:
         if self._admin is None:
             raise StoreError(
+                FaultKind.UNLISTED,
                 f"{self._where}: Mooncake lists names on its metrics port only: "
-                "add admin=http://host:9003 to the URL"
+                "add admin=http://host:9003 to the URL",
             )
         some: list[str] = []
         try:
@@ -186,27 +187,29 @@ class MooncakeClient(ChildClient):
                     yield some
                     some = []
         except ValueError as error:
-            raise StoreError(f"{self._where}: no list of names: {error}") from None
+            raise StoreError(
+                FaultKind.UNLISTED, f"{self._where}: no list of names: {error}"
+            ) from None
         if some:
             yield some
 
 
 def _code(call: Call, answer: object) -> int:
     if not isinstance(answer, int):
-        raise call.failed("failed: Mooncake's answer cannot be read")
+        raise call.failed(FaultKind.PROTOCOL, "failed: Mooncake's answer cannot be read")
     return answer
 
 
 def _codes(call: Call, answers: object, count: int) -> list[int]:
     if not isinstance(answers, list) or len(answers) != count:
-        raise call.failed("failed: Mooncake's answer cannot be read")
+        raise call.failed(FaultKind.PROTOCOL, "failed: Mooncake's answer cannot be read")
     return [_code(call, each) for each in answers]
 
 
 def _check(call: Call, code: int) -> None:
     """Raise StoreError for a negative code that the caller did not handle."""
     if code < 0:
-        raise call.failed(f"failed: Mooncake says {code}")
+        raise call.failed(FaultKind.REFUSED, f"failed: Mooncake says {code}")
 
 
 def _batches(

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
-from kvferry.errors import ConfigError, StoreError, install_hint
+from kvferry.errors import ConfigError, FaultKind, StoreError, install_hint
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
@@ -72,6 +72,14 @@ _DENIED = re.compile(
 )
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _NO_RANGE = "status code: 416"
+_KINDS = {
+    FaultKind.UNUSABLE: re.compile(f"BadScheme|{_NO_BUCKET.pattern}"),
+    FaultKind.LOGIN: _DENIED,
+    FaultKind.PROTOCOL: re.compile(r"InvalidMessage|peer certificate|connection closed"),
+    FaultKind.AWAY: re.compile(r"connection refused|connection reset|dns error", re.I),
+    FaultKind.LATE: re.compile(r"timed ?out", re.I),
+}
+"""What is looked for in the text of obstore, in this order."""
 # Variables of the environment that obstore reads.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -301,29 +309,31 @@ class ObjectClient(RemoteClient):
             try:
                 self.check(deadline, name)
             except ConfigError as error:
-                raise StoreError(str(error)) from None
+                raise StoreError(*error.fault) from None
 
     def _run(self, what: str, request: Coroutine[Any, Any, T], deadline: float) -> T:
         """Return the result of a request that ends at the deadline. Raises as `check`."""
         seconds = min(deadline - time.monotonic(), _LONGEST_SECONDS)
         if seconds <= 0:  # a request that is sent could still be carried out
             request.close()
-            raise StoreError(f"{self._where}: {what}: the deadline passed")
+            raise StoreError(FaultKind.LATE, f"{self._where}: {what}: the deadline passed")
         if os.getpid() != self._process:
             request.close()
-            raise StoreError(f"{self._where}: opened before a fork; open it after")
+            said = f"{self._where}: opened before a fork; open it after"
+            raise StoreError(FaultKind.CLOSED, said)
         with self._lock:
             if not self._end.alive:
                 request.close()
-                raise StoreError(f"{self._where}: closed")
+                raise StoreError(FaultKind.CLOSED, f"{self._where}: closed")
             future = asyncio.run_coroutine_threadsafe(_limited(request, seconds), self._loop)
         try:
             return future.result(seconds + _GRACE_SECONDS)
         except TimeoutError:
             future.cancel()
-            raise StoreError(f"{self._where}: {what} did not end within {seconds:.1f} s") from None
+            said = f"{self._where}: {what} did not end within {seconds:.1f} s"
+            raise StoreError(FaultKind.LATE, said) from None
         except CancelledError:
-            raise StoreError(f"{self._where}: closed") from None
+            raise StoreError(FaultKind.CLOSED, f"{self._where}: closed") from None
         except BaseException as error:
             if not _is_of_obstore(error):
                 raise
@@ -335,15 +345,20 @@ class ObjectClient(RemoteClient):
         text = str(error)
         found = _CODE.search(text) or _STATUS.search(text) or _CONNECTION.search(text)
         reason = found.group(found.lastindex or 0) if found else type(error).__name__
+        kind = next((kind for kind, said in _KINDS.items() if said.search(text)), FaultKind.REFUSED)
         hint = ""
         if "BadScheme" in text:
             hint = "; an http:// endpoint belongs into the URL: ?endpoint=http://..."
-        elif _NO_BUCKET.search(text):
+        elif kind is FaultKind.UNUSABLE:
             hint = "; create it or correct its name"
-        elif _DENIED.search(text):
+        elif kind is FaultKind.LOGIN:
             hint = f"; check {_CREDENTIALS[self._scheme]} and the rights to list, get and put"
+        if not isinstance(error, Exception):  # a panic
+            kind = FaultKind.BUG
         message = f"{self._where}: {what} failed: {reason}{hint}"
-        return ConfigError(message) if hint and not self._is_checked else StoreError(message)
+        if hint and not self._is_checked:
+            return ConfigError(message, kind)
+        return StoreError(kind, message)
 
 
 def _is_of_obstore(error: BaseException) -> bool:

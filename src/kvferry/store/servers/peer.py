@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.network import is_loopback
 from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
     Catalogue,
-    PutResult,
+    Put,
     ReadRange,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
@@ -36,6 +36,7 @@ MAX_WRONG = 3
 _MAX_SERVED = 1024
 """Number of records remembered as served, in case their readers find them wrong."""
 
+_READ_ONLY = Fault(FaultKind.READ_ONLY, "a peer is only read")
 _IS_HERE = {KeyState.HELD: True, KeyState.ABSENT: False, KeyState.PENDING: None}
 
 
@@ -62,13 +63,8 @@ class PeerStore(ServerStore):
         self._num_wrong = 0
         self._distrusted = b""
 
-    @property
-    def takes_values(self) -> bool:
-        return False
-
-    @property
-    def refusal(self) -> str:
-        return "a peer is only read"
+    def accepts(self) -> Fault | None:
+        return _READ_ONLY
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
@@ -107,13 +103,12 @@ class PeerStore(ServerStore):
         if self._client.incarnation == self._distrusted:
             self._client.states_of((), deadline)  # perhaps another process answers now
             if self._client.incarnation == self._distrusted:
-                raise StoreError(f"peer {self._client}: it sent {MAX_WRONG} wrong records")
+                said = f"peer {self._client}: it sent {MAX_WRONG} wrong records"
+                raise StoreError(FaultKind.PROTOCOL, said)
         self._distrusted, self._num_wrong = b"", 0
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
-        return PutResult.FAILED
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
+        return Put.failed(_READ_ONLY)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Forget the key; remove nothing at the peer. If this peer sent the record, count it as a
@@ -152,7 +147,7 @@ def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Catalogu
     try:
         key, tls = options.open_key(), options.open_tls("client")
     except ConfigError as error:
-        raise ConfigError(f"{url.where}: {error}") from None
+        raise ConfigError(f"{url.where}: {error}", error.kind) from None
     return PeerStore(PeerClient(host, port, opening.namespace, key, tls), opening)
 
 

@@ -14,14 +14,18 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
-from kvferry.errors import ContractError, StoreError
+from kvferry.errors import ContractError, Fault, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    CLOSED,
+    EXISTS,
     NO_DEADLINE,
+    STORED,
     Buffer,
     Catalogue,
     Entry,
     GcReport,
+    Put,
     PutResult,
     ReadRange,
 )
@@ -33,6 +37,8 @@ from kvferry.types import ChunkKey
 
 T = TypeVar("T")
 
+_FULL = Fault(FaultKind.FULL, "the server has no room for a value")
+_REFUSED = Fault(FaultKind.REFUSED, "the server does not take a value")
 _ABOUT = "about.json"
 _NOTICE = "erased.json"
 _REMEMBERED_NAMES = 1 << 16
@@ -90,7 +96,7 @@ class _GuardedClient(RemoteClient):
         self, client: RemoteClient, url: str, observer: Observer, clock: Callable[[], float]
     ) -> None:
         self.inner = client
-        self._faults = Faults(url, observer, clock, shows_text=False)
+        self._faults = Faults(url, observer, clock, is_of_client=True)
 
     def _guard(self, method: str) -> AbstractContextManager[None]:
         said = f"{type(self.inner).__name__}.{method} failed"
@@ -177,7 +183,6 @@ class RemoteStore(ServerStore):
         self._prefix = prefix
         self._namespace = opening.namespace
         self._size = opening.value_bytes
-        self._refusal = ""
         self._descriptions: dict[str, str] = {}  # by name, that this process gave
         self._looks_at = clock() + _LOOK_SECONDS  # whether the server has them
         self._keys.after_answer = self._describe_again
@@ -197,11 +202,9 @@ class RemoteStore(ServerStore):
                 learn(key, size)
         return size
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         if self._closed:
-            return PutResult.FAILED
+            return Put.failed(CLOSED)
         name, until = self.name_of(key), self._until(deadline)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         try:
@@ -210,27 +213,25 @@ class RemoteStore(ServerStore):
             # could take away the right value that another writer stored meanwhile.
             if result is PutResult.EXISTS and self._is_wrong(self._client.read(name, (), until)):
                 result = self._client.put(name, buffers, until, replaces=True)
-            self._refusal = ""
         except StoreError as error:
-            self._refusal = str(error)
-            result = PutResult.FAILED
+            return Put.failed(error.fault)
+        if not result.is_there:
+            return Put.failed(_FULL if result is PutResult.NO_SPACE else _REFUSED)
         if result is PutResult.STORED:
             self._keys.learn(key, num_bytes)
             self._observer.count("store_put_records")
             self._observer.count("store_put_bytes", num_bytes)
-        elif result is PutResult.EXISTS:
+        else:
             self._keys.learn(key)
-        if result.is_there:
-            self._describe_again()
-        return result
+        self._describe_again()
+        return STORED if result is PutResult.STORED else EXISTS
 
     def _is_wrong(self, size: int | None) -> bool:
         """Whether no right value has this size. False for None: it went, or is not whole yet."""
         return size == 0 or (size is not None and self._size not in (None, size))
 
-    @property
-    def refusal(self) -> str:
-        return self._refusal
+    def accepts(self) -> Fault | None:
+        return CLOSED if self._closed else None
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         if self.delete(key):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.config import printable
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.network import Stream
 from kvferry.store.base import Buffer
 
@@ -30,6 +30,15 @@ _ITEM_BYTES = 64
 """Memory that an item of a list takes besides its bytes."""
 _STRANGE = "it does not speak the protocol of Valkey and Redis"
 _MORE = "it sends more than was asked for"
+
+_KINDS = {
+    **dict.fromkeys(("NOAUTH", "WRONGPASS"), FaultKind.LOGIN),
+    **dict.fromkeys(("ASK", "CLUSTERDOWN", "CROSSSLOT", "MOVED"), FaultKind.CLUSTER),
+    "NOPERM": FaultKind.RIGHTS,
+    "OOM": FaultKind.FULL,
+    "READONLY": FaultKind.READ_ONLY,
+}
+"""By code of an error that a server answered."""
 
 _TEXT = (str, bytes, int)
 Word = str | bytes | int | Sequence[Buffer]
@@ -58,6 +67,11 @@ class ErrorReply(NamedTuple):
         """The first word: WRONGPASS, NOAUTH, ...; ERR if that is no code."""
         word = self.text.partition(" ")[0]
         return word if word.isascii() and word.isalpha() and word.isupper() else "ERR"
+
+    @property
+    def kind(self) -> FaultKind:
+        """What it means to the server's operator."""
+        return _KINDS.get(self.code, FaultKind.REFUSED)
 
     def __str__(self) -> str:
         """One line of at most 200 characters, without the user's name."""
@@ -92,7 +106,7 @@ class Connection(Stream):
             self.write([piece], deadline)
         replies = [self._reply(each) for each in commands]
         if self._start < self._end:
-            raise StoreError(_MORE)
+            raise StoreError(FaultKind.PROTOCOL, _MORE)
         return replies
 
     def _reply(self, asked: Command) -> object:
@@ -122,21 +136,21 @@ class Connection(Stream):
             count = _number(line)
             self._reserve(_ITEM_BYTES * count)
             return [self._parse(self._line(), depth + 1) for _ in range(count)]
-        raise StoreError(_STRANGE)
+        raise StoreError(FaultKind.PROTOCOL, _STRANGE)
 
     def _reserve(self, num_bytes: int) -> None:
         if not 0 <= num_bytes <= self._room:
-            raise StoreError(_MORE)
+            raise StoreError(FaultKind.PROTOCOL, _MORE)
         self._room -= num_bytes
 
     def _bulk(self, view: memoryview, size: int) -> memoryview:
         """Read `size` bytes into the first part of `view`; return that part."""
         if not 0 <= size <= view.nbytes:
-            raise StoreError(_MORE)
+            raise StoreError(FaultKind.PROTOCOL, _MORE)
         view = view[:size]
         self.read_into([view], self._deadline)
         if self._line():
-            raise StoreError(_STRANGE)
+            raise StoreError(FaultKind.PROTOCOL, _STRANGE)
         return view
 
     def _line(self) -> bytes:
@@ -144,7 +158,7 @@ class Connection(Stream):
         while True:
             end = self._buffer.find(b"\r\n", self._start, self._end)
             if (end if end >= 0 else self._end) - self._start > _MAX_LINE_BYTES:
-                raise StoreError(_STRANGE)
+                raise StoreError(FaultKind.PROTOCOL, _STRANGE)
             if end >= 0:
                 line = bytes(self._buffer[self._start : end])
                 self._start = end + 2
@@ -159,7 +173,7 @@ def _number(line: bytes) -> int:
         number = int(digits)
         if -(1 << 63) <= number < 1 << 63:
             return number
-    raise StoreError(_STRANGE)
+    raise StoreError(FaultKind.PROTOCOL, _STRANGE)
 
 
 def _pack(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.network import call_ends
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
@@ -102,7 +102,7 @@ class ValkeyClient(RemoteClient):
         try:
             login.get_credentials()
         except StoreError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error), error.fault.kind) from None
 
         def new_node(host: str, port: int) -> ValkeyNode:
             return ValkeyNode(host, port, login, tls)
@@ -205,21 +205,22 @@ class ValkeyClient(RemoteClient):
 
     def _open(self) -> ValkeyNode | ValkeyCluster:
         if self._closed:
-            raise StoreError("valkey: the store is closed")
+            raise StoreError(FaultKind.CLOSED, "valkey: the store is closed")
         return self._server
 
     def _ask(self, commands: Sequence[Command], deadline: float) -> list[object]:
         """Return the replies, also `ErrorReply`s, after one round trip to each node."""
         if any("{" in str(each.words[1]) for each in commands):
-            raise StoreError("valkey: a name holds a brace, which decides the place in a cluster")
+            said = "valkey: a name holds a brace, which decides the place in a cluster"
+            raise StoreError(FaultKind.UNUSABLE, said)
         server = self._open()
         if not commands:
             return []
         replies = server.ask(commands, call_ends(deadline))
         is_elsewhere = any(code_of(reply) in ("MOVED", "ASK") for reply in replies)
         if isinstance(server, ValkeyNode) and is_elsewhere:
-            what = "it is a node of a cluster; add ?cluster=true"
-            raise StoreError(f"valkey server {server}: {what}")
+            said = f"valkey server {server}: it is a node of a cluster; add ?cluster=true"
+            raise StoreError(FaultKind.CLUSTER, said)
         return replies
 
     def _number(self, reply: object, what: str, name: str) -> int:
@@ -229,9 +230,10 @@ class ValkeyClient(RemoteClient):
 
     def _refuse(self, reply: object, what: str, name: str) -> NoReturn:
         if not isinstance(reply, ErrorReply):
-            raise StoreError(f"valkey: {what} of {name!r}: a reply that makes no sense")
+            said = f"valkey: {what} of {name!r}: a reply that makes no sense"
+            raise StoreError(FaultKind.PROTOCOL, said)
         self._server.refresh()  # the server may have become a replica
-        raise StoreError(f"valkey: {what} of {name!r} refused: {reply}")
+        raise StoreError(reply.kind, f"valkey: {what} of {name!r} refused: {reply}")
 
 
 def _describe(
@@ -274,7 +276,7 @@ def _open_url(url: StoreUrl, options: ValkeyOptions, opening: Opening) -> Remote
             tls=make_tls(*files) if is_tls else None,
         )
     except ConfigError as error:
-        raise ConfigError(f"{url.where}: {error}") from None
+        raise ConfigError(f"{url.where}: {error}", error.kind) from None
     return open_remote(url, client, opening)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.network import Endpoint, load_pem
 from kvferry.store.servers.resp import Command, Connection, ErrorReply, code_of, command
 
@@ -46,7 +46,7 @@ class Login(NamedTuple):
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
                 # The name is not shown: someone may have given the password itself.
-                raise StoreError(f"password_file: {reason}") from None
+                raise StoreError(FaultKind.LOGIN, f"password_file: {reason}") from None
             password = lines[0] if lines else ""
         if self.username:
             return (self.username, password)
@@ -90,13 +90,14 @@ def _say(connection: Connection, asked: Command, deadline: float, *, is_login: b
     code = code_of(reply)
     if reply == b"OK" or (asked.words[0] == "CLIENT" and code == "NOPERM"):
         return  # a user with rights to keys only cannot name a connection
-    if not code:
-        raise StoreError("sent an invalid reply while connecting")
+    if not isinstance(reply, ErrorReply):
+        raise StoreError(FaultKind.PROTOCOL, "sent an invalid reply while connecting")
     if is_login:
         # Show the code only: a server that does not know AUTH repeats its arguments.
-        raise StoreError(f"refused the login ({code}); check username and password")
+        said = f"refused the login ({code}); check username and password"
+        raise StoreError(FaultKind.LOGIN, said)
     hint = "; give username and password_file" if code == "NOAUTH" else ""
-    raise StoreError(f"refused the connection: {reply}{hint}")
+    raise StoreError(reply.kind, f"refused the connection: {reply}{hint}")
 
 
 def make_tls(
@@ -136,7 +137,8 @@ class ValkeyCluster:
             node = owners[_slot_of(str(each.words[1]))]
             if node is None:
                 self._is_stale = True
-                raise StoreError("valkey cluster: no node has the slot of a name")
+                said = "valkey cluster: no node has the slot of a name"
+                raise StoreError(FaultKind.CLUSTER, said)
             groups.setdefault(node, []).append(number)
         replies: list[object] = [None] * len(commands)
         for node, numbers in groups.items():
@@ -201,7 +203,7 @@ class ValkeyCluster:
         until = min(deadline, time.monotonic() + _LEARN_SECONDS)
         if owners:  # at most half of the time, so that the call itself can still succeed
             until = (until + time.monotonic()) / 2
-        fault = StoreError("valkey cluster: it has no nodes")
+        fault = StoreError(FaultKind.CLUSTER, "valkey cluster: it has no nodes")
         places = dict.fromkeys([*self._nodes, *self._seeds])
         for place in sorted(places, key=lambda each: each == failed):
             try:
@@ -219,7 +221,9 @@ class ValkeyCluster:
         """Learn nodes and slots from one node's answer. Raises StoreError."""
         (reply,) = asked.ask([command("CLUSTER", "SLOTS")], deadline)
         if isinstance(reply, ErrorReply):
-            raise StoreError(f"valkey server {asked}: it answered {reply}")
+            # Of a server that is no cluster, no code says so.
+            kind = FaultKind.CLUSTER if reply.kind is FaultKind.REFUSED else reply.kind
+            raise StoreError(kind, f"valkey server {asked}: it answered {reply}")
         nodes: dict[Place, ValkeyNode] = {}
         owners: list[ValkeyNode | None] = [None] * _NUM_SLOTS
         for each in reply if isinstance(reply, list) else [reply]:
@@ -250,7 +254,8 @@ def _place(host: str, port: int, asked: ValkeyNode) -> Place:
 
 
 def _refuse(node: ValkeyNode) -> NoReturn:
-    raise StoreError(f"valkey server {node}: what it says of its cluster makes no sense")
+    said = f"valkey server {node}: what it says of its cluster makes no sense"
+    raise StoreError(FaultKind.PROTOCOL, said)
 
 
 def _slot_of(name: str) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvferry.errors import StoreError, StorePlaceError
+from kvferry.errors import Fault, FaultKind, StoreError, StorePlaceError
 from kvferry.store.backoff import Backoff
+from kvferry.store.faults import fault_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +84,17 @@ class Standing(NamedTuple):
     state: State
     since: float
     """Monotonic seconds, of the clock of `Health`."""
-    because: str = ""
-    """One line without a credential; empty if nothing is wrong."""
+    because: Fault | None = None
+    """None if nothing is wrong."""
 
 
-_MAX_BECAUSE = 120
+_MAX_TEXT = 120
 _UP = frozenset({State.UP, State.REFUSING})
+
+
+def _shortened(fault: Fault | None) -> Fault | None:
+    """Return a fault whose text fits into a label of a metric."""
+    return None if fault is None else fault._replace(text=fault.text[:_MAX_TEXT])
 
 
 class Health:
@@ -105,7 +111,7 @@ class Health:
 
     Attributes:
         standing: the state as it is now.
-        fault: error of the last call; empty after one that succeeded.
+        fault: error of the last call; None after one that succeeded.
         may_create: whether opening may make a store. False once the medium did not answer, since a
             mount that is away may show an empty directory.
     """
@@ -115,7 +121,7 @@ class Health:
         self._clock = clock
         self._patience = patience
         self.standing = Standing(State.OPENING, clock())
-        self.fault = ""
+        self.fault: Fault | None = None
         self.may_create = True
         self._is_announced = False  # the log says that the store is not open, and why
         pauses = patience.first_pause_seconds, patience.longest_pause_seconds
@@ -125,17 +131,17 @@ class Health:
         self._is_in_doubt = False  # calls failed, until a trial ends
         self._num_again = 0  # how often in a row it went away soon after it had come back
         self._back_at = -math.inf
-        self._unexplained: str | None = None  # why a write failed, until a trial ends
+        self._unexplained: Fault | None = None  # why a write failed, until a trial ends
         self._refused_at: float | None = None
 
     @property
     def state(self) -> State:
         return self.standing.state
 
-    def _stand(self, state: State, because: object = "") -> None:
+    def _stand(self, state: State, because: Fault | None = None) -> None:
         is_same = state is self.state
         since = self.standing.since if is_same else self._clock()
-        self.standing = Standing(state, since, str(because)[:_MAX_BECAUSE])
+        self.standing = Standing(state, since, _shortened(because))
 
     @property
     def is_up(self) -> bool:
@@ -187,7 +193,7 @@ class Health:
         self._tries.until = self._clock() + pause if is_tried_again else math.inf
         self.may_create &= not is_away
         self._is_announced |= is_away
-        self._stand(State.OPENING, error)
+        self._stand(State.OPENING, Fault(fault_kind(error), str(error)))
         if not self._is_announced or self.standing.because == was:
             return ""
         without = ": serving without it until it can" if is_tried_again else ""
@@ -198,7 +204,9 @@ class Health:
         if self.state is not State.OPENING or self._is_announced:
             return ""
         self._is_announced = True
-        self._stand(State.OPENING, self.standing.because or "does not answer")
+        self._stand(
+            State.OPENING, self.standing.because or Fault(FaultKind.AWAY, "does not answer")
+        )
         return f"{self._what} {why}"
 
     # -- calls ----------------------------------------------------------------------------------
@@ -206,21 +214,21 @@ class Health:
     def answered(self) -> None:
         """A read or a probe got its answer. It may be older than the fault of an away store."""
         if self.is_up:
-            self._num_failures, self.fault = 0, ""
+            self._num_failures, self.fault = 0, None
 
-    def failed(self, why: object, *, is_long: bool = False) -> None:
+    def failed(self, why: Fault, *, is_long: bool = False) -> None:
         """A call failed. The last of several in a row asks for a trial, or one that took long."""
         if not self.is_up:
             return
         self._num_failures += 1
-        self.fault = str(why)[:_MAX_BECAUSE]
+        self.fault = _shortened(why)
         self._is_in_doubt |= is_long or self._num_failures >= self._patience.max_failures
 
-    def is_lost(self, why: object) -> str:
+    def is_lost(self, why: Fault) -> str:
         """A trial failed, or a call hangs: the medium does not answer."""
         if not self.is_up:
             return ""
-        self.fault = str(why)[:_MAX_BECAUSE]
+        self.fault = _shortened(why)
         is_again = self._clock() - self._back_at < self._patience.soon_seconds
         # A store that answers trials and fails otherwise is tried after longer and longer pauses.
         self._num_again = self._num_again + 1 if is_again else 0
@@ -250,14 +258,14 @@ class Health:
         self._unexplained = None
         if why is None or not self.is_up:
             return ""
-        return self._refused(f"a value could not be stored{f': {why}' if why else ''}")
+        return self._refused(Fault(why.kind, f"a value could not be stored: {why}"))
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def write_failed(self, why: str) -> None:
-        """A write failed; `why` may be empty. Ask for a trial, and pause writes."""
+    def write_failed(self, why: Fault) -> None:
+        """A write failed. Ask for a trial, and pause writes."""
         if self.is_up:
-            self._pause_writes(why or "a write failed")
+            self._pause_writes(why)
             self._unexplained = why
 
     def no_room(self) -> str:
@@ -265,7 +273,7 @@ class Health:
         if not self.is_up:
             return ""
         self._pause_writes()
-        return self._refused("it has no room for a value")
+        return self._refused(Fault(FaultKind.FULL, "it has no room for a value"))
 
     def stored(self) -> str:
         """A write succeeded."""
@@ -279,11 +287,11 @@ class Health:
         self._refused_at = None
         return f"{self._what}: takes values again"
 
-    def _pause_writes(self, because: str = "") -> None:
+    def _pause_writes(self, because: Fault | None = None) -> None:
         self._writes.failed()
         self._stand(State.REFUSING, self.standing.because or because)
 
-    def _refused(self, why: str) -> str:
+    def _refused(self, why: Fault) -> str:
         if self.state is State.REFUSING:
             self._stand(State.REFUSING, why)
         is_new = self._refused_at is None

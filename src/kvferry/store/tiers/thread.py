@@ -127,7 +127,7 @@ class TierThread:
     @property
     def _can_copy(self) -> bool:
         """Whether a value waits, the tier accepts writes, and the tier that has the value is up."""
-        if not self._waiting or not self._target.accepts_writes:
+        if not self._waiting or self._target.accepts() is not None:
             return False
         return next(iter(self._waiting.values())).up is not None
 
@@ -142,7 +142,7 @@ class TierThread:
             value = self._value(key, source, until)
             if value is None:
                 return PutResult.FAILED
-            result = target.put_all([(key, [value])], until)[0]
+            result = target.put_all([(key, [value])], until)[0].result
         except StoreError:
             return PutResult.FAILED
         if result is PutResult.STORED and self._copying is None:  # it was removed meanwhile

@@ -16,9 +16,9 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvferry.errors import StoreError
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, PutResult, ReadRange, StoreStat, TierStatus, Value
+from kvferry.store.base import Catalogue, Put, PutResult, ReadRange, StoreStat, TierStatus, Value
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
 from kvferry.store.tiers.health import Health, Patience, State
@@ -26,6 +26,10 @@ from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
+
+_ERASED = Fault(FaultKind.REFUSED, "a command erased it")
+_FAILED = Fault(FaultKind.BUG, "a write failed, and the store does not say why")
+_HANGS = Fault(FaultKind.LATE, "a read does not end")
 
 _WAIT_SECONDS = 0.5
 """Longest single wait of a start: an interrupt just before a wait is seen only after it."""
@@ -102,11 +106,19 @@ class Tier:
         if self.next_try < math.inf:
             self.when_due()
 
-    @property
-    def accepts_writes(self) -> bool:
-        """See `Health.accepts_writes`, and `Store.takes_values`. Memory only."""
+    def accepts(self) -> Fault | None:
+        """See `Store.accepts`, and `Health.accepts_writes`. Memory only."""
         store = self.up  # first: None also while a store is about to be used again
-        return store is not None and self._health.accepts_writes and store.takes_values
+        if store is None or not self._health.accepts_writes:
+            return self._stands()
+        return store.accepts()
+
+    def _stands(self) -> Fault:
+        """The state of a tier that does not take values, or is not asked, and why."""
+        state, _, because = self._health.standing
+        kind = FaultKind.CLOSED if state is State.CLOSED else FaultKind.AWAY
+        kind, text = because or (kind, "")
+        return Fault(kind, f"{state}: {text}")
 
     @property
     def next_try(self) -> float:
@@ -126,7 +138,7 @@ class Tier:
                 with self.faults.guard("trial", passes=StoreError):
                     self.store.check_medium(until)
             except StoreError as error:
-                self._event(partial(Health.is_lost, why=error))
+                self._event(partial(Health.is_lost, why=error.fault))
             else:
                 self._event(Health.trial_answered)
             finally:
@@ -168,7 +180,7 @@ class Tier:
 
     def _on_result(self, fault: StoreError | None) -> None:
         """Hear that a probe ended."""
-        self._event(Health.answered if fault is None else partial(Health.failed, why=fault))
+        self._event(Health.answered if fault is None else partial(Health.failed, why=fault.fault))
 
     def find_overdue(self) -> None:
         """Report each read that hangs to the health. Such a read, as on a mount that hangs, is long
@@ -176,7 +188,7 @@ class Tier:
         overdue = self.clock() - self.patience.hang_seconds
         for call, deadline in tuple(self._reading.items()) if self._reading else ():
             if deadline < overdue and self._reading.pop(call, None) is not None:
-                self._event(partial(Health.is_lost, why="a read does not end"))
+                self._event(partial(Health.is_lost, why=_HANGS))
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -192,10 +204,15 @@ class Tier:
         return TierStatus(self.name, state, since, because, self.stat(), self.fault)
 
     @property
-    def fault(self) -> str:
+    def fault(self) -> Fault | None:
         """See `TierStatus.fault`."""
-        state, _, because = self._health.standing
-        return self._health.fault if self._health.is_up else f"{state}: {because}"
+        return self._health.fault if self._health.is_up else self._stands()
+
+    @property
+    def away(self) -> StoreError:
+        """The error of a call that is not made, because the store is not asked now."""
+        kind, text = self._stands()
+        return StoreError(kind, f"{self.name} {text}")
 
     def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         """Do `ask`, and count the result."""
@@ -214,7 +231,7 @@ class Tier:
         """Do `Store.read`, and report the result to the health."""
         store, call = self.store, object()
         if store is None:
-            raise StoreError(f"store {self.given.url} is not open yet")
+            raise StoreError(FaultKind.AWAY, f"store {self.given.url} is not open yet")
         started = self.clock()
         self._reading[call] = deadline
         try:
@@ -225,46 +242,46 @@ class Tier:
             is_counted = self._reading.pop(call, None) is None  # it was overdue
             # A read that had little time and took all of it says nothing about the store.
             if not is_counted and now < deadline:
-                self._event(partial(Health.failed, why=error, is_long=is_long))
+                self._event(partial(Health.failed, why=error.fault, is_long=is_long))
             elif not is_counted and is_long:
-                self._event(partial(Health.is_lost, why=error))
+                self._event(partial(Health.is_lost, why=error.fault))
             raise
         finally:
             self._reading.pop(call, None)
         self._event(Health.answered)
         return size
 
-    def put_all(self, values: Sequence[Value], deadline: float) -> list[PutResult]:
+    def put_all(self, values: Sequence[Value], deadline: float) -> list[Put]:
         """Do `Store.put_all` for `values_per_put` values at a time. Each such call has
-        `write_seconds`, but no longer than `deadline`. Values are FAILED without a try while the
-        tier accepts no writes."""
-        results: list[PutResult] = []
-        while len(results) < len(values):
-            store, start = self.up, len(results)
-            if store is None or not self.accepts_writes:
+        `write_seconds`, but no longer than `deadline`. Values fail without a try while the tier
+        accepts none."""
+        answers: list[Put] = []
+        while len(answers) < len(values):
+            store, start, why = self.up, len(answers), self.accepts()
+            if store is None or why is not None:
                 self.count("writes", "away" if store is None else "skipped")
-                results.append(PutResult.FAILED)
+                answers.append(Put.failed(why or self._stands()))
                 continue
             if self._is_erased(values[start]):
                 self.count("writes", "erased")
-                results.append(PutResult.FAILED)
+                answers.append(Put.failed(_ERASED))
                 continue
             some = values[start : start + store.values_per_put]
             some = list(takewhile(lambda each: not self._is_erased(each), some))
             ended = store.put_all(some, min(deadline, self.clock() + self.patience.write_seconds))
-            for result in ended:
+            for result, fault in ended:
                 if result is PutResult.FAILED:
-                    self._event(partial(Health.write_failed, why=store.refusal))
+                    self._event(partial(Health.write_failed, why=fault or _FAILED))
                 elif result is PutResult.NO_SPACE:
                     self._event(Health.no_room)
                 elif result is PutResult.STORED:
                     self._event(Health.stored)
                 self.count("writes", result)
-            for value, result in zip(some, ended, strict=True):
-                if self.erasures is not None and result is PutResult.STORED:
+            for value, answer in zip(some, ended, strict=True):
+                if self.erasures is not None and answer.result is PutResult.STORED:
                     self.erasures.wrote(value)
-            results += ended
-        return results
+            answers += ended
+        return answers
 
     def _is_erased(self, value: Value) -> bool:
         return self.erasures is not None and self.erasures.refuses(value)

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
-from kvferry.errors import StoreError, StorePlaceError
+from kvferry.errors import Fault, FaultKind, StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    CLOSED,
     NO_DEADLINE,
     Address,
     Buffer,
     Catalogue,
     Entry,
-    PutResult,
+    Put,
     ReadRange,
     StoreStat,
     TierStatus,
@@ -146,7 +147,7 @@ class TieredStore(Catalogue):
                 return None
             if not self._is_up(tier):
                 tier.count("reads", "away")
-                fault = fault or StoreError(f"{tier.name} {tier.fault}")
+                fault = fault or tier.away
                 continue
             try:
                 size = tier.read(key, ranges, deadline)
@@ -176,7 +177,7 @@ class TieredStore(Catalogue):
             self._served.move_to_end(key)
             if len(self._served) > _MAX_SERVED:
                 self._served.popitem(last=False)
-        if tier.number and self._tiers[0].accepts_writes:
+        if tier.number and self._tiers[0].accepts() is None:
             self._threads[0].add(key, tier)
 
     def discard(self, key: ChunkKey, reason: str) -> None:
@@ -189,45 +190,48 @@ class TieredStore(Catalogue):
 
     # -- writes ---------------------------------------------------------------------------------
 
-    @property
-    def takes_values(self) -> bool:
-        return any(tier.accepts_writes for tier in self._tiers)
+    def accepts(self) -> Fault | None:
+        why = None
+        for tier in self._tiers:
+            fault = tier.accepts()
+            if fault is None:
+                return None
+            why = _joined(why, tier, fault)
+        return why
 
-    def put(
-        self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE
-    ) -> PutResult:
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         return self.put_all([(key, buffers)], deadline)[0]
 
     @property
     def values_per_put(self) -> int:
         """That of the nearest tier that accepts writes now."""
-        stores = (tier.store for tier in self._tiers if tier.accepts_writes)
+        stores = (tier.store for tier in self._tiers if tier.accepts() is None)
         return next((store.values_per_put for store in stores if store is not None), 1)
 
-    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[PutResult]:
-        results = [PutResult.FAILED] * len(values)
+    def put_all(self, values: Sequence[Value], deadline: float = NO_DEADLINE) -> list[Put]:
+        answers = [Put.failed(CLOSED)] * len(values)
+        whys: dict[int, Fault] = {}
         left = list(range(len(values)))
         for tier in self._tiers:
             if self._closed or not left:
                 break
             tried = tier.put_all([values[place] for place in left], deadline)
-            for place, result in zip(left, tried, strict=True):
-                results[place] = result
-                if result.is_there:
+            for place, answer in zip(left, tried, strict=True):
+                answers[place] = answer
+                if answer.is_there:
                     self._write_behind(values[place][0], tier)
-            left = [place for place in left if not results[place].is_there]
-        return results
+                elif answer.fault is not None:
+                    whys[place] = _joined(whys.get(place), tier, answer.fault)
+                    answers[place] = Put.failed(whys[place])
+            left = [place for place in left if not answers[place].is_there]
+        return answers
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
-            is_written = farther.store is None or farther.store.takes_values
-            if is_written and not farther.has(key):
+            why = None if farther.store is None else farther.store.accepts()
+            is_never = why is not None and why.kind is FaultKind.READ_ONLY
+            if not (is_never or farther.has(key)):
                 self._threads[farther.number].add(key, tier)
-
-    @property
-    def refusal(self) -> str:
-        states = [(tier.name, tier.status) for tier in self._tiers]
-        return "; ".join(f"{name} {at.state}: {at.because}" for name, at in states if at.because)
 
     def _cancel_copies(self, key: ChunkKey) -> None:
         for thread in self._threads:
@@ -294,7 +298,8 @@ class TieredStore(Catalogue):
     def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
         """Pin in every tier that can, and return the most of one tier. Raises what the last said if
         none can."""
-        keys, num_pinned, fault = tuple(keys), [], StoreError(f"{self.url} does not answer")
+        keys, num_pinned = tuple(keys), []
+        fault = StoreError(FaultKind.AWAY, f"{self.url} does not answer")
         for store in self._up():
             try:
                 num_pinned.append(store.pin(keys, until, by_client=by_client))
@@ -344,6 +349,12 @@ class TieredStore(Catalogue):
 
     def __repr__(self) -> str:
         return f"<TieredStore {', '.join(map(repr, self._threads))}>"
+
+
+def _joined(why: Fault | None, tier: Tier, fault: Fault) -> Fault:
+    """Why several tiers do not take a value, by name: of the kind of the nearest."""
+    said = f"{tier.name}: {fault}"
+    return Fault(fault.kind, said) if why is None else Fault(why.kind, f"{why}; {said}")
 
 
 def _close(

@@ -199,14 +199,14 @@ class StoreMachine(RuleBasedStateMachine):
         needed = self._charge() + self.vanished_bytes + self.hooks.charge(size)
         may_evict = self.max_bytes is not None and needed > self.max_bytes
         buffers = [value[: size // 2], value[size // 2 :]]
-        result = self.store.put(key, buffers)
+        result = self.store.put(key, buffers).result
         if key in self.model:
             assert result is PutResult.EXISTS
             return
         if result is PutResult.NO_SPACE and may_evict and self.vanished_bytes:
             # The store counted vanished values. After `settle` its count must be right.
             self.hooks.settle(self.store)
-            result = self.store.put(key, buffers)
+            result = self.store.put(key, buffers).result
         assert result is PutResult.STORED
         assert self.store.contains(key)
         if may_evict:
@@ -220,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
     def put_too_large(self, number: int) -> None:
         key = make_key(number)
         expected = PutResult.EXISTS if key in self.model else PutResult.NO_SPACE
-        assert self.store.put(key, [bytes(QUOTA + 1)]) is expected
+        assert self.store.put(key, [bytes(QUOTA + 1)]).result is expected
 
     @rule(number=numbers)
     def delete(self, number: int) -> None:

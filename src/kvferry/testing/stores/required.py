@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.store.base import (
     Buffer,
@@ -46,7 +46,7 @@ class ValueTests(StoreHooks):
     @pytest.mark.parametrize("num_bytes", awkward_sizes)
     def test_a_value_comes_back_as_it_was_put(self, store: Store, num_bytes: int) -> None:
         key, value = make_key(), make_value(num_bytes)
-        assert store.put(key, [value]) is PutResult.STORED
+        assert store.put(key, [value]).result is PutResult.STORED
         assert store.contains(key)
         assert same_bytes(self.peek(store, key), value)
         assert same_bytes(read_value(store, key), value)
@@ -56,7 +56,7 @@ class ValueTests(StoreHooks):
         parts: list[Buffer] = [value[at : at + 11] for at in range(0, 4103, 11)]
         parts += [b"", bytearray(value[4103:8000]), memoryview(bytearray(value[8000:]))]
         parts += [b"x"] * 2000  # more than IOV_MAX in one call
-        assert store.put(make_key(), parts) is PutResult.STORED
+        assert store.put(make_key(), parts).result is PutResult.STORED
         assert same_bytes(read_value(store, make_key()), value + b"x" * 2000)
 
     def test_a_buffer_may_be_reused_after_put(self, store: Store) -> None:
@@ -102,24 +102,24 @@ class ValueTests(StoreHooks):
         assert store.stat().num_records == 0
 
     def test_the_first_writer_wins_and_its_value_stands(self, store: Store) -> None:
-        assert store.put(make_key(), [b"first"]) is PutResult.STORED
-        assert store.put(make_key(), [b"second, longer"]) is PutResult.EXISTS
+        assert store.put(make_key(), [b"first"]).result is PutResult.STORED
+        assert store.put(make_key(), [b"second, longer"]).result is PutResult.EXISTS
         assert read_value(store, make_key()) == b"first"
         assert store.stat().used_bytes >= self.charge(5)
 
     def test_values_put_together_are_each_as_if_put_alone(self, store: Store) -> None:
-        assert store.put(make_key(1), [b"first"]) is PutResult.STORED
+        assert store.put(make_key(1), [b"first"]).result is PutResult.STORED
         values = [(make_key(number), [make_value(SIZE + number, number)]) for number in range(10)]
-        results = store.put_all([*values, (make_key(0), [b"again"])])
+        answers = store.put_all([*values, (make_key(0), [b"again"])])
         expected = [PutResult.STORED] * 11
         expected[1] = expected[10] = PutResult.EXISTS
-        assert results == expected
+        assert [each.result for each in answers] == expected
         assert same_bytes(read_value(store, make_key(1)), b"first")
         for number in (0, *range(2, 10)):
             assert same_bytes(
                 read_value(store, make_key(number)), make_value(SIZE + number, number)
             )
-        assert store.put_all([]) == []
+        assert [each.result for each in store.put_all([])] == []
 
     def test_a_deleted_value_is_gone_and_can_be_put_again(self, store: Store) -> None:
         store.put(make_key(), [b"old"])
@@ -128,7 +128,7 @@ class ValueTests(StoreHooks):
         assert not store.contains(make_key())
         assert store.read(make_key(), ()) is None
         assert self.peek(store, make_key()) is None
-        assert store.put(make_key(), [b"new"]) is PutResult.STORED
+        assert store.put(make_key(), [b"new"]).result is PutResult.STORED
         assert read_value(store, make_key()) == b"new"
 
     def test_a_discarded_value_is_not_served_and_can_be_put_again(self, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ class ValueTests(StoreHooks):
             assert not store.contains(make_key())
             assert store.read(make_key(), ()) is None
             assert counters["store_quarantined"] == 1
-            assert store.put(make_key(), [b"sound"]) is PutResult.STORED
+            assert store.put(make_key(), [b"sound"]).result is PutResult.STORED
             assert read_value(store, make_key()) == b"sound"
 
     def test_a_reason_to_discard_is_text_and_no_path(self, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ class ValueTests(StoreHooks):
         else:  # a store in memory may ignore deadlines
             assert size == len(value)
             assert same_bytes(buffer, value)
-        result = store.put(make_key(1), [value], over)
+        result = store.put(make_key(1), [value], over).result
         assert result in (PutResult.STORED, PutResult.FAILED)
         expected = value if result is PutResult.STORED else None
         assert same_bytes(read_value(store, make_key(1)), expected)
@@ -174,7 +174,7 @@ class ValueTests(StoreHooks):
         value = make_value(5003)
         self.poke(store, make_key(), value)
         assert same_bytes(read_value(store, make_key()), value)
-        assert store.put(make_key(), [b"later"]) is PutResult.EXISTS
+        assert store.put(make_key(), [b"later"]).result is PutResult.EXISTS
 
     def test_what_vanishes_behind_the_index_is_none_and_forgotten(self, store: Store) -> None:
         store.put(make_key(), [b"value"])
@@ -192,7 +192,7 @@ class ValueTests(StoreHooks):
         last_byte = type(first)(first[:-1] + bytes([first[-1] ^ 1]))
         first_byte = type(first)(bytes([first[0] ^ 1]) + first[1:])
         for key in (first, last_byte, first_byte):
-            assert store.put(key, [key]) is PutResult.STORED
+            assert store.put(key, [key]).result is PutResult.STORED
         for key in (first, last_byte, first_byte):
             assert same_bytes(read_value(store, key), key)
 
@@ -205,7 +205,10 @@ class QuotaTests(StoreHooks):
         """Open a store that holds values 0, 1 and 2, put in this order, and has no more room."""
         with self.make_store(tmp_path, max_bytes=3 * self.charge(SIZE)) as store:
             for number in range(3):
-                assert store.put(make_key(number), [make_value(SIZE, number)]) is PutResult.STORED
+                assert (
+                    store.put(make_key(number), [make_value(SIZE, number)]).result
+                    is PutResult.STORED
+                )
                 self.settle(store)
             yield store
 
@@ -214,7 +217,7 @@ class QuotaTests(StoreHooks):
         with self.make_store(tmp_path, max_bytes=quota) as store:
             for number in range(23):
                 value = make_value(1 + (number * 2731) % (2 * SIZE), number)
-                assert store.put(make_key(number), [value]) is PutResult.STORED
+                assert store.put(make_key(number), [value]).result is PutResult.STORED
                 assert store.stat().used_bytes <= quota
                 stored = [self.peek(store, make_key(i)) for i in range(number + 1)]
                 assert sum(self.charge(len(v)) for v in stored if v is not None) <= quota
@@ -223,7 +226,7 @@ class QuotaTests(StoreHooks):
 
     def test_the_least_recently_put_goes_first(self, tmp_path: Path) -> None:
         with self._full_store(tmp_path) as store:
-            assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
+            assert store.put(make_key(3), [make_value(SIZE)]).result is PutResult.STORED
             assert store.read(make_key(0), ()) is None
             assert not store.contains(make_key(0))
             assert same_bytes(read_value(store, make_key(3)), make_value(SIZE))
@@ -255,7 +258,7 @@ class QuotaTests(StoreHooks):
     def test_a_value_that_can_never_fit_evicts_nothing(self, tmp_path: Path) -> None:
         with self._full_store(tmp_path) as store:
             too_large = make_value(3 * self.charge(SIZE) + 1)
-            assert store.put(make_key(9), [too_large]) is PutResult.NO_SPACE
+            assert store.put(make_key(9), [too_large]).result is PutResult.NO_SPACE
             assert store.read(make_key(9), ()) is None
             for number in range(3):
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
@@ -265,22 +268,25 @@ class QuotaTests(StoreHooks):
             too_large = make_value(3 * self.charge(SIZE) + 1)
             values = [(make_key(3), make_value(SIZE, 3)), (make_key(4), too_large)]
             values += [(make_key(number), make_value(SIZE, number)) for number in (5, 6, 7)]
-            results = store.put_all([(key, [value]) for key, value in values])
-            assert results == [PutResult.STORED, PutResult.NO_SPACE] + [PutResult.STORED] * 3
+            answers = store.put_all([(key, [value]) for key, value in values])
+            expected = [PutResult.STORED, PutResult.NO_SPACE, *[PutResult.STORED] * 3]
+            assert [each.result for each in answers] == expected
+            assert answers[1].fault is not None
+            assert answers[1].fault.kind is FaultKind.FULL
             assert store.stat().used_bytes <= 3 * self.charge(SIZE)
             for number in (5, 6, 7):
                 assert same_bytes(read_value(store, make_key(number)), make_value(SIZE, number))
 
     def test_an_existing_key_evicts_nothing(self, tmp_path: Path) -> None:
         with self._full_store(tmp_path) as store:
-            assert store.put(make_key(0), [make_value(SIZE)]) is PutResult.EXISTS
+            assert store.put(make_key(0), [make_value(SIZE)]).result is PutResult.EXISTS
             for number in range(3):
                 assert same_bytes(self.peek(store, make_key(number)), make_value(SIZE, number))
 
     def test_deleting_gives_the_space_back(self, tmp_path: Path) -> None:
         with self._full_store(tmp_path) as store:
             store.delete(make_key(2))
-            assert store.put(make_key(3), [make_value(SIZE)]) is PutResult.STORED
+            assert store.put(make_key(3), [make_value(SIZE)]).result is PutResult.STORED
             for number in (0, 1, 3):
                 assert self.peek(store, make_key(number)) is not None
 
@@ -302,8 +308,8 @@ class QuotaTests(StoreHooks):
 
             def write(writer: int) -> None:
                 for number in range(ROUNDS):
-                    result = store.put(make_key(writer * ROUNDS + number), [make_value(size)])
-                    assert result in (PutResult.STORED, PutResult.NO_SPACE)
+                    answer = store.put(make_key(writer * ROUNDS + number), [make_value(size)])
+                    assert answer.result in (PutResult.STORED, PutResult.NO_SPACE)
 
             run_together(*(functools.partial(write, writer) for writer in range(3)))
             held = [self.peek(store, make_key(number)) for number in range(3 * ROUNDS)]
@@ -314,7 +320,10 @@ class QuotaTests(StoreHooks):
             for number in range(3 * ROUNDS):
                 store.delete(make_key(number))
             for number in range(5):
-                assert store.put(make_key(1000 + number), [make_value(size)]) is PutResult.STORED
+                assert (
+                    store.put(make_key(1000 + number), [make_value(size)]).result
+                    is PutResult.STORED
+                )
             for number in range(5):
                 assert same_bytes(read_value(store, make_key(1000 + number)), make_value(size))
 
@@ -347,7 +356,7 @@ class RaceTests(StoreHooks):
             results.clear()
 
             def write(writer: int, key: int = number) -> None:
-                results.append(store.put(make_key(key), [make_value(70_001, writer)]))
+                results.append(store.put(make_key(key), [make_value(70_001, writer)]).result)
 
             run_together(*(functools.partial(write, writer) for writer in range(3)))
             assert sorted(results) == ["exists", "exists", "stored"]
@@ -422,8 +431,11 @@ class LifecycleTests(StoreHooks):
         store = self.make_store(tmp_path)
         store.put(make_key(), [make_value()])
         store.close()
-        assert store.put(make_key(1), [b"late"]) is PutResult.FAILED
-        assert store.put_all([(make_key(1), [b"late"])] * 2) == [PutResult.FAILED] * 2
+        late = [store.put(make_key(1), [b"late"])]
+        late += store.put_all([(make_key(1), [b"late"])] * 2)
+        faults = [store.accepts(), *(each.fault for each in late)]
+        assert [each.result for each in late] == [PutResult.FAILED] * 3
+        assert all(each is not None and "\n" not in each.text for each in faults)
         assert store.read(make_key(), ()) is None
         assert store.contains(make_key()) is False
         assert store.delete(make_key()) is False
@@ -460,7 +472,7 @@ class EmptyValueTests(StoreHooks):
         key, value = make_key(), make_value(SIZE)
         self.poke(store, key, b"")
         assert not store.read(key, [])
-        assert store.put(key, [value]) is PutResult.STORED
+        assert store.put(key, [value]).result is PutResult.STORED
         assert store.contains(key)
         assert same_bytes(read_value(store, key), value)
 
@@ -472,7 +484,7 @@ class EmptyValueTests(StoreHooks):
             results: list[PutResult] = []
 
             def put(key: ChunkKey = key, results: list[PutResult] = results) -> None:
-                results.append(store.put(key, [value]))
+                results.append(store.put(key, [value]).result)
 
             run_together(put, put, put, put)
             assert PutResult.STORED in results
