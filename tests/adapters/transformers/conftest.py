@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.engine.model import quiet_transformers
-from kvferry.testing.models import make_tiny_model
+from kvferry.testing.models import make_tiny_model, write_random_model
+from tests.adapters.transformers.tiny_configs import build_model, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 tmp_path_factory.mktemp(arch), arch, seed, **{"pad_token_id": None, **overrides}
             )
         return made[name]
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def tree_dir(tmp_path_factory) -> Callable[[str], Path]:
+    """Factory: a directory of a tiny model of any architecture, made once."""
+    made: dict[str, Path] = {}
+
+    def factory(model_type: str) -> Path:
+        if model_type not in made:
+            place = tmp_path_factory.mktemp(model_type) / "model"
+            build = partial(build_model, tiny_config(model_type))
+            made[model_type] = write_random_model(place, build)
+        return made[model_type]
 
     return factory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,48 +19,8 @@ from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.observe import Counters
 from kvferry.store.url import open_store
 from kvferry.testing.faults import flip_bit
-from kvferry.testing.models import write_random_model
-from tests.adapters.transformers import generating
-from tests.adapters.transformers.generating import batch, generate, loaded, prompt
-from tests.adapters.transformers.tiny_configs import build_model, tiny_config
-
-WITHIN = 1e-5
-"""Of the largest logit."""
-
-CHUNK = 64
-"""Recurrent layers compute in blocks of so many tokens; pieces of other sizes round otherwise."""
-
-LENGTH = 141
-HIT = 128
-
-reuse = partial(generating.reuse, chunk_tokens=CHUNK)
-
-
-@pytest.fixture(scope="session")
-def tree_dir(tmp_path_factory):
-    """Factory: a directory of a tiny model of an architecture, made once."""
-    made: dict[str, Path] = {}
-
-    def factory(model_type: str) -> Path:
-        if model_type not in made:
-            place = tmp_path_factory.mktemp(model_type) / "model"
-            build = partial(build_model, tiny_config(model_type))
-            made[model_type] = write_random_model(place, build)
-        return made[model_type]
-
-    return factory
-
-
-def ids_of(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    return prompt(length, seed).clamp(max=250)
-
-
-def assert_right(model, input_ids, found) -> None:
-    """Tokens and logits are those of the model without a store."""
-    sequences, logits = generate(model, input_ids)
-    assert (found.logits - logits).abs().max() <= WITHIN * logits.abs().max()
-    assert found.token_ids == sequences[0].tolist()
-
+from tests.adapters.transformers.generating import generate, loaded
+from tests.adapters.transformers.trees import CHUNK, HIT, WITHIN, assert_right, ids_of, reuse
 
 # Recurrent states (three kinds), convolutions, indexers, latents of another form, layers of several
 # shapes, windows and states in one layer, attention outside the interface, own positions.
@@ -115,7 +74,7 @@ def test_what_transformers_computes_wrongly_in_pieces_is_refused(
 
 
 def test_without_the_proof_it_would_be_served_wrongly(tree_dir, load_model, store_url, monkeypatch):
-    monkeypatch.setattr(proof, "prove", lambda *_: None)
+    monkeypatch.setattr(proof, "prove", lambda *_: ("", ""))
     model = load_model(tree_dir("jamba"))
     reuse(model, store_url, ids_of(), audit="off")
     found = reuse(model, store_url, ids_of(), audit="off")
@@ -348,31 +307,7 @@ def test_a_state_is_stored_at_the_end_and_where_every_prompt_has_one(
     assert [CHUNK * (n + 1) for n, each in enumerate(known) if each] == [256, 320, 384]
 
 
-# ---- batches and beams
-
-
-def test_several_prompts_share_records_where_there_are_no_states(tree_dir, load_model, store_url):
-    model = load_model(tree_dir("deepseek_v32"))
-    rows = batch(150, 140)
-    rows = rows._replace(input_ids=rows.input_ids.clamp(max=250))
-    expected, _ = generate(model, rows.input_ids, attention_mask=rows.attention_mask)
-    for num_loaded in (0, 128):
-        with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-            found, _ = generate(kv, rows.input_ids, attention_mask=rows.attention_mask)
-            assert kv.num_loaded == num_loaded
-        assert torch.equal(found, expected)
-
-
-def test_several_prompts_with_states_run_without_the_store(tree_dir, load_model, store_url):
-    model, counts = load_model(tree_dir("lfm2")), Counters()
-    rows = batch(70, 50)
-    rows = rows._replace(input_ids=rows.input_ids.clamp(max=250))
-    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
-        found, _ = generate(kv, rows.input_ids, attention_mask=rows.attention_mask)
-        expected, _ = generate(model, rows.input_ids, attention_mask=rows.attention_mask)
-        assert torch.equal(found, expected)
-        kv.prefill(*rows)
-    assert (counts["generated_without_store"], counts["put_stored"]) == (1, 0)
+# ---- beams
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "deepseek_v32", "zaya"])

@@ -50,6 +50,8 @@ class StoredRow(NamedTuple):
     images: list[memoryview]
     """Images of the row's leading chunks, behind the padding. They must cover all tokens to fill;
     only the last chunk may go past their end."""
+    state: bytes | None = None
+    """What a `CacheTree` keeps beside rows after these chunks."""
 
 
 class CacheForm(ABC):
@@ -68,15 +70,9 @@ class CacheForm(ABC):
     tolerances: Tolerances
 
     @abstractmethod
-    def cache_of(
-        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
-    ) -> Any:
+    def cache_of(self, stored: Sequence[StoredRow], num_tokens: int) -> Any:
         """Make a cache with `num_tokens` of each row, padding included: zeros, then the chunks.
-        Its windows keep all tokens. Without tokens, an empty cache; None: the model makes one.
-
-        Args:
-            state: what `TreeForm.tree` keeps beside rows after these tokens.
-        """
+        Its windows keep all tokens. Without tokens, an empty cache; None: the model makes one."""
 
     @abstractmethod
     def gather(self, cache: Any, row: int, first_token: int) -> memoryview:
@@ -132,9 +128,7 @@ class PlainForm(CacheForm):
             target.copy_(torch.cat((keys, values), dim=-1))
         return image
 
-    def cache_of(
-        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
-    ) -> Any:
+    def cache_of(self, stored: Sequence[StoredRow], num_tokens: int) -> Any:
         """See `CacheForm.cache_of`."""
         from transformers import DynamicCache
 
@@ -144,7 +138,7 @@ class PlainForm(CacheForm):
         for number, place in enumerate(self._plain.layers if num_tokens else ()):
             shape = (len(stored), place.num_kv_heads, num_tokens, place.key_size + place.value_size)
             both = torch.empty(shape, dtype=place.dtype)
-            for row, (num_padding, _) in enumerate(stored):
+            for row, (num_padding, *_) in enumerate(stored):
                 both[row, :, :num_padding] = 0
                 for chunk, groups in enumerate(tensors[row]):
                     start = num_padding + chunk * size
@@ -224,9 +218,7 @@ class TreeForm(CacheForm):
         self.tree.fill(into, cache, row, first_token)
         return image
 
-    def cache_of(
-        self, stored: Sequence[StoredRow], num_tokens: int, state: bytes | None = None
-    ) -> Any:
+    def cache_of(self, stored: Sequence[StoredRow], num_tokens: int) -> Any:
         """See `CacheForm.cache_of`."""
         if not num_tokens:
             return self._host.new_cache()
@@ -234,7 +226,8 @@ class TreeForm(CacheForm):
             (each.num_padding, [tensors_of(self.rows, image) for image in each.images])
             for each in stored
         ]
-        return self.tree.restore(chunks, num_tokens, state)
+        states = [each.state for each in stored if each.state is not None]
+        return self.tree.restore(chunks, num_tokens, states)
 
     def compute(
         self,

@@ -62,6 +62,8 @@ def are_constant(values: Sequence[Any]) -> bool:
 def count_of(path: Path, values: Sequence[Any], other: Any) -> Count | None:
     """Return the law of a number; `other` is its value after one chunk of another prompt."""
     numbers = []
+    if isinstance(other, torch.Tensor) and other.shape != getattr(values[0], "shape", None):
+        return None  # a number for each row of a batch is a state
     for value in (*values, other):
         if isinstance(value, torch.Tensor):
             is_number = not value.is_floating_point() and 1 <= value.numel() <= _MAX_COUNTS

@@ -22,7 +22,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -88,6 +88,16 @@ class ModelRun(Protocol):
         """Return ids `[num_rows, num_tokens]` of text, the same for one seed."""
 
 
+class Part(NamedTuple):
+    """Some rows of a batch, in a cache of their own: without padding, and all of one length."""
+
+    cache: Any
+    places: Sequence[int]
+    """Of its rows in the batch."""
+    num_padding: int
+    """Tokens in front of each row in the batch."""
+
+
 class CacheTree:
     """The laws of the leaves of one model's cache, for chunks of one size.
 
@@ -97,7 +107,10 @@ class CacheTree:
         rows, states, counts: the laws. All other leaves are constants.
         components: one for all leaves of rows of one shape and dtype.
         state_bytes: most bytes that the states of a prompt took, with their shapes.
-        has_batches: whether every leaf that depends on tokens has rows of a batch.
+        not_of_batches: the first leaf that depends on tokens and has no rows of a batch; None: all
+            have, so that several prompts may be in one cache.
+        not_padded: the first leaf with one row for several tokens, which no padding can be put
+            before; None: there is none.
     """
 
     def __init__(self, chunk_tokens: int, template: Any, seen: list[dict[Path, Any]]) -> None:
@@ -211,10 +224,13 @@ class CacheTree:
         return [*self.rows, *self.states]
 
     @property
-    def has_batches(self) -> bool:
-        return not self.states and all(
-            law.batch is not None and law.size == self.chunk_tokens for law in self.rows
-        )
+    def not_of_batches(self) -> str | None:
+        return next((name_of(law.path) for law in self._laws if law.batch is None), None)
+
+    @property
+    def not_padded(self) -> str | None:
+        sizes = ((law.path, law.size) for law in self.rows)
+        return next((name_of(path) for path, size in sizes if size != self.chunk_tokens), None)
 
     @property
     def stops_at_chunks(self) -> bool:
@@ -318,10 +334,13 @@ class CacheTree:
             target = into[law.component][law.layer]
             target.copy_(form.view(torch.uint8) if target.dtype != form.dtype else form)
 
-    def state(self, cache: Any) -> bytes:
-        """Return the states of a cache of one row as bytes: a size, the shapes as JSON, the
+    def state(self, cache: Any, row: int = 0) -> bytes:
+        """Return the states of one row of a batch as bytes: a size, the shapes as JSON, the
         tensors."""
-        return self._state_of({path: slot.value for path, slot in slots(cache).items()})
+        found = slots(cache)
+        return self._state_of(
+            {law.path: _row_of(found[law.path].value, law.batch, row) for law in self.states}
+        )
 
     def _state_of(self, leaves: Mapping[Path, Any]) -> bytes:
         tensors = [leaves[law.path].detach().cpu().contiguous() for law in self.states]
@@ -335,34 +354,69 @@ class CacheTree:
         self,
         chunks: Sequence[tuple[int, Sequence[Sequence[torch.Tensor]]]],
         num_tokens: int,
-        state: bytes | None = None,
+        states: Sequence[bytes] = (),
     ) -> Any:
         """Make a cache of `num_tokens`.
 
         Args:
             chunks: for each row of a batch, the tokens of padding in front, and the tensors of its
                 chunks as `fill` makes them. The last chunk may go past the end.
-            state: as `state` made it after these tokens.
+            states: of each row, as `state` made it after these tokens.
 
         Raises:
-            ValueError: the state is none of this tree.
+            ValueError: a state that is none of this tree.
         """
         cache = copy.deepcopy(self._template)
         found = slots(cache)
         for law in self.rows:
             found[law.path].put(self._rows(law, chunks, num_tokens))
-        for path, value in self._states(state):
-            found[path].put(value)
+        if self.states and len(states) != len(chunks):
+            raise ValueError("a row has no state")
+        parts = map(self._states, states if self.states else ())
+        for law, *values in zip(self.states, *parts, strict=True) if self.states else ():
+            found[law.path].put(values[0] if law.batch is None else torch.cat(values, law.batch))
+        self._put_counts(cache, num_tokens)
+        return cache
+
+    def stack(self, parts: Sequence[Part], num_tokens: int) -> Any:
+        """Make one cache of parts, with `num_tokens` of each row, padding included. Uses up the
+        cache of the first.
+
+        Raises:
+            ConfigError: states that cannot be together; names the leaf.
+        """
+        found = [slots(part.cache) for part in parts]
+        whole = parts[0].cache
+        order = [place for part in parts for place in part.places]
+        for law in self._laws:
+            values = [each[law.path].value for each in found]
+            if isinstance(law, Rows):
+                pairs = zip(values, parts, strict=True)
+                values = [_padded(value, part.num_padding, law.axis) for value, part in pairs]
+            if len(order) > 1 and law.batch is not None:
+                if len({_shape_without(each, law.batch) for each in values}) > 1:
+                    raise ConfigError(f"leaf {name_of(law.path)} has other sizes in other rows")
+                rows = torch.tensor(order, device=values[0].device).argsort()
+                values = [torch.cat(values, law.batch).index_select(law.batch, rows)]
+            found[0][law.path].put(values[0])
+        if any(part.num_padding for part in parts):
+            self._put_counts(whole, num_tokens)
+        self._put_aliases(whole)
+        return whole
+
+    def _put_counts(self, cache: Any, num_tokens: int) -> None:
+        found = slots(cache)
         for count in self.counts:
             number = self._count(count, num_tokens)
             old = found[count.path].value
             is_tensor = isinstance(old, torch.Tensor)
             found[count.path].put(torch.full_like(old, number) if is_tensor else number)
-        if self._aliases:
-            now = slots(cache)
-            for path, original in self._aliases.items():
-                now[path].put(now[original].value)
-        return cache
+        self._put_aliases(cache)
+
+    def _put_aliases(self, cache: Any) -> None:
+        found = slots(cache) if self._aliases else {}
+        for path, original in self._aliases.items():
+            found[path].put(found[original].value)
 
     def _rows(
         self,
@@ -383,11 +437,8 @@ class CacheTree:
                 whole[row, :, start : start + law.size] = part[:, : num_rows - start]
         return natural(whole, first, law.axis, law.batch).to(first.device)
 
-    def _states(self, state: bytes | None) -> Iterator[tuple[Path, torch.Tensor]]:
-        if not self.states:
-            return
-        if state is None:
-            raise ValueError("no state")
+    def _states(self, state: bytes) -> Iterator[torch.Tensor]:
+        """Yield the tensor of each state."""
         size = int.from_bytes(state[:4], "little")
         shapes, at = json.loads(state[4 : 4 + size]), 4 + size
         for law, shape in zip(self.states, shapes, strict=True):
@@ -401,7 +452,7 @@ class CacheTree:
             data = bytearray(state[at:stop]) or bytearray(dtype.itemsize)
             values = torch.frombuffer(data, dtype=dtype)[: math.prod(shape)].reshape(shape)
             at = stop
-            yield law.path, values.to(self._first[law.path].device)
+            yield values.to(self._first[law.path].device)
 
     def accepts(self, state: bytes) -> bool:
         """Whether bytes are a state of this tree."""
@@ -427,6 +478,25 @@ class CacheTree:
         found = slots(cache)
         return {law.path: found[law.path].value for law in self._laws}
 
+    def leaves_of_row(self, cache: Any, row: int, num_padding: int) -> dict[Path, torch.Tensor]:
+        """Return the rows and states of one row of a batch by path, without its padding."""
+        leaves = self.leaves(cache)
+        found = {law.path: _row_of(leaves[law.path], law.batch, row) for law in self._laws}
+        for law in self.rows if num_padding else ():
+            value = found[law.path]
+            found[law.path] = value.narrow(
+                law.axis, num_padding, value.shape[law.axis] - num_padding
+            )
+        return found
+
+    def counts_in(self, cache: Any) -> list[int]:
+        """Return the numbers in a cache that count."""
+        found = slots(cache)
+        values = (found[count.path].value for count in self.counts)
+        return [
+            int(each.flatten()[0]) if isinstance(each, torch.Tensor) else each for each in values
+        ]
+
     def _count(self, law: Count, num_tokens: int) -> int:
         return law.first + law.step * (num_tokens - self.chunk_tokens) // self.chunk_tokens
 
@@ -440,3 +510,20 @@ def _default_chunk_tokens(model: ModelRun) -> int:
     while size > _FEWEST_TOKENS and num_bytes > CHUNK_BYTES:
         size, num_bytes = size // 2, num_bytes // 2
     return size
+
+
+def _row_of(value: torch.Tensor, batch: int | None, row: int) -> torch.Tensor:
+    return value if batch is None else value.narrow(batch, row, 1)
+
+
+def _padded(value: torch.Tensor, num_padding: int, axis: int) -> torch.Tensor:
+    """Put zeros before the rows of a leaf."""
+    if not num_padding:
+        return value
+    shape = list(value.shape)
+    shape[axis] = num_padding
+    return torch.cat((value.new_zeros(shape), value), axis)
+
+
+def _shape_without(value: torch.Tensor, axis: int) -> tuple[int, ...]:
+    return (*value.shape[:axis], *value.shape[axis + 1 :])

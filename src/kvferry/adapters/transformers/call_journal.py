@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvferry.adapters.transformers.arguments import Prompt
@@ -43,22 +43,22 @@ class CallJournal:
     def add(
         self,
         rows: Iterable[tuple[Prompt, list[ChunkKey]]],
-        num_loaded: int,
+        num_loaded: Sequence[int],
         limit: int,
         missed: LookupMiss,
     ) -> None:
         """Note the rows of a call.
 
         Args:
-            num_loaded: tokens that were loaded of each row, padding included.
+            num_loaded: how many tokens were loaded of each row, padding included.
             limit: how many of each row may be loaded, padding included.
             missed: why whole chunks between these were not.
         """
         if self._journal is None:
             return
-        for prompt, keys in rows:
+        for (prompt, keys), end_of_hit in zip(rows, num_loaded, strict=True):
             size, chunk = len(prompt.token_ids), self._chunk
-            hit = min(size, max(0, num_loaded - prompt.num_padding))
+            hit = min(size, max(0, end_of_hit - prompt.num_padding))
             end = max(hit, min(size, limit - prompt.num_padding) // chunk * chunk)
             hits: Counter[str] = Counter()
             for number in range(-(-hit // chunk)):

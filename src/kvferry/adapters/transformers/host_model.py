@@ -47,6 +47,7 @@ from kvferry.types import KVGroup
 
 UNRUNNABLE = (
     *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError),
+    StopIteration,
 )
 """Errors of a model that cannot run in a way that it was not made for."""
 
@@ -292,10 +293,14 @@ class HostModel:
             )
         with torch.no_grad():
             output = self._model(**arguments)
-        found = next((output[name] for name in _CACHES if output.get(name) is not None), None)
+        found = self.cache_of_output(output)
         if found is None or not hasattr(output, "logits"):
             raise ConfigError(f"{type(self._model).__name__} returns no cache beside its logits")
         return found, output.logits[:, -max(num_logits, 1) :]
+
+    def cache_of_output(self, output: Any) -> Any:
+        """Return the cache in an output of the model; None: it has none."""
+        return next((output[name] for name in _CACHES if output.get(name) is not None), None)
 
     def positions(
         self, input_ids: torch.Tensor, mask: torch.Tensor, inputs: Mapping[str, Any]

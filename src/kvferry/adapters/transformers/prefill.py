@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.adapters.transformers.arguments import Prompts
 from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import Items, is_types
+from kvferry.adapters.transformers.loading import Hit
+from kvferry.errors import ConfigError
 from kvferry.types import ChunkKey
 
 
@@ -28,6 +31,7 @@ class Computed(NamedTuple):
     fault: str | None = None
     """Which leaf does not obey its law, and how."""
     num_tokens: int = 0
+    """Of each row, padding included."""
     witness: list[torch.Tensor] | None = None
     """Rows that `num_tokens` had, and that must stay while tokens are generated."""
 
@@ -63,25 +67,46 @@ class TreePrefill:
         self._seen_tokens = probed_tokens
 
     def compute(
-        self, cache: Any, rows: Sequence[Sequence[int]], mask: torch.Tensor, num_cached: int,
-        keys: Sequence[ChunkKey], items: Items,
-    ) -> Computed:  # fmt: skip
-        """Append the tokens behind the first `num_cached` to a cache.
+        self, hits: Sequence[Hit], prompts: Prompts, limit: int, keys: Sequence[Sequence[ChunkKey]]
+    ) -> Computed:
+        """Return one cache of the first `limit` tokens of all rows.
 
         Args:
-            cache: of `num_cached` tokens.
-            rows: token ids to be in the cache.
-            mask: `[rows, tokens]`.
-            keys: of the chunks of the first row; states are kept behind these only.
-            items: of the only row, placed; none for several rows. No piece ends in one.
+            hits: what is stored of the rows.
+            keys: of the chunks of each row; states are kept behind these only.
         """
-        ids, tree, at = torch.tensor(rows), self._tree, num_cached
+        parts = []
         states: dict[ChunkKey, tuple[int, bytes]] = {}
         fault = None
-        limit = len(rows[0])
-        kept = self._kept(limit, len(keys), items)
-        stops = {*kept, limit, items.aligned_cut(self._seen_tokens, tree.chunk_tokens)}
-        for stop in sorted(each for each in stops if num_cached < each <= limit):
+        for hit in hits:
+            done = self._appended(hit, prompts, limit, keys)
+            parts.append(hit.part._replace(cache=done.cache))
+            states.update(done.states)
+            fault = fault or done.fault
+        cache = parts[0].cache
+        if len(parts) > 1 or parts[0].num_padding:
+            try:
+                cache = self._tree.stack(parts, limit)
+            except ConfigError as error:
+                rows, mask = torch.tensor(prompts.rows)[:, :limit], prompts.mask[:, :limit]
+                cache, _ = self._host.run(rows, self._host.new_cache(), 0, mask=mask)
+                fault = fault or str(error)
+        return Computed(cache, states, fault, limit, self._witness(cache, limit))
+
+    def _appended(
+        self, hit: Hit, prompts: Prompts, limit: int, keys: Sequence[Sequence[ChunkKey]]
+    ) -> Computed:
+        """Append the tokens that are not stored to the cache of some rows."""
+        tree, size, items = self._tree, self._tree.chunk_tokens, prompts.items
+        cache, places, num_padding = hit.part
+        ids = torch.tensor([prompts.rows[place][num_padding:limit] for place in places])
+        mask = prompts.mask[list(places), num_padding:limit]
+        limit, at = limit - num_padding, hit.num_tokens
+        kept = {place: self._kept(limit, len(keys[place]), items) for place in places if keys}
+        states: dict[ChunkKey, tuple[int, bytes]] = {}
+        fault = None
+        stops = {limit, items.aligned_cut(self._seen_tokens, size)}.union(*kept.values())
+        for stop in sorted(each for each in stops if at < each <= limit):
             is_first_so_long = stop > self._seen_tokens
             witness = self._witness(cache, at) if is_first_so_long else None
             inputs = items.inputs(at, stop)
@@ -91,12 +116,15 @@ class TreePrefill:
             fault = fault or tree.broken(cache, stop)
             if witness is not None:
                 fault = fault or tree.changed(cache, at, witness)
-            if stop in kept and tree.states and fault is None:
-                states[keys[stop // tree.chunk_tokens - 1]] = stop, tree.state(cache)
+            if tree.states and fault is None:
+                for row, place in enumerate(places):
+                    if stop in kept.get(place, ()):
+                        chunk = keys[place][stop // size - 1]
+                        states[chunk] = stop, tree.state(cache, row)
             at = stop
         if fault is None:
             self._seen_tokens = max(self._seen_tokens, at)
-        return Computed(cache, states, fault, at, self._witness(cache, at))
+        return Computed(cache, states, fault, at)
 
     def is_kept(self, computed: Computed, num_copies: int) -> str | None:
         """Return which leaf has changed rows since; None if none has."""

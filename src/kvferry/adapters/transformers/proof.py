@@ -6,7 +6,9 @@ A cache of which this is not shown is not served. The proof compares, for a prom
   in pieces (as the state of Mamba 1) is found here;
 - each leaf of a restored cache with the one that was stored, after another prompt ran in the model;
 - logits of further tokens on the restored cache, on the stored one, and of a run without a cache;
-- logits of `generate` with the restored cache and without.
+- logits of `generate` with the restored cache and without;
+- leaves and logits of a batch of restored rows, with hidden tokens before and among them, with
+  those of the batch in one piece. Where these differ, such calls alone run without the store.
 
 Images, videos and sounds are proven at the first call that has some, with its own tensors, for each
 set of arguments and law of division: nobody can make up pixels for a class that is not known.
@@ -21,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from blake3 import blake3
 
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm
 from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
+from kvferry.adapters.transformers.cache_tree import Part
 from kvferry.adapters.transformers.host_model import UNRUNNABLE, HostModel
 from kvferry.adapters.transformers.items import WHOLE, Items, items_of
 from kvferry.blocks.tolerance import TOLERANCE
@@ -45,39 +48,59 @@ NUM_CHUNKS, NUM_MORE, NUM_GENERATED = 3, 37, 4
 KERNELS = ("torch", "flash_attn", "flash-linear-attention", "causal_conv1d", "mamba_ssm", "kernels")
 """Packages whose kernels may compute a cache otherwise in pieces."""
 
-PROOF_VERSION = 1
+PROOF_VERSION = 2
+
+_ODD = 5
+"""A number of tokens that ends no chunk and no block."""
 
 _LOGITS = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest difference of logits, relative to the largest, that rounding explains."""
 
 
-def ensure_proven(host: HostModel, form: TreeForm, store: Catalogue) -> float | None:
-    """Prove the form of a cache, unless the store has a proof of the same code. Return the seconds
-    that it took; None if it was kept.
+class Proof(NamedTuple):
+    """What was shown of a model: that its restored cache is right, at least for one prompt that is
+    all visible."""
+
+    seconds: float | None
+    """That it took; None if the store had it."""
+    not_hidden: str
+    """Why calls with hidden tokens are not served; empty if they are."""
+    not_together: str
+    """Why calls with several prompts are not served; empty if they are."""
+
+
+def ensure_proven(host: HostModel, form: TreeForm, store: Catalogue) -> Proof:
+    """Prove the form of a cache, unless the store has a proof of the same code.
 
     Raises:
         ConfigError: it is not right; names the leaf, or the comparison, and the difference.
     """
     digest, mark = form.namespace.digest, _mark(host, form)
-    if _kept(store, form).get("proof") == mark:
-        return None
+    kept = _kept(store, form)
+    if kept.get("proof") == mark:
+        return Proof(None, str(kept.get("not_hidden")), str(kept.get("not_together")))
     name = type(host.model).__name__
-    num_tokens = 7 * NUM_CHUNKS * form.tree.chunk_tokens
+    num_tokens = 13 * NUM_CHUNKS * form.tree.chunk_tokens
     logger.info("%s: its cache is proven first, on about %d tokens", name, num_tokens)
     started = time.monotonic()
     try:
-        prove(host, form)
+        not_hidden, not_together = prove(host, form)
     except ConfigError as error:  # it is a ValueError, too
         names = host.hidden
         hidden = f" (it keeps {', '.join(names)} outside its cache)" if names else ""
         raise ConfigError(f"{name} cannot be served: {error}{hidden}") from error
     except UNRUNNABLE as error:
         raise ConfigError(f"{name} cannot go on from a cache: {first_line(error)}") from error
-    text = json.dumps({**json.loads(form.namespace.as_text()), "proof": mark}, indent=1) + "\n"
-    store.describe(digest, text)
+    fields = {
+        **json.loads(form.namespace.as_text()),
+        "proof": mark,
+        "not_hidden": not_hidden,
+        "not_together": not_together,
+    }
+    store.describe(digest, json.dumps(fields, indent=1) + "\n")
     seconds = time.monotonic() - started
     logger.info("%s: its cache is proven, in %.1f s", name, seconds)
-    return seconds
+    return Proof(seconds, not_hidden, not_together)
 
 
 def _mark(host: HostModel, form: TreeForm, *more: str) -> str:
@@ -109,8 +132,9 @@ def _limits(host: HostModel) -> tuple[float, float]:
     return error, _LOGITS.get(dtype, _LOGITS["bfloat16"])
 
 
-def prove(host: HostModel, form: TreeForm) -> None:
-    """Compare runs on restored caches with runs without, as the module says.
+def prove(host: HostModel, form: TreeForm) -> tuple[str, str]:
+    """Compare runs on restored caches with runs without, as the module says. Return why hidden
+    tokens and several prompts are not served; empty texts if they are.
 
     Raises:
         ConfigError: a difference.
@@ -134,15 +158,80 @@ def prove(host: HostModel, form: TreeForm) -> None:
     _, expected = host.run(ids[:, end:], cache, end, num_logits=NUM_MORE)
     _in_pieces(host, host.probe_ids(size + 5, 77), [size + 5])
     host.reset_all()
-    restored = form.cache_of([StoredRow(0, images)], end, state)
+    first = StoredRow(0, images, state)
+    restored = form.cache_of([first], end)
     _refuse_changed_leaves(kept, restored)
     _, logits = host.run(ids[:, end:], restored, end, num_logits=NUM_MORE)
     _refuse_logits("a restored cache and the one in memory", expected, logits, limit / 10)
     _, whole = host.run(ids, host.new_cache(), 0, num_logits=NUM_MORE)
     _refuse_logits("a restored cache and a run without one", whole, logits, limit)
 
-    restored = form.cache_of([StoredRow(0, images)], end, state)
+    restored = form.cache_of([first], end)
     _refuse_generated(host, ids, {}, restored, {}, limit)
+    not_hidden = _not_served(host, form, ids, first, is_hidden=True)
+    return not_hidden, not_hidden and _not_served(host, form, ids, first, is_hidden=False)
+
+
+def _not_served(
+    host: HostModel, form: TreeForm, ids: torch.Tensor, first: StoredRow, *, is_hidden: bool
+) -> str:
+    """Return why a batch is not served, in words; empty if it may be. `is_hidden` makes rows of it
+    shorter, and hides a token further on."""
+    tree = form.tree
+    leaf = tree.not_of_batches or (is_hidden and tree.not_padded)
+    if leaf:
+        return f"rows cannot be told apart in leaf {leaf} of its cache"
+    try:
+        _prove_batch(host, form, ids, first, is_hidden=is_hidden)
+    except (ConfigError, *UNRUNNABLE) as error:
+        return first_line(error)
+    return ""
+
+
+def _prove_batch(
+    host: HostModel, form: TreeForm, ids: torch.Tensor, first: StoredRow, *, is_hidden: bool
+) -> None:
+    """Compare a batch of restored rows with one that is computed in one piece.
+
+    Args:
+        ids: of the first row, whose chunks are stored.
+        first: these chunks.
+
+    Raises:
+        ConfigError: a difference.
+    """
+    tree, size = form.tree, form.tree.chunk_tokens
+    end = ids.shape[1] - NUM_MORE
+    error, limit = _limits(host)
+    paddings = (0, _ODD, end - 1) if is_hidden else (0, 0)
+    rows = torch.cat((ids, host.probe_ids(ids.shape[1], 6, len(paddings) - 1)))
+    mask = torch.ones_like(rows)
+    parts = [Part(form.cache_of([first], end), [0], 0)]
+    for row, padding in enumerate(paddings[1:], 1):
+        mask[row, :padding] = 0
+        mask[row, end + _ODD] = int(not is_hidden)
+        alone = rows[row : row + 1, padding:end]
+        stop = min(2 * size, alone.shape[1])
+        cache = _in_pieces(host, alone[:, :stop], [stop])
+        if stop == 2 * size:
+            images = [form.gather(cache, 0, number * size) for number in range(2)]
+            state = tree.state(cache) if tree.states else None
+            cache = form.cache_of([StoredRow(0, images, state)], stop)
+        if stop < alone.shape[1]:
+            cache, _ = host.run(alone[:, stop:], cache, stop)
+        parts.append(Part(cache, [row], padding))
+    reused = _answer(host, rows, mask, 1, {host.cache_argument: tree.stack(parts, end)})
+    cold = _answer(host, rows, mask, 1, {host.cache_argument: host.new_cache()})
+    what = "a restored batch and one in one piece"
+    for row, padding in enumerate(paddings):
+        one, other = (tree.leaves_of_row(each.cache, row, padding) for each in (cold, reused))
+        for path, value in one.items():
+            found = _difference(value, other[path])
+            if not found <= error:
+                raise ConfigError(f"leaf {name_of(path)} of {what} differs by {found:.1e}")
+    if tree.counts_in(cold.cache) != tree.counts_in(reused.cache):
+        raise ConfigError(f"counts in the cache of {what} differ")
+    _refuse_logits(what, cold.logits[0], reused.logits[0], limit)
 
 
 def _in_pieces(host: HostModel, ids: torch.Tensor, stops: list[int]) -> Any:
@@ -166,44 +255,48 @@ def _refuse_generated(
     host: HostModel, ids: torch.Tensor, given: Mapping[str, Any], restored: Any,
     left: Mapping[str, Any], limit: float,
 ) -> None:  # fmt: skip
-    """Compare the logits of `generate` without and with a restored cache.
+    """Compare the logits of `generate` without and with a restored cache, as long as both choose
+    the same tokens.
 
     Args:
         given, left: other arguments without and with it.
     """
-    for number, (alone, reused) in enumerate(_generated(host, ids, given, restored, left)):
-        what = f"token {number + 1} of generate() with a restored cache and without one"
-        _refuse_logits(what, alone, reused, limit)
-
-
-def _generated(
-    host: HostModel, ids: torch.Tensor, given: Mapping[str, Any], restored: Any,
-    left: Mapping[str, Any],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Yield the logits of each generated token without and with the restored cache, as long as both
-    chose the same tokens."""
-    ids = ids.to(host.model.device)
-    outputs = []
-    for others in (given, {**left, host.cache_argument: restored}):
-        host.reset_all()
-        output = host.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_GENERATED,
-            min_new_tokens=NUM_GENERATED,
-            do_sample=False,
-            num_beams=1,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-            **others,
-        )
-        outputs.append((output.logits, output.sequences[:, ids.shape[1] :]))
-    (alone, tokens), (reused, others) = outputs
-    for step in range(min(len(alone), len(reused))):
-        if not torch.equal(tokens[:, :step], others[:, :step]):
+    mask = torch.ones_like(ids)
+    alone = _answer(host, ids, mask, NUM_GENERATED, given)
+    reused = _answer(host, ids, mask, NUM_GENERATED, {**left, host.cache_argument: restored})
+    for number in range(min(len(alone.logits), len(reused.logits))):
+        if not torch.equal(alone.tokens[:, :number], reused.tokens[:, :number]):
             return
-        yield alone[step], reused[step]
+        what = f"token {number + 1} of generate() with a restored cache and without one"
+        _refuse_logits(what, alone.logits[number], reused.logits[number], limit)
+
+
+class _Answer(NamedTuple):
+    logits: tuple[torch.Tensor, ...]
+    tokens: torch.Tensor
+    cache: Any
+
+
+def _answer(
+    host: HostModel, ids: torch.Tensor, mask: torch.Tensor, num_tokens: int,
+    others: Mapping[str, Any],
+) -> _Answer:  # fmt: skip
+    """Let `generate` compute so many tokens, given a cache or other arguments."""
+    device = host.model.device
+    host.reset_all()
+    output = host.generate(
+        ids.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        num_beams=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **others,
+    )
+    return _Answer(output.logits, output.sequences[:, ids.shape[1] :], host.cache_of_output(output))
 
 
 def _refuse_difference(name: str, one: torch.Tensor, other: torch.Tensor, limit: float) -> None:
@@ -213,15 +306,22 @@ def _refuse_difference(name: str, one: torch.Tensor, other: torch.Tensor, limit:
             f"leaf {name} of its cache is {list(one.shape)} after a prefill in one piece and "
             f"{list(other.shape)} in pieces"
         )
-    if not one.is_floating_point():
-        return
-    one, other = one.double(), other.double()
-    found = float((one - other).norm() / one.norm().clamp_min(1e-30))
+    found = _difference(one, other)
     if not found <= limit:
         raise ConfigError(
             f"Transformers computes leaf {name} of its cache otherwise in pieces than in one "
             f"piece, by {found:.1e} of its norm, so that no stored piece can be gone on from"
         )
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the norm of the difference of two leaves, relative to the first's."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.is_floating_point() or not one.numel():
+        return 0.0
+    one, other = one.double(), other.double()
+    return float((one - other).norm() / one.norm().clamp_min(1e-30))
 
 
 def _refuse_changed_leaves(kept: dict[Path, Any], restored: Any) -> None:
@@ -379,11 +479,11 @@ def _prove_items(host: HostModel, form: TreeForm, prompt: _ItemPrompt) -> None:
     _, expected = run(cache, end, length)
     _in_pieces(host, host.probe_ids(size + 5, 77), [size + 5])
     host.reset()
-    restored = form.cache_of([StoredRow(0, images)], end, states[end])
+    restored = form.cache_of([StoredRow(0, images, states[end])], end)
     _refuse_changed_leaves(kept, restored)
     _, logits = run(restored, end, length)
     _refuse_logits("a restored cache and the one in memory", expected, logits, limit / 10)
     _refuse_logits("a restored cache and a run without one", whole, logits, limit)
     for stop in {ends[0], end}:
-        restored = form.cache_of([StoredRow(0, images[: stop // size])], stop, states[stop])
+        restored = form.cache_of([StoredRow(0, images[: stop // size], states[stop])], stop)
         _refuse_generated(host, ids, given, restored, items.inputs(stop, length), limit)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,15 +23,16 @@ from kvferry.adapters.transformers.arguments import (
     with_items,
 )
 from kvferry.adapters.transformers.audit import Auditor
-from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm, form_of
+from kvferry.adapters.transformers.cache_copies import TreeForm, form_of
+from kvferry.adapters.transformers.cache_tree import Part
 from kvferry.adapters.transformers.call_journal import CallJournal
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import Items
+from kvferry.adapters.transformers.loading import Hit, Loader, Row
 from kvferry.adapters.transformers.prefill import Computed, TreePrefill, prefill_alone
 from kvferry.adapters.transformers.proof import NUM_CHUNKS, ItemProofs, ensure_proven
 from kvferry.adapters.transformers.states import StateRecords
 from kvferry.config import build_config
-from kvferry.contract.messages import LookupMiss
 from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
@@ -49,29 +50,6 @@ CLOSE_SECONDS = 5.0
 
 READY_SECONDS = 0.5
 """How long opening waits for the store to list its records. Only speed depends on it."""
-
-
-def _num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """Return how many chunks begin within the first `num_tokens`."""
-    return max(0, -(-num_tokens // chunk_tokens))
-
-
-class _Row(NamedTuple):
-    """A row of a call: what can be stored of it, and under which keys."""
-
-    prompt: Prompt
-    keys: list[ChunkKey]
-    """Of the whole chunks of `prompt.token_ids`."""
-
-
-class _Stored(NamedTuple):
-    """What the store has of a call's prompts."""
-
-    rows: list[StoredRow]
-    num_tokens: int
-    """Tokens of each row, padding included."""
-    state: bytes | None = None
-    """What the cache keeps after these tokens besides the rows of chunks."""
 
 
 class StoredKV:
@@ -144,6 +122,10 @@ class StoredKV:
         self._auditor = Auditor(
             self._model, self._form, self._store, self._config.audit, self._observer
         )
+        self._loader = Loader(
+            *(self._form, self._records, self._states),
+            *(self._auditor, self._journal, self._observer),
+        )
         self._closed = False
         self.num_loaded = 0
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
@@ -167,9 +149,9 @@ class StoredKV:
         if not isinstance(self._form, TreeForm):
             self._store.describe(self._schema.namespace, self._form.namespace.as_text())
             return None
-        seconds = ensure_proven(self._model, self._form, self._store)
-        if seconds is not None:
-            self._observer.observe("proof", seconds)
+        self._proof = ensure_proven(self._model, self._form, self._store)
+        if self._proof.seconds is not None:
+            self._observer.observe("proof", self._proof.seconds)
         self._model.settle()
         self._item_proofs = ItemProofs(self._model, self._form, self._store)
         tree = self._form.tree
@@ -265,17 +247,27 @@ class StoredKV:
         """Return why these prompts are computed without the store; None if it is used."""
         if not self._serves():
             return "the model was changed, or an audit failed"
-        if isinstance(self._form, TreeForm) and not self._form.tree.has_batches:
-            prompt, *others = prompts.each()
-            if others:
-                return "the states of several prompts end at different places"
-            if prompt.num_padding:
-                return "the model keeps states, and the prompt is padded"
+        if self._prefill is not None:
+            why_not = self._why_not_rows(prompts)
+            if why_not is not None:
+                return why_not
         if not prompts.items.items:
             return None
         if self._item_proofs is None:
             return "the model keeps plain KV, which is served for text alone"
         return self._item_proofs.why_not(prompts.rows[0], prompts.items)
+
+    def _why_not_rows(self, prompts: Prompts) -> str | None:
+        """As `_why_not`, by how many prompts there are and what is hidden of them."""
+        each = prompts.each()
+        if self._proof.not_hidden and any(p.num_padding or not p.is_whole for p in each):
+            return f"with hidden tokens, {self._proof.not_hidden}"
+        if self._proof.not_together and len(each) > 1:
+            return f"with several prompts, {self._proof.not_together}"
+        longest = max(prompt.num_padding for prompt in each)
+        if longest >= len(prompts.rows[0]) - self._num_left and not self._form.goes_on_anywhere:
+            return "a prompt of the batch has hardly a token"
+        return None
 
     def _placed(self, prompts: Prompts) -> Prompts:
         """Give items the positions of all tokens."""
@@ -291,107 +283,46 @@ class StoredKV:
 
     def _computed(
         self, prompts: Prompts, limit: int, *, serves: bool = True
-    ) -> tuple[Computed, list[_Row]]:
+    ) -> tuple[Computed, list[Row]]:
         """Return a cache of the first `limit` tokens, and its rows; no rows if nothing may be
         stored. For `generate`, where states end with chunks, the tokens behind the last are left to
-        it. `serves` is whether the store is used."""
+        it, if all rows have as many. `serves` is whether the store is used."""
         items = prompts.items
-        rows = [_Row(each, self._keys(each, items)) for each in prompts.each()] if serves else []
+        rows = [Row(each, self._keys(each, items)) for each in prompts.each()] if serves else []
         limit = items.cut(max(limit, 0))
-        cache, first = self._loaded(rows, limit, items)
+        is_padded = any(row.prompt.num_padding for row in rows)
+        if self._prefill is not None and limit < len(prompts.rows[0]) - 1 and not is_padded:
+            limit = items.aligned_cut(limit, self._schema.chunk_tokens)
+        if rows:
+            hits = self._loader.load(rows, limit, items, self._config.load_timeout_seconds)
+            if any(hit.num_tokens for hit in hits):
+                self.num_loaded = min(hit.part.num_padding + hit.num_tokens for hit in hits)
+        else:
+            everything = Part(self._form.cache_of([], 0), range(len(prompts.rows)), 0)
+            hits = [Hit(everything, 0)]
         started = time.perf_counter()
         if self._prefill is not None:
-            if limit < len(prompts.rows[0]) - 1:
-                limit = items.aligned_cut(limit, self._schema.chunk_tokens)
-            tokens = [row[:limit] for row in prompts.rows]
-            keys = rows[0].keys if rows else []
-            mask = prompts.mask[:, :limit]
-            computed = self._prefill.compute(cache, tokens, mask, first, keys, items)
+            keys = [row.keys for row in rows]
+            computed = self._prefill.compute(hits, prompts, limit, keys)
             if items.items:  # its positions are left in the model, as by a run without the store
                 self._model.placed(prompts.rows, items)
         else:
+            ((cache, *_), first) = hits[0]
             computed = Computed(cache, {})
             if first < limit:
                 input_ids = torch.tensor(prompts.rows)[:, first:limit]
                 self._model.compute(input_ids, cache, prompts.mask[:, :limit])
         if self._model.is_timed:
-            num_computed = len(prompts.rows) * (limit - first)
+            num_computed = sum(
+                len(hit.part.places) * (limit - hit.part.num_padding - hit.num_tokens)
+                for hit in hits
+            )
             self._journal.computed(num_computed, time.perf_counter() - started)
         return computed, [] if self._auditor.has_failed else rows
 
-    # ---- loading
-
-    def _loaded(self, rows: list[_Row], limit: int, items: Items) -> tuple[Any, int]:
-        """Return a cache of the stored chunks of each row, at most `limit` tokens, and its tokens;
-        an empty one if nothing is stored, or an audit fails. The row whose stored prefix ends first
-        limits the others. Nothing ends in an item."""
-        started = time.perf_counter()
-        deadline = time.monotonic() + self._config.load_timeout_seconds
-        stored = self._read(rows, limit, items, deadline)
-        if self._states is not None and rows:
-            stored = self._up_to_a_state(rows[0], stored, items, deadline)
-        hits = [place for place, each in enumerate(stored.rows) if each.images]
-        if hits:
-            longest = max(hits, key=lambda place: len(stored.rows[place].images))
-            prompt, keys = rows[longest]
-            images = stored.rows[longest].images
-            if not self._auditor.agrees(keys, images, prompt.token_ids, items):
-                hits = []
-        self._observer.count("requests_missed", len(rows) - len(hits))
-        missed = LookupMiss.DEADLINE if time.monotonic() >= deadline else LookupMiss.ABSENT
-        missed = LookupMiss.OTHER_MODEL if self._auditor.has_failed else missed
-        self._journal.add(rows, stored.num_tokens if hits else 0, limit, missed)
-        if not hits:
-            return self._form.cache_of([], 0), 0
-        cache = self._form.cache_of(stored.rows, stored.num_tokens, stored.state)
-        self.num_loaded = stored.num_tokens
-        for place in hits:
-            self._observer.count("hits")
-            self._observer.count("hit_tokens", stored.num_tokens - rows[place].prompt.num_padding)
-        self._observer.observe("load", time.perf_counter() - started)
-        return cache, stored.num_tokens
-
-    def _read(self, rows: list[_Row], limit: int, items: Items, deadline: float) -> _Stored:
-        """Return the stored chunks of each row's first tokens, as many for every row, at most
-        `limit`."""
-        size = self._schema.chunk_tokens
-        known: dict[ChunkKey, memoryview] = {}
-        for prompt, keys in rows:
-            wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
-            images = self._records.get_leading(wanted, deadline, known)
-            known.update(zip(wanted, images, strict=False))
-            limit = min(limit, prompt.num_padding + len(images) * size)
-        limit = items.cut(limit)
-        stored = []
-        for prompt, keys in rows:
-            wanted = keys[: _num_chunks(limit - prompt.num_padding, size)]
-            stored.append(StoredRow(prompt.num_padding, [known[key] for key in wanted]))
-        return _Stored(stored, limit)
-
-    def _up_to_a_state(self, row: _Row, stored: _Stored, items: Items, deadline: float) -> _Stored:
-        """Return the leading chunks at whose end a state is stored, and that state. A prompt leaves
-        one behind its last chunk, and others where every prompt may."""
-        assert self._states is not None  # the caller asks it
-        assert isinstance(self._form, TreeForm)  # only a tree has states
-        size = self._schema.chunk_tokens
-        num_chunks = stored.num_tokens // size
-        for number in range(num_chunks, 0, -1):
-            chunk, num_tokens = row.keys[number - 1], number * size
-            may_be = number == num_chunks or num_tokens % self._form.tree.snapshot_tokens == 0
-            if items.cut(num_tokens) != num_tokens:
-                continue
-            if may_be or self._states.is_known(chunk):
-                state = self._states.read(chunk, num_tokens, deadline)
-                if state is not None and self._form.tree.accepts(state):
-                    images = stored.rows[0].images[:number]
-                    return _Stored([StoredRow(0, images)], num_tokens, state)
-        if num_chunks:
-            self._observer.count("miss_no_state")
-        return _Stored([StoredRow(0, [])], 0)
-
     # ---- saving
 
-    def _save(self, computed: Computed, rows: list[_Row], num_copies: int = 1) -> None:
+    def _save(self, computed: Computed, rows: list[Row], num_copies: int = 1) -> None:
         """Store the whole chunks of all tokens but the last that are not stored yet, and the states
         behind them. Blocks until they are written, but not much longer than `save_timeout_seconds`.
 
@@ -429,7 +360,7 @@ class StoredKV:
         that were computed here to their end."""
         num_tokens = len(prompt.token_ids) - prompt.is_whole
         if self._prefill is not None:
-            num_tokens = min(num_tokens, computed.num_tokens)
+            num_tokens = min(num_tokens, computed.num_tokens - prompt.num_padding)
         return num_tokens // self._schema.chunk_tokens
 
     # ---- checks
