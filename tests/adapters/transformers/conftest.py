@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.engine.model import quiet_transformers
 from kvferry.testing.models import make_tiny_model, write_random_model
+from tests.adapters.transformers.image_models import build
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
 
 
@@ -56,6 +57,20 @@ def load_model(model_dir):
             return AutoModelForCausalLM.from_pretrained(
                 path or model_dir(), **{"dtype": torch.float32, **kwargs}
             )
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def image_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Factory: `image_dir("gemma3")` is a directory of a tiny model with images, made once."""
+    made: dict[str, Path] = {}
+
+    def factory(model_type: str) -> Path:
+        if model_type not in made:
+            place = tmp_path_factory.mktemp(model_type) / "model"
+            made[model_type] = write_random_model(place, partial(build, model_type))
+        return made[model_type]
 
     return factory
 

@@ -98,8 +98,8 @@ def _sizes(pictures: Sequence[Picture], unit: int = 32) -> Processed:
 
 
 def _places(pictures: Sequence[Picture]) -> Processed:
-    """Patches padded to the most, and the place of each (Gemma 4)."""
-    most = max(9 * each.height * each.width for each in pictures)
+    """Patches padded to one number, and the place of each (Gemma 4)."""
+    most = 9 * 12
     pixels = torch.zeros(len(pictures), most, 3 * 16 * 16)
     places = torch.full((len(pictures), most, 2), -1)
     for number, each in enumerate(pictures):

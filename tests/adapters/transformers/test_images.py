@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +13,11 @@ from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import Items
 from kvferry.engine.model import quiet_transformers
 from kvferry.observe import Counters
-from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.generating import CHUNK, generate
 from tests.adapters.transformers.image_models import (
     MODELS,
     ImagePrompt,
     Picture,
-    build,
     image_prompt,
 )
 
@@ -31,20 +27,6 @@ WITHIN = 1e-5
 QUICK = ("qwen3_5", "gemma3")
 """Of the two kinds that differ most: positions on three axes with states; images whose tokens see
 each other, in windows."""
-
-
-@pytest.fixture(scope="session")
-def image_dir(tmp_path_factory):
-    """Factory: a directory of a tiny model that takes images, made once."""
-    made: dict[str, Path] = {}
-
-    def factory(model_type: str) -> Path:
-        if model_type not in made:
-            place = tmp_path_factory.mktemp(model_type) / "model"
-            made[model_type] = write_random_model(place, partial(build, model_type))
-        return made[model_type]
-
-    return factory
 
 
 @pytest.fixture
@@ -201,6 +183,31 @@ def test_positions_that_images_leave_in_the_model_are_those_of_the_prompt(
             with torch.no_grad():  # as a loop of the caller's own goes on
                 logits = model(prompt.input_ids[:, -1:], cache=cache).logits[:, -1]
             assert difference(expected.logits[:, -1], logits) <= WITHIN
+
+
+def test_pixels_go_to_the_model_for_images_that_are_computed(load, store_url, monkeypatch):
+    kind, rows = type(load("qwen3_vl").model), []
+    original = kind.get_image_features
+
+    def counted(model, pixel_values, *rest, **given):
+        rows.append(len(pixel_values))
+        return original(model, pixel_values, *rest, **given)
+
+    first, both = image_prompt("qwen3_vl", 40, A, 50), image_prompt("qwen3_vl", 40, A, 50, B, 9)
+    of_a, of_b = 4 * A.height * A.width, 4 * B.height * B.width
+    with open_kv(load("qwen3_vl"), store_url, audit="off") as kv:
+        generate(kv, first.input_ids, **first.inputs)  # and proves it
+        monkeypatch.setattr(kind, "get_image_features", counted)
+        for prompt, computed in (
+            (first, []),
+            (image_prompt("qwen3_vl", 40, C, 50), [4 * C.height * C.width]),
+            (both, [of_b]),
+            (both, []),
+            (image_prompt("qwen3_vl", 9, A, 50, B, 9), [of_a + of_b]),
+        ):
+            rows.clear()
+            generate(kv, prompt.input_ids, **prompt.inputs)
+            assert rows == computed
 
 
 def test_a_class_that_cannot_go_on_behind_an_image_runs_without_the_store(
