@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.adapters.transformers.host_model import HostModel
@@ -24,6 +24,11 @@ from kvferry.engine.model import quiet_transformers
 from kvferry.errors import ConfigError
 from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.generating import CHUNK, generate, reuse
+from tests.adapters.transformers.image_configs import (
+    NO_IMAGE_MODEL,
+    build_image_text,
+    image_text_config,
+)
 from tests.adapters.transformers.tiny_configs import (
     NOT_BUILT,
     build_model,
@@ -66,6 +71,22 @@ class Row(NamedTuple):
         return f" {' | '.join(served)} | {why} |"
 
 
+class ImageTextRow(NamedTuple):
+    """What `StoredKV` does with prompts of text for a class that takes images, too: None if it
+    serves them, else why it refuses the class."""
+
+    model_type: str
+    stored_kv: str | None
+
+    @property
+    def answer(self) -> str:
+        """As `Row.answer`."""
+        served = "no" if self.stored_kv else "yes"
+        served = "not run" if self.model_type in NO_IMAGE_MODEL else served
+        why = (self.stored_kv or "").replace(f"'{self.model_type}'", "its")
+        return f" {served} | {why} |"
+
+
 class Answer(NamedTuple):
     """A front end's answer to the prompt."""
 
@@ -88,7 +109,7 @@ def sweep(model_type: str, place: Path) -> Row:
     if model_type in NOT_BUILT:
         return Row(model_type, NOT_BUILT[model_type], NOT_BUILT[model_type])
     with quiet_transformers():
-        directory = _write(model_type, place / "model")
+        directory = _write(tiny_config(model_type), build_model, place / "model")
         load = partial(AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32)
         refusals = [
             _refusal(partial(_stored_kv, load, place / "empty"), directory),
@@ -100,8 +121,25 @@ def sweep(model_type: str, place: Path) -> Row:
         if refusals[1] is None:
             front_ends.append(partial(_by_llm, directory))
         if front_ends:
-            _check(load, front_ends, place, _have_one_form(load, refusals))
+            _check(load, front_ends, place, have_one_form=_have_one_form(load, refusals))
     return Row(model_type, *refusals)
+
+
+def sweep_image_text(model_type: str, place: Path) -> ImageTextRow:
+    """As `sweep`, with a class that takes images and a prompt of text.
+
+    Args:
+        model_type: one of `IMAGE_TEXT_TYPES`.
+    """
+    if model_type in NO_IMAGE_MODEL:
+        return ImageTextRow(model_type, NO_IMAGE_MODEL[model_type])
+    with quiet_transformers():
+        directory = _write(image_text_config(model_type), build_image_text, place / "model")
+        load = partial(AutoModelForImageTextToText.from_pretrained, directory, dtype=torch.float32)
+        refusal = _refusal(partial(_stored_kv, load, place / "empty"), directory)
+        if refusal is None:
+            _check(load, [partial(_by_stored_kv, load)], place, have_one_form=True)
+    return ImageTextRow(model_type, refusal)
 
 
 def _have_one_form(load: Callable[[], Any], refusals: list[str | None]) -> bool:
@@ -113,6 +151,7 @@ def _check(
     load: Callable[[], Any],
     front_ends: list[Callable[[Path], Answer]],
     place: Path,
+    *,
     have_one_form: bool,
 ) -> None:
     _, expected = generate(load(), _prompt())
@@ -145,9 +184,8 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 # ---- front ends
 
 
-def _write(model_type: str, directory: Path) -> Path:
-    config = tiny_config(model_type)
-    write_random_model(directory, partial(build_model, config))
+def _write(config: Any, build: Callable[[Any], Any], directory: Path) -> Path:
+    write_random_model(directory, partial(build, config))
     if json.loads((directory / "config.json").read_text())["model_type"] != config.model_type:
         config.save_pretrained(directory)  # the whole config, since the model was only a part
     return directory
@@ -198,26 +236,42 @@ def _by_llm(directory: Path, store: Path) -> Answer:
 # ---- the page
 
 
-def answers_of_page() -> dict[str, str]:
-    """Return what the page's table says, by architecture: the cells behind its name."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line[1:].partition("|") for line in lines if re.match(r"\| (?!architecture)\w", line)]
+CAUSAL, IMAGE_TEXT = "| architectures |", "| classes that take images |"
+"""How the heads of the page's tables begin."""
+
+
+def answers_of_page(table: str) -> dict[str, str]:
+    """Return what a table of the page says, by architecture: the cells behind its name."""
+    lines = _table_of_page(table).splitlines()[2:]
+    rows = [line[1:].partition("|") for line in lines]
     return {each.strip(): answer for names, _, answer in rows for each in names.split(",")}
 
 
+def _table_of_page(table: str) -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    return text[text.index(table) :].partition("\n\n")[0].rstrip("\n")
+
+
 def version_of_page() -> str:
-    """Return the version of Transformers with which the page's table was made."""
+    """Return the version of Transformers with which the page's tables were made."""
     return re.search(r"Transformers (\d\S+\d)", PAGE.read_text(encoding="utf-8"))[1]
 
 
-def write_page(rows: Iterable[Row]) -> None:
-    """Replace the version and the table of the page."""
+def write_page(rows: Iterable[Row], image_rows: Iterable[ImageTextRow]) -> None:
+    """Replace the version and the tables of the page."""
     text = PAGE.read_text(encoding="utf-8").replace(version_of_page(), transformers.__version__)
-    head = text[: text.index("| architectures")]
+    heads = {
+        CAUSAL: [f"{CAUSAL} `StoredKV` | `LLM` | why not |", "|---|---|---|---|"],
+        IMAGE_TEXT: [f"{IMAGE_TEXT} `StoredKV` | why not |", "|---|---|---|"],
+    }
+    for table, each in ((CAUSAL, rows), (IMAGE_TEXT, image_rows)):
+        text = text.replace(_table_of_page(table), "\n".join([*heads[table], *_lines(each)]))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def _lines(rows: Iterable[Row | ImageTextRow]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for row in rows:
         alike.setdefault(row.answer, []).append(row.model_type)
     largest_first = sorted(alike.items(), key=lambda each: -len(each[1]))
-    table = ["| architectures | `StoredKV` | `LLM` | why not |", "|---|---|---|---|"]
-    table += [f"| {', '.join(names)} |{answer}" for answer, names in largest_first]
-    PAGE.write_text(head + "\n".join(table) + "\n", encoding="utf-8")
+    return [f"| {', '.join(names)} |{answer}" for answer, names in largest_first]

@@ -1,13 +1,23 @@
-"""Every architecture that Transformers has a causal LM of: served rightly or refused, as the page
-says."""
+"""Every architecture that Transformers has a causal LM of, and every class that takes images and
+text: served rightly or refused, as the page says."""
 
 from __future__ import annotations
 
 import pytest
 import transformers
 
-from tests.adapters.transformers.sweep import answers_of_page, sweep, version_of_page
+from tests.adapters.transformers.image_configs import IMAGE_TEXT_TYPES
+from tests.adapters.transformers.sweep import (
+    CAUSAL,
+    IMAGE_TEXT,
+    answers_of_page,
+    sweep,
+    sweep_image_text,
+    version_of_page,
+)
 from tests.adapters.transformers.tiny_configs import MODEL_TYPES
+
+IS_OF_THIS_RELEASE = version_of_page() == transformers.__version__
 
 
 @pytest.mark.slow
@@ -16,10 +26,31 @@ from tests.adapters.transformers.tiny_configs import MODEL_TYPES
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_architecture_hits_rightly_or_is_refused_as_the_page_says(model_type, tmp_path):
     row = sweep(model_type, tmp_path)
-    if version_of_page() == transformers.__version__:
-        assert row.answer == answers_of_page()[model_type]
+    if IS_OF_THIS_RELEASE:
+        assert row.answer == answers_of_page(CAUSAL)[model_type]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", IMAGE_TEXT_TYPES)
+def test_a_class_that_takes_images_hits_with_text_as_the_page_says(model_type, tmp_path):
+    row = sweep_image_text(model_type, tmp_path)
+    if IS_OF_THIS_RELEASE:
+        assert row.answer == answers_of_page(IMAGE_TEXT)[model_type]
 
 
 def test_the_page_has_every_architecture():
-    if version_of_page() == transformers.__version__:
-        assert sorted(answers_of_page()) == sorted(MODEL_TYPES)
+    if IS_OF_THIS_RELEASE:
+        assert sorted(answers_of_page(CAUSAL)) == sorted(MODEL_TYPES)
+        assert sorted(answers_of_page(IMAGE_TEXT)) == sorted(IMAGE_TEXT_TYPES)
+
+
+def test_the_page_serves_as_many_as_we_say():
+    """Fewer would be a loss that users notice."""
+    served = [answer for answer in answers_of_page(CAUSAL).values() if answer.startswith(" yes")]
+    texts = [answer for answer in answers_of_page(IMAGE_TEXT).values() if answer.startswith(" yes")]
+    plain = [answer for answer in served if answer.startswith(" yes | yes")]
+    assert len(served) >= 175
+    assert len(plain) >= 90
+    assert len(texts) >= 40

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import cache_utils
+from transformers import AutoModelForImageTextToText, cache_utils
 
 from kvferry.adapters.transformers import StoredKV, prefill, proof
 from kvferry.adapters.transformers.cache_leaves import slots
@@ -19,7 +20,9 @@ from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.observe import Counters
 from kvferry.store.url import open_store
 from kvferry.testing.faults import flip_bit
+from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.generating import generate, loaded
+from tests.adapters.transformers.image_configs import build_image_text, image_text_config
 from tests.adapters.transformers.trees import CHUNK, HIT, WITHIN, assert_right, ids_of, reuse
 
 # Recurrent states (three kinds), convolutions, indexers, latents of another form, layers of several
@@ -54,6 +57,33 @@ def test_a_prefill_returns_a_cache_of_all_tokens_but_the_last(
             assert kv.num_loaded == num_loaded
             logits = model(ids_of()[:, -1:], cache=cache).logits[:, -1]
         assert (logits - expected).abs().max() <= WITHIN * expected.abs().max()
+
+
+def test_a_model_that_keeps_no_cache_unless_asked_is_served_when_asked(
+    tree_dir, load_model, store_url
+):
+    model, counts = load_model(tree_dir("mpt")), Counters()
+    model.generation_config.use_cache = False
+    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
+        kv.generate(ids_of(), max_new_tokens=2)
+        assert counts["generated_without_store"] == 1
+        for num_loaded in (0, HIT):
+            found = generate(kv, ids_of(), use_cache=True)
+            assert kv.num_loaded == num_loaded
+            expected = generate(model, ids_of(), use_cache=True)
+            assert torch.equal(found[0], expected[0])
+
+
+def test_rows_without_elements_are_restored(tmp_path, store_url):
+    """Latent attention whose keys have no rotated part."""
+    build = partial(build_image_text, image_text_config("mistral_large4"))
+    directory = write_random_model(tmp_path / "model", build)
+    load = partial(AutoModelForImageTextToText.from_pretrained, directory, dtype=torch.float32)
+    with StoredKV(load(), store_url, chunk_tokens=CHUNK) as kv:
+        leaves = {name: slot.value for name, slot in slots(kv.prefill(ids_of())).items()}
+    assert 0 in {each.numel() for each in leaves.values() if isinstance(each, torch.Tensor)}
+    assert_right(load(), ids_of(), found := reuse(load(), store_url, ids_of()))
+    assert found.num_loaded == HIT
 
 
 REFUSED = {

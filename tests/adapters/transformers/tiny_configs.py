@@ -23,7 +23,6 @@ NOT_BUILT = {
     "gemma3n": "its vision part needs the library timm",
     "gemma4_assistant": "it drafts from the KV of another model and has none of its own",
     "gemma4_unified_assistant": "it drafts from the KV of another model and has none of its own",
-    "marian": "all prompts have nearly the same answer in its tiny model",
     "musicgen": "Transformers' AutoModelForCausalLM cannot load it",
     "musicgen_melody": "Transformers' AutoModelForCausalLM cannot load it",
 }
@@ -106,6 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
     "bailing_hybrid": {**_LATENT, "layer_group_size": 2, "first_k_dense_replace": 1},
+    "big_bird": {"attention_type": "original_full"},  # the other is no decoder's
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
     "cohere_compass_text": {
         **_SLIDING,
@@ -121,6 +121,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {**_SLIDING, "n_shared_experts": 1},
     "dots3_note": {
         "text_config": _DOTS3,
@@ -151,6 +152,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "zero_expert_num": 2,
     },
+    "marian": {"scale_embedding": True},  # else all prompts have nearly the same answer
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": _SLIDING,
     "minicpm3": _LATENT,
@@ -159,6 +161,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "ministral": _SLIDING,
+    "mpt": {"use_cache": True},  # else `generate` runs without the store, unless it is asked to
     "qwen2": _WINDOWED,
     "qwen2_moe": _WINDOWED,
     "qwen3": _WINDOWED,
@@ -249,6 +252,7 @@ def values_of(cls: Any, changes: dict[str, Any]) -> dict[str, Any]:
         if dataclasses.is_dataclass(part):
             values[name] = values_of(part, inner)
         elif inner or name == "text_config":  # of any architecture
-            inner = {"model_type": "llama", **inner}
+            usual = getattr(getattr(cls(), name, None), "model_type", None) or "llama"
+            inner = {"model_type": usual, **inner}
             values[name] = values_of(CONFIG_MAPPING[inner["model_type"]], inner)
     return values

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class Rows(NamedTuple):
     """Axis of the rows of a batch; None: the leaf has none."""
     size: int
     """Rows for each chunk."""
-    component: int
+    component: int | None
+    """None: its rows have no elements, so no record holds them."""
     layer: int
     """Its place among the leaves of its component."""
 
@@ -130,7 +132,8 @@ def canonical(value: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor
     if value.dim() == 2:
         value = value[..., None]
     moved = value.movedim((batch, axis), (0, -2))
-    return moved.reshape(moved.shape[0], -1, *moved.shape[-2:]).contiguous()
+    heads = math.prod(moved.shape[1:-2])  # -1 would not say it of rows without elements
+    return moved.reshape(moved.shape[0], heads, *moved.shape[-2:]).contiguous()
 
 
 def natural(form: torch.Tensor, like: torch.Tensor, axis: int, batch: int | None) -> torch.Tensor:

@@ -178,6 +178,9 @@ class CacheTree:
                 counts.append(count)
             elif (found := rows_of(values)) is not None:
                 axis, size = found
+                if not values[0].numel():
+                    rows.append(Rows(path, axis, batch, size, None, 0))
+                    continue
                 shape = form_of_leaf(values[0], axis, batch, size)
                 component = shapes.setdefault(shape, len(shapes))
                 layers += [0] * (len(shapes) - len(layers))
@@ -210,6 +213,8 @@ class CacheTree:
             for each in (ids[:, : 2 * size], other)
         ]
         for law in self.rows:
+            if law.component is None:
+                continue
             # Where a chunk has as many rows as tokens, all but the last token's are compared.
             num_rows = 2 * size - 1 if law.size == size else law.size
             one, two = (each[law.path].narrow(law.axis, 0, num_rows).float() for each in runs)
@@ -328,6 +333,8 @@ class CacheTree:
         for each component."""
         found = slots(cache)
         for law in self.rows:
+            if law.component is None:
+                continue
             start = first_token * law.size // self.chunk_tokens
             value = found[law.path].value.detach().narrow(law.axis, start, law.size)
             form = canonical(value, law.axis, law.batch)[row]
@@ -431,6 +438,8 @@ class CacheTree:
         whole = torch.zeros(shape, dtype=first.dtype)
         for row, (num_padding, tensors) in enumerate(chunks):
             for number, each in enumerate(tensors):
+                if law.component is None:
+                    break
                 start = num_padding + number * law.size
                 part = each[law.component][law.layer]
                 part = part.view(first.dtype) if part.dtype != first.dtype else part

@@ -35,7 +35,11 @@ from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
 from kvferry.adapters.transformers.cache_tree import Part
 from kvferry.adapters.transformers.host_model import UNRUNNABLE, HostModel
 from kvferry.adapters.transformers.items import WHOLE, Items, items_of
-from kvferry.blocks.tolerance import TOLERANCE
+from kvferry.blocks.tolerance import (
+    TOLERANCE,
+    TOLERANCE_OF_8_BITS,
+    TOLERANCE_OF_8_BITS_WITH_EXPERTS,
+)
 from kvferry.engine.model_config import first_line
 from kvferry.errors import ConfigError
 from kvferry.store.base import Catalogue
@@ -125,11 +129,35 @@ def _kept(store: Catalogue, form: TreeForm) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _limits(host: HostModel) -> tuple[float, float]:
-    """Return the limits of differences of leaves and of logits."""
+class _Limits(NamedTuple):
+    """Limits of relative differences."""
+
+    leaves: float
+    """Of a leaf that was computed in other pieces."""
+    logits: float
+    """Of logits on top of such leaves."""
+    restored: float
+    """Of logits of the same computation on a restored cache."""
+
+
+def _limits(host: HostModel) -> _Limits:
+    """Return what rounding explains.
+
+    Raises:
+        ConfigError: it explains any difference.
+    """
+    if not host.tolerances:
+        raise ConfigError(
+            "it rounds activations to 4 bits: in pieces it computes as much otherwise as another "
+            "model, so that nothing can be proven"
+        )
     dtype = str(host.model.dtype).removeprefix("torch.")
-    error = host.tolerances.get(dtype, TOLERANCE.get(dtype, TOLERANCE["bfloat16"])).error
-    return error, _LOGITS.get(dtype, _LOGITS["bfloat16"])
+    leaves = host.tolerances.get(dtype, TOLERANCE.get(dtype, TOLERANCE["bfloat16"])).error
+    logits = _LOGITS.get(dtype, _LOGITS["bfloat16"])
+    if host.tolerances in (TOLERANCE_OF_8_BITS, TOLERANCE_OF_8_BITS_WITH_EXPERTS):
+        # In other pieces, a value may be rounded to the next of 256.
+        return _Limits(leaves, leaves, logits / 10)
+    return _Limits(leaves, logits, logits / 10)
 
 
 def prove(host: HostModel, form: TreeForm) -> tuple[str, str]:
@@ -143,7 +171,7 @@ def prove(host: HostModel, form: TreeForm) -> tuple[str, str]:
     size = tree.chunk_tokens
     end = NUM_CHUNKS * size
     ids = host.probe_ids(end + NUM_MORE, 5)
-    error, limit = _limits(host)
+    error, limit, restored_limit = _limits(host)
 
     one = _leaves(tree.leaves(_in_pieces(host, ids[:, :end], [end])))
     two = _leaves(tree.leaves(_in_pieces(host, ids[:, :end], [2 * size, end])))
@@ -162,7 +190,7 @@ def prove(host: HostModel, form: TreeForm) -> tuple[str, str]:
     restored = form.cache_of([first], end)
     _refuse_changed_leaves(kept, restored)
     _, logits = host.run(ids[:, end:], restored, end, num_logits=NUM_MORE)
-    _refuse_logits("a restored cache and the one in memory", expected, logits, limit / 10)
+    _refuse_logits("a restored cache and the one in memory", expected, logits, restored_limit)
     _, whole = host.run(ids, host.new_cache(), 0, num_logits=NUM_MORE)
     _refuse_logits("a restored cache and a run without one", whole, logits, limit)
 
@@ -202,7 +230,7 @@ def _prove_batch(
     """
     tree, size = form.tree, form.tree.chunk_tokens
     end = ids.shape[1] - NUM_MORE
-    error, limit = _limits(host)
+    error, limit, _ = _limits(host)
     paddings = (0, _ODD, end - 1) if is_hidden else (0, 0)
     rows = torch.cat((ids, host.probe_ids(ids.shape[1], 6, len(paddings) - 1)))
     mask = torch.ones_like(rows)
@@ -291,6 +319,7 @@ def _answer(
         min_new_tokens=num_tokens,
         do_sample=False,
         num_beams=1,
+        use_cache=True,  # as in every call that is served, whatever the model's default is
         output_logits=True,
         return_dict_in_generate=True,
         pad_token_id=0,
@@ -458,7 +487,7 @@ def _prove_items(host: HostModel, form: TreeForm, prompt: _ItemPrompt) -> None:
     tree, size, (ids, items, given, whole) = form.tree, form.tree.chunk_tokens, prompt
     ends = [-(-each.stop // size) * size for each in items.items]
     end, length = ends[-1], ids.shape[1]
-    error, limit = _limits(host)
+    error, limit, restored_limit = _limits(host)
 
     def run(cache: Any, first: int, stop: int) -> tuple[Any, torch.Tensor]:
         inputs = items.inputs(first, stop)
@@ -482,7 +511,7 @@ def _prove_items(host: HostModel, form: TreeForm, prompt: _ItemPrompt) -> None:
     restored = form.cache_of([StoredRow(0, images, states[end])], end)
     _refuse_changed_leaves(kept, restored)
     _, logits = run(restored, end, length)
-    _refuse_logits("a restored cache and the one in memory", expected, logits, limit / 10)
+    _refuse_logits("a restored cache and the one in memory", expected, logits, restored_limit)
     _refuse_logits("a restored cache and a run without one", whole, logits, limit)
     for stop in {ends[0], end}:
         restored = form.cache_of([StoredRow(0, images[: stop // size], states[stop])], stop)
