@@ -261,6 +261,11 @@ def _latent_codec(model: Any, config: ModelConfig) -> LatentCodec | None:
 
 def _load_weights(config: ModelConfig) -> Any:
     model_dir = config.model_dir
+    if getattr(config.transformers_config, "quantization_config", None):
+        raise ConfigError(
+            f"{model_dir} was published quantised; the engine gives no name to the code that "
+            "unpacks or multiplies such weights; StoredKV and vLLM serve it"
+        )
     with LOADING, quiet_transformers():
         try:
             model, info = config.model_class().from_pretrained(

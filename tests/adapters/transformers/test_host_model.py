@@ -16,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
     QuantoConfig,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.engine import LLM, SamplingParams
@@ -215,6 +216,10 @@ def _adapt(model):
     model.model.layers[0].self_attn.q_proj = adapted(64, 64, bias=False)
 
 
+def _quantise(model):
+    model.hf_quantizer = AutoHfQuantizer.from_config(QuantoConfig(), pre_quantized=False)
+
+
 def _compile_a_layer(model):
     model.model.layers[1] = torch.compile(model.model.layers[1])
 
@@ -226,7 +231,7 @@ COMPILED = r"torch\.compile.*uncompiled model from from_pretrained\(\)"
 STATIC = r"cache_implementation='static'.*set it to None"
 REFUSED = {
     "training mode": (lambda model: model.train(), r"training mode.*eval\(\)"),
-    "quantised": (lambda model: setattr(model, "hf_quantizer", QuantoConfig()), "quantised"),
+    "quantised": (_quantise, r"was quantised \(quanto\) when it was loaded"),
     "an adapter": (_adapt, "PEFT adapter"),
     "compiled": (torch.compile, COMPILED),
     "a compiled forward": (

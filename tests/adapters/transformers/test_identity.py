@@ -16,7 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama import modeling_llama
 
 from kvferry.adapters.transformers import StoredKV
-from kvferry.adapters.transformers.identity import deviations, is_all_of_files
+from kvferry.adapters.transformers.identity import deviations
+from kvferry.adapters.transformers.weights import is_all_of_files
 from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_config import ModelConfig

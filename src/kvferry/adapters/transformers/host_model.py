@@ -23,12 +23,20 @@ from kvferry.adapters.transformers.cache_tree import CacheTree, NoRowsError
 from kvferry.adapters.transformers.identity import (
     called_functions,
     deviations,
-    is_all_of_files,
     is_library_cache,
     refuse_other_code,
-    refuse_other_weights,
 )
 from kvferry.adapters.transformers.items import Items
+from kvferry.adapters.transformers.quantisation import (
+    quantisation_of,
+    refuse_other_quantisation,
+    warm_up,
+)
+from kvferry.adapters.transformers.weights import (
+    is_all_of_files,
+    refuse_other_weights,
+    refuse_unread_weights,
+)
 from kvferry.blocks.tolerance import tolerances_for
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec
@@ -132,6 +140,19 @@ class HostModel:
         directory = model_dir or _directory_of(model)
         config = read_config(directory)
         _refuse_config(config, directory)
+        refuse_other_quantisation(model, config, directory)
+        loads = Loads.ALL
+        if weights_version is None:
+            refuse_other_code(model)
+            state = model.state_dict()
+            is_packed = bool(quantisation_of(config))
+            refuse_other_weights(state, directory, is_packed=is_packed)
+            refuse_unread_weights(model, directory)
+            is_mixed = weight_files(directory, Loads.BY_NAME).left_out
+            if is_mixed and is_all_of_files(state, directory):
+                loads = Loads.BY_NAME
+            del state
+        warm_up(model)
         dtype = str(model.dtype).removeprefix("torch.")
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._first_attributes = _attributes(model)
@@ -143,14 +164,6 @@ class HostModel:
         self._empty_cache: tuple[Any] | None = None
         self._records_states = False
         self._refuses_code = weights_version is None
-        loads = Loads.ALL
-        if weights_version is None:
-            refuse_other_code(model)
-            state = model.state_dict()
-            refuse_other_weights(state, directory)
-            is_mixed = weight_files(directory, Loads.BY_NAME).left_out
-            if is_mixed and is_all_of_files(state, directory):
-                loads = Loads.BY_NAME
         self.identity = identify(
             directory,
             dtype=dtype,
@@ -159,7 +172,7 @@ class HostModel:
             name=getattr(model, "name_or_path", None) or str(directory),
             loads=loads,
         )
-        self.tolerances = tolerances_for(self.identity.config)
+        self.tolerances = tolerances_for(_as_it_runs(self.identity.config))
         self.plain: PlainKV | None = None
         self.why_not_plain = ""
         try:
@@ -633,12 +646,6 @@ def _refuse_changed(model: Any) -> None:
             f"the model's generation_config has cache_implementation={implementation!r}, "
             "so generate() accepts no cache; set it to None"
         )
-    is_quantised = any(type(module).__module__.startswith("torch.ao.") for module in modules)
-    if is_quantised or getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", 0):
-        raise ConfigError(
-            "the model is quantised, so its KV is not that of the weights in its directory; load "
-            "it without quantization_config or quantize_dynamic"
-        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
             "weights of the model are offloaded (device_map), so they cannot be checked; load it "
@@ -646,6 +653,12 @@ def _refuse_changed(model: Any) -> None:
         )
     if model.training:
         raise ConfigError("the model is in training mode, where dropout changes KV; call eval()")
+
+
+def _as_it_runs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an identity with its overrides: a model that was unpacked at load
+    has no quantization_config."""
+    return {**config, **config.get("overrides", {})}
 
 
 def _refuse_config(config: Any, directory: Path) -> None:

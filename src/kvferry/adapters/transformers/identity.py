@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +23,11 @@ import torch
 from blake3 import blake3
 from torch.overrides import TorchFunctionMode
 
+from kvferry.adapters.transformers.quantisation import (
+    comparable,
+    libraries_of,
+    quantisation_facts,
+)
 from kvferry.engine.model import LOADING, quiet_transformers, unknown_arguments
 from kvferry.engine.model_config import is_library_class, is_library_code
 from kvferry.engine.paged_attention import (
@@ -56,18 +60,6 @@ _BUFFER_TOLERANCE = 1e-6
 _UNMAKEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, ImportError)
 """Errors of a model class that cannot be made from its config alone."""
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_MAX_HEADER_BYTES = 100 << 20
-"""The bound of the safetensors format itself."""
-
-_MAX_ROW_BYTES = 64 * 1024
-_PIECE = 1 << 20
-"""Elements that are compared at a time."""
-
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
-"""Errors of files that are not as they should be."""
-
 
 def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
     """Return the part of the identity that decides the model's KV and is not in its directory.
@@ -89,6 +81,7 @@ def deviations(model: Any, stored_config: Any) -> dict[str, JsonValue]:
         "attention": _unsure_attention(model),
         "buffers": _changed_buffers(model),
         "dtypes": _other_dtypes(model),
+        "quantisation": quantisation_facts(model, stored_config),
     }
     return {name: value for name, value in found.items() if value}
 
@@ -120,6 +113,9 @@ def _overrides(model: Any, stored_config: Any) -> dict[str, JsonValue]:
         _decisive(json.loads(json.dumps(config.to_dict(), default=str)))
         for config in (stored_config, model.config)
     )
+    for each in (stored, running):
+        if "quantization_config" in each:
+            each["quantization_config"] = comparable(each["quantization_config"])
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if any(type(model) is each.get(type(stored_config), None) for each in mappings):
         # Config types may share a model class; the running config then has the class's own type.
@@ -186,8 +182,9 @@ def _forwards(model: Any) -> Iterator[tuple[FunctionType, Any]]:
 
 def _other_code(model: Any) -> Iterator[str]:
     """Yield names of functions and classes that compute the model and are not Transformers' own."""
+    libraries = libraries_of(model)  # which the identity names
     for kind in dict.fromkeys(map(type, model.modules())):
-        if not is_library_class(kind):
+        if not is_library_class(kind) and kind.__module__.partition(".")[0] not in libraries:
             yield f"class {_name(kind)}"
     if type(model.config).__module__.partition(".")[0] != "transformers":
         yield f"config class {_name(type(model.config))}"
@@ -360,117 +357,3 @@ def _other_dtypes(model: Any) -> dict[str, JsonValue]:
         if tensor.is_floating_point()
         and tensor.dtype != (torch.float32 if pattern.search(name) else model.dtype)
     }
-
-
-# --- samples of the weights -----------------------------------------------------------------------
-
-
-def refuse_other_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Refuse tensors that differ from those stored under their names in `directory`.
-
-    Compares some rows of every tensor. The identity is a digest of the files, which cannot show
-    that a model was trained, merged or patched in memory after it was loaded. Such a change alters
-    nearly every row, so a few rows show it.
-
-    Reads the files that Transformers would load. Skips tensors that Transformers renames or builds
-    from several, formats other than safetensors, and files that cannot be read.
-
-    Raises:
-        ConfigError: a tensor that differs.
-    """
-    for path in _files(directory):
-        try:
-            with path.open("rb") as file:
-                differing = _first_differing(state, file.fileno())
-        except _UNREADABLE:
-            continue
-        if differing is not None:
-            raise ConfigError(
-                f"the model's {differing} is not the one in {directory}: it was changed after "
-                "loading; save it to a directory of its own and load it from there, or pass a "
-                "weights_version"
-            )
-
-
-def is_all_of_files(state: Mapping[str, torch.Tensor], directory: Path) -> bool:
-    """Whether every tensor is to the last element one of the files that Transformers loads by
-    default: then others in `directory`, such as a pytorch_model.bin, do not matter, whichever it
-    was read from. Reads those files whole."""
-    places = set()
-    for path in _files(directory):
-        try:
-            with path.open("rb") as file:
-                header, start = _header(file.fileno())
-                for name in header.keys() & state.keys():
-                    if not _is_equal(state[name], header[name], file.fileno(), start):
-                        return False
-                    places.add(state[name].data_ptr())
-        except _UNREADABLE:
-            return False
-    return all(tensor.data_ptr() in places for tensor in state.values())  # or tied to one
-
-
-def _header(fd: int) -> tuple[dict[str, Any], int]:
-    """Return what a file holds, by name, and where the data begin."""
-    # By hand: the library maps files, and a mapped file that is cut short kills the process.
-    size = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes")
-    return json.loads(os.pread(fd, size, 8)), 8 + size
-
-
-def _first_differing(state: Mapping[str, torch.Tensor], fd: int) -> str | None:
-    """Return the name of the first tensor that differs, if any."""
-    header, start = _header(fd)
-    for name, stored in header.items():
-        tensor = state.get(name)
-        if tensor is not None and _differs(tensor, stored, fd, start):
-            return name
-    return None
-
-
-def _files(directory: Path) -> list[Path]:
-    """Return the files that Transformers loads: one whole file, else the files of the index."""
-    whole = directory / "model.safetensors"
-    if whole.is_file():
-        return [whole]
-    try:
-        index = json.loads((directory / "model.safetensors.index.json").read_bytes())
-        return [directory / name for name in sorted(set(index["weight_map"].values()))]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []
-
-
-def _differs(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
-    dtype = _DTYPES.get(stored["dtype"])
-    if dtype is None:
-        return False
-    if tuple(tensor.shape) != tuple(stored["shape"]):
-        return True
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return False
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
-    num_rows, width = rows.shape
-    seen = min(width, _MAX_ROW_BYTES // dtype.itemsize)
-    start = data_start + stored["data_offsets"][0]
-    for row in sorted({0, num_rows // 2, num_rows - 1}):
-        data = os.pread(fd, seen * dtype.itemsize, start + row * width * dtype.itemsize)
-        expected = torch.frombuffer(bytearray(data), dtype=dtype).to(tensor.dtype)
-        if not torch.equal(expected, rows[row, :seen].cpu()):
-            return True
-    return False
-
-
-def _is_equal(tensor: torch.Tensor, stored: Mapping[str, Any], fd: int, data_start: int) -> bool:
-    dtype = _DTYPES.get(stored["dtype"])
-    is_alike = tuple(tensor.shape) == tuple(stored["shape"]) and tensor.device.type != "meta"
-    if dtype is None or not is_alike:
-        return False
-    flat, begin = tensor.detach().reshape(-1), data_start + stored["data_offsets"][0]
-    for piece in range(0, flat.numel(), _PIECE):
-        held = flat[piece : piece + _PIECE].cpu()
-        size = held.numel() * dtype.itemsize
-        data = os.pread(fd, size, begin + piece * dtype.itemsize)
-        if not torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).to(held.dtype), held):
-            return False
-    return True
