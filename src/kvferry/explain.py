@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.store.base import Catalogue, Removal
 from kvferry.store.maintenance import read_header
-from kvferry.survey import Differences, chunk_tokens_of, survey
+from kvferry.survey import Differences, Holding, chunk_tokens_of, survey
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class PromptAnswer:
             empty, it may also be the most similar namespace.
         without_extra: leading tokens that are stored for requests without salt and LoRA.
         away: why a tier did not answer, by its name.
+        num_late: namespaces whose descriptions were not read in time: one of them may be nearer.
     """
 
     num_tokens: int
@@ -115,6 +117,7 @@ class PromptAnswer:
     elsewhere: Nearest | None = None
     without_extra: int = 0
     away: Mapping[str, Fault] = field(default_factory=dict)
+    num_late: int = 0
 
     @property
     def hit_tokens(self) -> int:
@@ -141,14 +144,6 @@ def away_lines(away: Mapping[str, Fault]) -> list[str]:
     return [f"{name}: away: {why}" for name, why in away.items()]
 
 
-def _described(store: Catalogue) -> list[bytes]:
-    """Return the namespaces that a store describes; none if it cannot list them."""
-    try:
-        return store.described()
-    except StoreError:
-        return []
-
-
 def _removed(store: Catalogue) -> tuple[Catalogue, dict[ChunkKey, Removal] | None]:
     """Return the newest removal of each key; None if the store remembers none."""
     removals = store.removals(MAX_REMOVALS)
@@ -170,6 +165,7 @@ class PromptSearch:
         token_ids: as given.
         away: why a tier does not answer, by its name. It grows.
         where: the stores, for messages.
+        num_late: how many descriptions `namespaces` had no time to read.
 
     Raises:
         StoreError: no tier answers any more. All methods may raise it.
@@ -189,6 +185,8 @@ class PromptSearch:
         self._block_tokens = block_tokens
         self.away = {} if away is None else away
         self.where = ", ".join(store.url for store in tiers.values())
+        self.num_late = 0
+        self._described: dict[Catalogue, frozenset[bytes]] = {}
         self._removed = dict(answer for _, answer in self.ask(_removed))
 
     def ask(self, question: Callable[[Catalogue], T]) -> Iterator[tuple[str, T]]:
@@ -206,21 +204,35 @@ class PromptSearch:
     def namespaces(self, digits: str = "") -> dict[bytes, Namespace | None]:
         """Return the namespaces, `MAX_NAMESPACES` of each tier, whose digests start with `digits`;
         None for one without a sound description."""
-
-        def known(store: Catalogue) -> dict[bytes, Namespace | None]:
-            digests = [bytes.fromhex(digits)] if len(digits) == 64 else _described(store)
-            wanted = [each for each in digests if each.hex().startswith(digits)]
-            found = survey(store, wanted[:MAX_NAMESPACES])
-            return {
-                each.digest: each.namespace
-                for each in found
-                if each.is_described or each.digest in _described(store)
-            }
-
         found: dict[bytes, Namespace | None] = {}
-        for _, spaces in self.ask(known):
-            found |= {digest: found.get(digest) or space for digest, space in spaces.items()}
+        self.num_late = 0
+        for _, holdings in self.ask(lambda store: self._surveyed(store, digits)):
+            self.num_late += sum(each.is_late for each in holdings)
+            for each in holdings:
+                found[each.digest] = found.get(each.digest) or each.namespace
         return found
+
+    def _surveyed(self, store: Catalogue, digits: str) -> list[Holding]:
+        """Return what a tier says of its namespaces. Lists a server once at most."""
+        is_whole = len(digits) == 64
+        digests = [bytes.fromhex(digits)] if is_whole else sorted(self._described_in(store))
+        wanted = [each for each in digests if each.hex().startswith(digits)]
+        found = survey(store, wanted[:MAX_NAMESPACES])
+        if is_whole:  # which may be of no namespace
+            found = [
+                each
+                for each in found
+                if each.is_described or each.digest in self._described_in(store)
+            ]
+        return found
+
+    def _described_in(self, store: Catalogue) -> frozenset[bytes]:
+        """The namespaces that a tier describes; none if it cannot list them."""
+        if store not in self._described:
+            self._described[store] = frozenset()
+            with suppress(StoreError):
+                self._described[store] = frozenset(store.described())
+        return self._described[store]
 
     def of_tokens(self) -> list[Namespace]:
         """Return the namespaces whose keys follow from tokens."""
@@ -234,7 +246,9 @@ class PromptSearch:
         of the prompt is stored without salt and LoRA, and in `others`, called only then."""
         found = [self.explain(space) for space in spaces]
         found.sort(key=_rank)
-        answer = PromptAnswer(num_tokens=len(self.token_ids), found=found, away=self.away)
+        answer = PromptAnswer(
+            num_tokens=len(self.token_ids), found=found, away=self.away, num_late=self.num_late
+        )
         if answer.reason is not LookupMiss.ABSENT:
             return answer
         plain = (
@@ -243,7 +257,8 @@ class PromptSearch:
         )
         without_extra = max(plain, default=0)
         nearest = self.nearest(others(), answer.hit_tokens)
-        return replace(answer, elsewhere=nearest, without_extra=without_extra)
+        late = self.num_late
+        return replace(answer, elsewhere=nearest, without_extra=without_extra, num_late=late)
 
     def explain(self, space: Space) -> Explanation:
         """Look every chunk of the prompt up in one namespace."""

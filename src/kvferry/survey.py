@@ -14,7 +14,7 @@ UNREADABLE = "(unreadable)"
 """Shown instead of a model's name if its namespace has no readable description."""
 
 DESCRIBE_SECONDS = 10.0
-"""Time for reading descriptions of namespaces; those not read by then are left out."""
+"""Time for reading descriptions of namespaces."""
 
 Differences = dict[str, tuple[JsonValue, JsonValue]]
 """The two values of each field that differs, by dotted path; None for a missing field."""
@@ -30,6 +30,7 @@ class Holding:
         digest: of the namespace; empty for records whose namespace the store does not know yet.
         is_described: whether the store has a description, sound or not.
         namespace: what the description says; None without a sound one of this digest.
+        is_late: whether there was no time to read the description, so that it is not known.
     """
 
     digest: bytes
@@ -37,6 +38,7 @@ class Holding:
     num_bytes: int
     is_described: bool
     namespace: Namespace | None = None
+    is_late: bool = False
 
     @property
     def title(self) -> str | None:
@@ -79,14 +81,16 @@ def survey(
 
     Args:
         counts: the numbers of records and of bytes by namespace, as `Store.namespaces` has them.
-        seconds: time for reading descriptions; later namespaces count as not described.
+        seconds: time for reading descriptions; that of a later namespace is late.
     """
     until = time.monotonic() + seconds
     found = []
     for digest in sorted(dict.fromkeys(digests), key=lambda each: -counts.get(each, (0, 0))[1]):
-        text = store.describe(digest) if digest and time.monotonic() < until else None
+        is_late = bool(digest) and time.monotonic() >= until
+        text = store.describe(digest) if digest and not is_late else None
         namespace = None if text is None else Namespace.from_text(digest, text)
-        found.append(Holding(digest, *counts.get(digest, (0, 0)), text is not None, namespace))
+        count = counts.get(digest, (0, 0))
+        found.append(Holding(digest, *count, text is not None, namespace, is_late))
     return found
 
 

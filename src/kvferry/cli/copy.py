@@ -75,8 +75,16 @@ def copy(
     num_stored, num_existing = (
         copied.results[each] for each in (PutResult.STORED, PutResult.EXISTS)
     )
-    facts |= {"stored": num_stored, "existing": num_existing, "bad": list(bad)}
-    text = f"{said}: {num_stored} copied, {num_existing} were there before"
+    # Those that were counted first and did not come again are gone as well.
+    num_read = len(copied.keys) + len(bad)
+    num_records = max(num_records, num_read + copied.num_vanished)
+    num_vanished = num_records - num_read
+    facts |= {"records": num_records, "stored": num_stored, "existing": num_existing}
+    facts |= {"vanished": num_vanished, "bad": list(bad)}
+    parts = [f"{num_stored} copied", f"{num_existing} were there before"]
+    parts += [f"{num_vanished} vanished meanwhile"] if num_vanished else []
+    parts += [f"{len(bad)} wrong"] if bad else []
+    text = f"{num_records:,} records, {format_size(num_bytes)}: {', '.join(parts)}"
     tables = [make_table({"not copied": "key", "reason": "reason"}, bad)] if bad else []
     emit(facts, json, text, *tables)
     if bad:
@@ -89,22 +97,28 @@ class _Copied(NamedTuple):
     results: Counter[PutResult]
     bad: list[tuple[Entry, MissReason]]
     """Records that were left out, and why."""
+    num_vanished: int
+    """Records that were removed before they were read."""
 
 
 def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Copied:
     """Copy records that are still there, and describe their namespaces in the target. Raises
     StoreError if a store fails, or the target does not take a record."""
-    copied = _Copied([], Counter(), [])
+    keys: list[ChunkKey] = []
+    results: Counter[PutResult] = Counter()
+    bad: list[tuple[Entry, MissReason]] = []
+    num_vanished = 0
     described: set[bytes] = set()
     for entry in entries:
         values = source.of(entry.namespace)
         size = values.read(entry.key, ())
         record = memoryview(bytearray(min(size or 0, MAX_RECORD_BYTES)))
         if size is None or values.read(entry.key, [(0, record)]) is None:
+            num_vanished += 1
             continue
         namespace = _checked(entry.key, record, size)
         if isinstance(namespace, MissReason):
-            copied.bad.append((entry, namespace))
+            bad.append((entry, namespace))
             continue
         if namespace not in described:
             described.add(namespace)
@@ -114,11 +128,11 @@ def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Co
         result, fault = target.of(namespace).put(entry.key, [record])
         if fault is not None:
             why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
-            said = f"{target.url} {why}: {fault}; {len(copied.keys)} records were copied"
+            said = f"{target.url} {why}: {fault}; {len(keys)} records were copied"
             raise StoreError(fault.kind, said)
-        copied.results[result] += 1
-        copied.keys.append(entry.key)
-    return copied
+        results[result] += 1
+        keys.append(entry.key)
+    return _Copied(keys, results, bad, num_vanished)
 
 
 def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | MissReason:

@@ -42,14 +42,21 @@ from kvferry.cli.prompts import (
     model_identity,
 )
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import ConfigError, Fault, StoreError
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
 from kvferry.journal import JournalLine, read_journal
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
-from kvferry.survey import Differences, differences, differences_of_model, of_hosts, survey
+from kvferry.survey import (
+    DESCRIBE_SECONDS,
+    Differences,
+    differences,
+    differences_of_model,
+    of_hosts,
+    survey,
+)
 from kvferry.types import NO_EXTRA_KEYS
 
 _MAX_TEXT = 200
@@ -178,15 +185,28 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
     if nearest is None and others:
         nearest = Nearest(min(others, key=lambda space: len(space.differs)), 0)
     num_tokens = len(prompt.token_ids)
-    return PromptAnswer(num_tokens=num_tokens, found=[], elsewhere=nearest, away=prompt.away)
+    return PromptAnswer(
+        num_tokens=num_tokens,
+        found=[],
+        elsewhere=nearest,
+        away=prompt.away,
+        num_late=prompt.num_late,
+    )
 
 
 def _num_lost(store: Catalogue) -> int:
-    """Count the records whose namespaces have no description."""
+    """Count the records whose namespaces have no description. Raises StoreError where that is not
+    known."""
     store.described()  # raises where the descriptions cannot be listed: they may be there
     counts = stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
+    if num_late := sum(each.is_late for each in found):
+        raise StoreError(FaultKind.LATE, f"{store.url}: {_late(num_late)}")
     return sum(each.num_records for each in found if not each.is_described)
+
+
+def _late(number: int) -> str:
+    return f"{number} descriptions of namespaces were not read within {DESCRIBE_SECONDS:g} s"
 
 
 def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
@@ -214,6 +234,8 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
 def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
     """Return hints where to look further."""
     notes = away_lines(answer.away)
+    if answer.num_late:
+        notes.append(f"{_late(answer.num_late)}, so another may be nearer")
     other = [] if answer.elsewhere is None else [answer.elsewhere.space]
     of_kernels = {
         name
@@ -383,6 +405,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
         "elsewhere": answer.elsewhere and _about(*answer.elsewhere),
         "without_extra": answer.without_extra,
         "away": {name: fault.text for name, fault in answer.away.items()},
+        "late": answer.num_late,
         "faults": {name: fault.kind for name, fault in answer.away.items()},
     }
 

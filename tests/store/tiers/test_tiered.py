@@ -338,6 +338,30 @@ def test_a_store_that_is_only_read_is_offered_nothing(make_tiers, caplog, tmp_pa
     assert caplog.messages == []  # whoever opened it so knows
 
 
+def test_a_store_whose_index_is_being_made_is_not_written_to_and_refuses_nothing(
+    make_tiers, caplog, tmp_path
+):
+    """It takes values as soon as the index is complete, without a pause."""
+    root = tmp_path / "kv"
+    with FileStore(root, background=False) as before:
+        before.put(make_key(), [b"value"])
+    for each in root.glob("index*"):
+        each.unlink()
+    inner = FileStore(root, max_bytes=1 << 20, background=False)
+    store = make_tiers(inner, MemoryStore(), clock=FakeClock())
+    assert inner.accepts().kind is FaultKind.INDEXING
+    assert store.accepts() is None, "the other tier takes them"
+    alone = make_tiers(inner, clock=FakeClock())
+    assert alone.accepts().kind is FaultKind.INDEXING
+    for each in (alone.put(make_key(1), [b"value"]), inner.put(make_key(1), [b"value"])):
+        assert (each.result, each.fault.kind) == (PutResult.FAILED, FaultKind.INDEXING)
+    rest(alone)
+    assert (state(alone), caplog.messages) == ("up", [])
+    inner.maintain()
+    assert alone.accepts() is inner.accepts() is None
+    assert alone.put(make_key(1), [b"value"]).result is PutResult.STORED
+
+
 def said(caplog):
     return [record.message.removeprefix("store memory://: ") for record in caplog.records]
 

@@ -25,8 +25,10 @@ from kvferry.store.base import (
     Buffer,
     Catalogue,
     Entry,
+    GcReport,
     Put,
     ReadRange,
+    Removal,
     StoreStat,
     TierStatus,
     Value,
@@ -314,10 +316,64 @@ class TieredStore(Catalogue):
         answers = [store.wait_indexed(max(0.0, deadline - self._clock())) for store in self._up()]
         return bool(answers) and all(answers)
 
+    # -- what commands ask: a single tier is its store ------------------------------------------
+
+    def _only(self) -> Catalogue | None:
+        """The store of a single tier; None for several. Raises StoreError while it is not up."""
+        if len(self._tiers) > 1:
+            return None
+        (tier,) = self._tiers
+        if (store := tier.up) is None:
+            raise tier.away
+        return store
+
+    def of(self, namespace: bytes) -> Catalogue:
+        """Of several tiers, themselves where keys alone name the values of each."""
+        if (only := self._only()) is not None:
+            view = only.of(namespace)
+            return self if view is only else view
+        if all(store.of(namespace) is store for store in self._up()):
+            return self
+        said = f"{self.url} are several stores; give the one that has the namespace"
+        raise StoreError(FaultKind.UNUSABLE, said)
+
+    def lists(self, key: ChunkKey) -> bool:
+        only = self._only()
+        return super().lists(key) if only is None else only.lists(key)
+
     def scan(self) -> Iterator[Entry]:
-        """List a single tier; several cannot be listed."""
-        only = next(self._up(), None) if len(self._tiers) == 1 else None
+        only = self._only()
         return super().scan() if only is None else only.scan()
+
+    def stored(self) -> Iterator[Entry]:
+        only = self._only()
+        return super().stored() if only is None else only.stored()
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        only = self._only()
+        return super().recent(limit) if only is None else only.recent(limit)
+
+    def namespaces(self) -> dict[bytes, tuple[int, int]]:
+        only = self._only()
+        return super().namespaces() if only is None else only.namespaces()
+
+    def described(self) -> list[bytes]:
+        only = self._only()
+        return super().described() if only is None else only.described()
+
+    def removals(self, limit: int) -> list[Removal] | None:
+        only = self._only()
+        return super().removals(limit) if only is None else only.removals(limit)
+
+    def facts(self) -> dict[str, int | bool | None]:
+        only = self._only()
+        return super().facts() if only is None else only.facts()
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        only = self._only()
+        if only is None:
+            return super().gc(max_bytes, older_than_seconds)
+        return only.gc(max_bytes, older_than_seconds)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """Describe the namespace in every tier that may be asked now. Give a new description to
