@@ -13,8 +13,9 @@ import pytest
 from kvferry.doctor import vllm as doctor_vllm
 from kvferry.store.file import store
 from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.kinds import MODULES
 from kvferry.store.servers.remote import RemoteStore
-from kvferry.store.url import MODULES, open_one
+from kvferry.store.url import open_one
 from tests.cli.conftest import put_records
 from tests.cli.test_doctor import found, root, url
 from tests.store import toy

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import re
+import shutil
 import sqlite3
+import subprocess
 import sys
+import tomllib
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +19,7 @@ import pytest
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Observer
-from kvferry.store import url as store_url
+from kvferry.store import kinds
 from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.testing.models import make_tiny_model
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests, ScanTests
@@ -84,14 +89,62 @@ def run_embedded(model_dir, store, prompt):
     return answer.num_external_tokens, answer.token_ids
 
 
+@pytest.fixture
+def package(tmp_path):
+    """The page's package, as an installer leaves it."""
+    page = (ROOT / "docs/store-authors.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    project = tomllib.loads(block)["project"]
+    site = tmp_path / "site"
+    about = site / f"my_store-{project['version']}.dist-info"
+    about.mkdir(parents=True)
+    shutil.copy(ROOT / "examples" / "sqlite_store.py", site)
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    [(group, points)] = project["entry-points"].items()
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (about / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return site
+
+
 @pytest.mark.slow
-def test_an_engine_opens_the_store_by_its_url(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_url, "MODULES", {**store_url.MODULES, "sqlite": "sqlite_store"})
+def test_an_engine_opens_the_store_by_its_url(model_dir, tmp_path, package, monkeypatch):
+    monkeypatch.syspath_prepend(package)
+    importlib.invalidate_caches()
+    kinds._installed.cache_clear()
     store = f"sqlite://{tmp_path}/kv.db"
-    answers = until_one_hits(lambda: run_embedded(model_dir, store, PROMPT))
+    try:
+        answers = until_one_hits(lambda: run_embedded(model_dir, store, PROMPT))
+    finally:
+        kinds._installed.cache_clear()
     assert answers[0][0] == 0
     assert answers[-1][0] >= 128
     assert {tokens for _, tokens in answers} == {answers[0][1]}
+
+
+def test_commands_open_the_store_of_an_installed_package(tmp_path, package):
+    """In processes of their own, which know of it by nothing but its metadata."""
+    store = f"sqlite://{tmp_path}/kv.db"
+
+    def run(*arguments):
+        path = os.pathsep.join([str(package), *sys.path])
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvferry.cli", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return ran.returncode, ran.stdout + ran.stderr
+
+    for command in ("doctor", "ls"):
+        code, said = run(command, store)
+        assert code == 0, said
+    code, said = run("doctor", store.replace("sqlite", "sqlit"))
+    assert code != 0
+    assert "did you mean 'sqlite'?" in said
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.store.file import FileStore
-from kvferry.store.url import MODULES
+from kvferry.store.kinds import MODULES
 from kvferry.testing.models import make_tiny_model
 from kvferry.v1.host import CLIENT_OPTIONS
 

@@ -20,8 +20,8 @@ from kvferry.errors import KVError, StoreError
 from kvferry.exporters import KVFerryCollector
 from kvferry.observe import Counters
 from kvferry.store.kind import shown_url
+from kvferry.store.kinds import MODULES
 from kvferry.store.url import (
-    MODULES,
     kind_of,
     open_store,
     parse_store_url,

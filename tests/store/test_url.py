@@ -15,10 +15,10 @@ from kvferry.observe import Counters
 from kvferry.store import memory
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
+from kvferry.store.kinds import MODULES
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers import objects
 from kvferry.store.url import (
-    MODULES,
     open_one,
     open_store,
     parse_store_url,

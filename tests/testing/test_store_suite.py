@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -263,3 +266,48 @@ def test_the_machine_finds_a_broken_store(store_type):
     few = settings(max_examples=200, deadline=None, derandomize=True, phases=[Phase.generate])
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=few)
+
+
+def run_python(folder: Path, *arguments: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode != 0
+    return ran.stdout + ran.stderr
+
+
+FORGETFUL = """
+from kvferry.store.memory import MemoryStore
+from kvferry.testing.stores import ScanTests, StoreTests
+
+class Forgetful(MemoryStore):
+    def read(self, key, ranges, *deadline):
+        return None
+
+class TestForgetful(ScanTests, StoreTests):
+    def make_store(self, tmp_path, *, max_bytes=None, observer=None):
+        return Forgetful("x", max_bytes=max_bytes)
+    def poke(self, store, key, value): ...
+    def peek(self, store, key): ...
+"""
+
+
+def test_a_failure_shows_the_values_without_a_word_in_the_authors_project(tmp_path):
+    (tmp_path / "test_forgetful.py").write_text(FORGETFUL)
+    said = run_python(
+        tmp_path, "-m", "pytest", "-q", "-n", "0", "-k", "put", f"--rootdir={tmp_path}"
+    )
+    assert "assert None == b" in said
+
+
+@pytest.mark.parametrize("package", ["pytest", "hypothesis"])
+def test_a_package_that_the_suite_needs_is_named_with_the_extra(tmp_path, package):
+    code = f"import sys; sys.modules[{package!r}] = None; import kvferry.testing.stores"
+    last = run_python(tmp_path, "-c", code).splitlines()[-1]
+    assert last.startswith("ImportError: the suite of stores needs pytest and hypothesis: run pip")
+    assert "[conformance]" in last

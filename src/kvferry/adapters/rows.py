@@ -20,6 +20,7 @@ from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Catalogue
+from kvferry.store.kinds import is_peer
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
 
@@ -68,7 +69,7 @@ class RowsOptions(StoreOptions):
     def __post_init__(self) -> None:
         StoreOptions.__post_init__(self)
         urls = (self.store,) if isinstance(self.store, str) else self.store
-        if any(url.lower().startswith("peer://") for url in urls):
+        if any(is_peer(url.lower()) for url in urls):
             raise ConfigError(
                 "store: peer:// reads from engines with kvferry's own connector, and those hold no "
                 "rows of this host, so nothing would ever be found; name a directory or a server"

@@ -31,6 +31,7 @@ from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
+from kvferry.store.kinds import kind_of
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, parse_tiers
 from kvferry.transfer.server import Listen, PeerServer
@@ -277,7 +278,7 @@ def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:
     an invalid URL."""
     tiers = parse_tiers(store)
     return [
-        url for url in tiers if url.scheme != "peer" or not itself.is_at(*url.hosts[0])
+        url for url in tiers if not kind_of(url.scheme).is_peer or not itself.is_at(*url.hosts[0])
     ] or tiers
 
 

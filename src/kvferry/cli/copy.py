@@ -32,6 +32,7 @@ from kvferry.keys import Namespace
 from kvferry.record.check import MissReason, check_head, check_record, parse_head
 from kvferry.store.base import Catalogue, Entry, PutResult
 from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.kinds import ends_with_process
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
 
@@ -147,7 +148,7 @@ def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | MissReason
 def _target(url: str) -> StoreUrl:
     """Parse a store URL. Raises ConfigError if nothing can be copied into that store."""
     parsed = parse_store_url(url)
-    if parsed.scheme in ("memory", "peer"):
+    if ends_with_process(str(parsed)):
         raise ConfigError(f"{parsed.where}: ends with its process; name a directory or a server")
     require_writable(parsed)
     return parsed

@@ -34,6 +34,7 @@ from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
 from kvferry.store.kind import StoreUrl
+from kvferry.store.kinds import is_private
 from kvferry.store.url import read_options
 from kvferry.types import KVGroup
 
@@ -84,7 +85,7 @@ def doctor(
         findings += config.findings
         options = config.fields
         # A store in memory is right for an engine of one process, and there is nothing to look at.
-        wanted += [url for url in config.stores if not url.startswith("memory:")]
+        wanted += [url for url in config.stores if not is_private(url)]
     facts = None if model is None else _model(model, options)
     if vllm:
         missing, facts = _look_at_vllm(model, facts, config, options)

@@ -15,7 +15,8 @@ from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.store.base import Catalogue, Entry
 from kvferry.store.kind import Opening, StoreUrl
-from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+from kvferry.store.kinds import kind_of
+from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.types import ChunkKey
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def query_store(url: str, question: Callable[[Catalogue], T]) -> T:
             return question(store)
     except StoreError:
         parsed = parse_store_url(url)
-        if parsed.scheme != "file":
+        if not kind_of(parsed.scheme).is_directory:
             raise
         # A name that does not exist: the directory is listed instead.
         options = {**parsed.options, "index_file": f"{parsed.path}/none.sqlite3"}
@@ -61,12 +62,13 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
         StoreError: a server hangs.
     """
     parsed = parse_store_url(url)
-    if parsed.scheme == "memory":
+    kind = kind_of(parsed.scheme)
+    if kind.is_private:
         raise ConfigError(
             f"store URL {str(parsed)!r}: a memory store ends with its process, so there is nothing "
             "to look at; use file:///absolute/directory"
         )
-    if parsed.scheme == "file":
+    if kind.is_directory:
         read_options(parsed)  # raises for wrong ones, before others are set
         if writable:
             require_writable(parsed)
@@ -74,7 +76,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
         parsed = dataclasses.replace(parsed, options=options)
     # No command calls `contains`, so none needs the keys in memory. A writable directory has them
     # nevertheless: only then does its upkeep go on comparing a complete index with the files.
-    store = open_one(parsed, Opening(index=writable and parsed.scheme == "file"))
+    store = open_one(parsed, Opening(index=writable and kind.is_directory, may_create=False))
     await_answer(store)
     store.wait_indexed(INDEX_SECONDS)
     return store

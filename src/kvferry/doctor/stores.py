@@ -29,9 +29,10 @@ from kvferry.store.base import Catalogue, Entry
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
+from kvferry.store.kinds import kind_of
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
-from kvferry.store.url import kind_of, open_one, parse_store_url, read_options
+from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, of_hosts, survey
 from kvferry.types import ChunkKey, KVGroup
 
@@ -146,13 +147,13 @@ def _check_open(
         store.read(ChunkKey(os.urandom(32)), (), time.monotonic() + ANSWER_SECONDS)
     except StoreError as error:
         # A peer says so to a reader that names no namespace: it answers, and the key is right.
-        if parsed.scheme != "peer" or error.fault.kind is not FaultKind.UNUSABLE:
+        if not kind_of(parsed.scheme).is_peer or error.fault.kind is not FaultKind.UNUSABLE:
             raise
     report.facts["answer_ms"] = round(1e3 * (time.perf_counter() - started), 3)
-    if parsed.scheme == "peer":
+    if kind_of(parsed.scheme).is_peer:
         return  # it lists nothing, and takes no records
     room = math.inf
-    if parsed.scheme == "file":
+    if kind_of(parsed.scheme).is_directory:
         room = _check_directory(store, parsed, report)
     report.step = "writing a record"
     _try_record(store, parsed, report, room)
@@ -303,7 +304,7 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
 def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport) -> None:
     """Compare clocks, if the store says when a record was written."""
     written = 0.0
-    if parsed.scheme != "file":
+    if not kind_of(parsed.scheme).is_directory:
         written = next((each.last_used for each in own.scan() if each.key == key), 0.0)
     elif report.facts.get("shared_by_machines"):
         with suppress(OSError):  # it was removed meanwhile

@@ -1,8 +1,9 @@
 """The description of a kind of store: the options of its URLs, what they name, how to open it.
 
 Each store's module has a `StoreKind` named `KIND`, which `kvferry.store.url` uses to parse URLs and
-to open stores, when an engine or a command starts. To add a store, write such a module and add its
-schemes to `MODULES` there. Helpers check hosts and endpoints, and mask a URL for messages.
+to open stores, when an engine or a command starts. `kvferry.store.kinds` finds it by its scheme.
+Nothing outside these modules knows a scheme: what differs is asked of the kind. Helpers check hosts
+and endpoints, and mask a URL for messages.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Opening:
     Attributes:
         value_bytes: size of every value, None if sizes differ. A `put` to a server replaces a value
             of another size.
-        may_create: False where a directory must be a store already.
+        may_create: False where the store must be there already: commands that look at it make none.
         bounds: waits and sizes of a store on a server; tests change them.
     """
 
@@ -83,8 +84,13 @@ class StoreKind:
         aliases: by scheme, another scheme that names the same place.
         check_path: raises ConfigError for a path that a local store cannot have. It gets the start
             of the message, the path as it was written, and the path with its escapes decoded.
-        is_private: whether each opening makes another store, even with an equal URL.
-        is_each_host: whether each host of a URL is a store, and so `open` gets one host.
+        is_private: whether each opening makes another store, even with an equal URL, which ends
+            with its process.
+        is_peer: whether a URL names other engines, whose memory is read: each host is a store, so
+            `open` gets one host. It lists nothing, takes nothing, and ends with its engine.
+        is_directory: whether it is a directory of records, whose options say that a command
+            changes nothing of it (`create`, `read_only`, `index_file`), and whose records are
+            files.
     """
 
     options: type[Any]
@@ -95,7 +101,8 @@ class StoreKind:
     aliases: Mapping[str, str] = field(default_factory=dict)
     check_path: Callable[[str, str, str], None] = lambda _where, _raw, _path: None
     is_private: bool = False
-    is_each_host: bool = False
+    is_peer: bool = False
+    is_directory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class StoreUrl:
     """A parsed store URL. Messages and logs show its `str`: scheme, hosts and path.
 
     Attributes:
-        scheme: one of `MODULES` of `kvferry.store.url`.
+        scheme: one of `kvferry.store.kinds.schemes`.
         path: for file, the absolute directory; for memory, the name; for servers, the prefix of
             all names, without slashes around it. Name and prefix may be empty.
         options: what stood after the `?`, still text.

@@ -1,37 +1,28 @@
 """Parses store URLs and opens stores, when an engine or a command starts. What differs by scheme is
-in the `StoreKind` of the scheme's module."""
+in its `StoreKind`, which `kvferry.store.kinds` finds."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import posixpath
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from urllib.parse import unquote
 
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Catalogue, ValueCheck
 from kvferry.store.faults import Faults
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
+from kvferry.store.kinds import MODULES, find_kind, kind_of, schemes
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
-
-MODULES: Mapping[str, str] = {
-    "file": "kvferry.store.file",
-    "memory": "kvferry.store.memory",
-    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "kvferry.store.servers.valkey"),
-    **dict.fromkeys(("s3", "gs", "az"), "kvferry.store.servers.objects"),
-    "mooncake": "kvferry.store.servers.mooncake",
-    "peer": "kvferry.store.servers.peer",
-}
-"""The module of each scheme, which has a `StoreKind` named `KIND`. Loaded when a URL names it."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
@@ -60,12 +51,12 @@ def parse_store_url(url: str | StoreUrl) -> StoreUrl:
     if match is None:
         raise ConfigError(f"{where}: {_without_scheme(shown_url(url))}")
     scheme, rest = match[1].lower(), match[2]
-    if scheme not in MODULES:
-        raise ConfigError(f"{where}: {unknown('scheme', match[1], MODULES)}")
+    kind = find_kind(scheme)
+    if kind is None:
+        raise ConfigError(f"{where}: {unknown('scheme', match[1], schemes())}")
     if "#" in rest:
         raise ConfigError(f"{where}: a store URL has no fragment; write # as %23")
     raw_path, _, query = rest.partition("?")
-    kind = kind_of(scheme)
     if kind.hosts:
         return _parse_server_url(where, scheme, kind, raw_path, query)
     path = _unquote(where, raw_path, repr(raw_path))
@@ -139,12 +130,6 @@ def _parse_options(where: str, query: str) -> dict[str, str]:
     return options
 
 
-def kind_of(scheme: str) -> StoreKind:
-    """The `StoreKind` of a scheme, one of `MODULES`."""
-    kind: StoreKind = importlib.import_module(MODULES[scheme]).KIND
-    return kind
-
-
 def read_options(url: StoreUrl) -> object:
     """Return the options of a URL as an object of its kind's `options` class.
 
@@ -186,7 +171,7 @@ def parse_tiers(urls: str | Sequence[str | StoreUrl]) -> list[StoreUrl]:
 
 
 def _each_host(url: StoreUrl) -> list[StoreUrl]:
-    if not kind_of(url.scheme).is_each_host:
+    if not kind_of(url.scheme).is_peer:
         return [url]
     return [replace(url, hosts=(host,)) for host in dict.fromkeys(url.hosts)]
 
@@ -295,5 +280,15 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
     (parsed,) = tiers
     kind, options = kind_of(parsed.scheme), read_options(parsed)
     faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=bool(kind.hosts))
-    with faults.guard("open", "cannot be opened", is_logged=False):
-        return kind.open(parsed, options, opening)
+    said = "cannot be opened" if parsed.scheme in MODULES else f"{_name_of(kind.open)} failed"
+    with faults.guard("open", said, is_logged=False):
+        store: object = kind.open(parsed, options, opening)
+    if not isinstance(store, Catalogue):
+        what = f"it returned a {type(store).__name__}, not a store"
+        raise StoreError(FaultKind.BUG, f"{parsed}: {said}: {what}")
+    return store
+
+
+def _name_of(opener: Callable[..., object]) -> str:
+    is_function = isinstance(opener, FunctionType)
+    return f"{opener.__module__}.{opener.__qualname__ if is_function else type(opener).__name__}"

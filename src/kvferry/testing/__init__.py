@@ -4,3 +4,9 @@
 V1 connectors · `faults`: stores that stall, fail or damage · `clock`: a clock that a test moves ·
 `models`: tiny random models. Import only what you need, because some of it loads torch.
 """
+
+import sys
+
+if (pytest := sys.modules.get("pytest")) is not None:
+    # So that a failed assert of the suite shows the values.
+    pytest.register_assert_rewrite("kvferry.testing.stores")

@@ -34,6 +34,7 @@ from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.identity import model_identity
 from kvferry.observe import Counters
+from kvferry.store.kinds import is_private
 from kvferry.v1.facade import OneRole
 from kvferry.v1.host import CLIENT_OPTIONS, HostRequests
 from kvferry.v1.late_weights import LateWeights, begin_hashing
@@ -168,7 +169,7 @@ class FerryConnector(OneRole):
         self._cache = PrefixCache(
             spec, self._options, self._observer, where=WHERE, has_scheduler=not self._is_worker
         )
-        in_memory = self._cache.store.url.startswith("memory:")
+        in_memory = is_private(self._cache.store.url)
         self._translator: EventTranslator | None = None
         if spec.host_publishes_events:
             self._translator = EventTranslator(self.host.events, "CPU" if in_memory else "STORAGE")

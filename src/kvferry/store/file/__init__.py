@@ -68,4 +68,4 @@ def _open_url(url: StoreUrl, options: FileOptions, opening: Opening) -> FileStor
     )
 
 
-KIND = StoreKind(options=FileOptions, open=_open_url, check_path=_check_path)
+KIND = StoreKind(options=FileOptions, open=_open_url, check_path=_check_path, is_directory=True)

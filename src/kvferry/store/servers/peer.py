@@ -155,5 +155,5 @@ KIND = StoreKind(
     options=PeerOptions,
     open=_open_url,
     hosts="peer; write {scheme}://host:port, or several with commas between them",
-    is_each_host=True,
+    is_peer=True,
 )

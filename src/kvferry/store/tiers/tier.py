@@ -21,6 +21,7 @@ from kvferry.observe import Observer
 from kvferry.store.base import Catalogue, Put, PutResult, ReadRange, StoreStat, TierStatus, Value
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
+from kvferry.store.kinds import is_peer
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
@@ -79,7 +80,7 @@ class Tier:
         self.name = name
         self.number = number
         self.given = given
-        self.is_peer = given.url.startswith("peer:")
+        self.is_peer = is_peer(given.url)
         self.store: Catalogue | None = None
         self.up: Catalogue | None = None
         self.opening: Future[None] = Future()

@@ -36,15 +36,13 @@ from kvferry.store.base import (
 )
 from kvferry.store.erasures import Erasures
 from kvferry.store.io_pool import end_when_dropped
+from kvferry.store.kinds import ends_with_process, is_peer
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.thread import TierThread
 from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.types import ChunkKey
 
 _MAX_SERVED = 4096
-
-_WITHOUT_NOTICES = ("memory:", "peer:")
-"""Start of the URLs of stores that no command can be given."""
 
 _LEAVE_SECONDS = 1.0
 """How long a close waits for a thread that reads notices, because a mount may hang."""
@@ -102,7 +100,7 @@ class TieredStore(Catalogue):
             if tier.store is None and not thread.start():
                 thread.run_due()  # on this thread, as the process can start none
         self._wait_opened()
-        if not all(store.url.startswith(_WITHOUT_NOTICES) for store in stores):
+        if not all(ends_with_process(store.url) for store in stores):  # no command reaches others
             self._erasures.start()
         self.multi_process = all(
             tier.store is None or tier.store.multi_process for tier in self._tiers
@@ -451,7 +449,7 @@ def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:
     tier's number, if a nearer one has the same."""
     schemes, names = [store.url.partition(":")[0] for store in stores], list[str]()
     for number, (scheme, store) in enumerate(zip(schemes, stores, strict=True)):
-        if scheme == "peer" and schemes.count(scheme) > 1:
+        if is_peer(store.url) and schemes.count(scheme) > 1:
             names.append(store.url.replace("://", " "))
         else:
             names.append(f"{scheme}{number}" if scheme in names else scheme)

@@ -17,16 +17,25 @@ can share it; else `test_every_ability_is_tested` fails. `IndexTests` are for sh
 index lists what is there. `RemoteStoreTests` replace `StoreTests` where the server has its own
 quota.
 
-Failed asserts show more after `pytest.register_assert_rewrite("kvferry.testing.stores")` in a
-`conftest.py`."""
+It needs the extra `conformance`: pytest and hypothesis.
+"""
 
-from kvferry.testing.stores.abilities import (
-    IndexTests,
-    ProbeTests,
-    ScanTests,
-    StoreMachine,
-    store_machine,
-)
+from kvferry.errors import install_hint
+
+try:
+    from kvferry.testing.stores.abilities import (
+        IndexTests,
+        ProbeTests,
+        ScanTests,
+        StoreMachine,
+        store_machine,
+    )
+except ModuleNotFoundError as missing:
+    if missing.name not in ("pytest", "hypothesis"):
+        raise
+    raise ImportError(
+        f"the suite of stores needs pytest and hypothesis: {install_hint('conformance')}"
+    ) from missing
 from kvferry.testing.stores.hooks import StoreHooks, make_key, make_value, read_value
 from kvferry.testing.stores.required import EmptyValueTests, RemoteStoreTests, StoreTests
 

@@ -1,0 +1,201 @@
+"""Kinds of stores: found by scheme, also in installed packages, and told apart by trait."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvferry
+from kvferry.errors import ConfigError, StoreError
+from kvferry.store import kinds
+from kvferry.store.kind import Opening
+from kvferry.store.url import open_one, open_store, parse_store_url
+from kvferry.testing.stores import make_key, read_value
+from tests.cli.conftest import run
+from tests.cli.test_doctor import found
+
+__all__ = ["found", "run"]
+
+SRC = Path(kvferry.__file__).parent
+
+# -- traits ---------------------------------------------------------------------------------------
+
+OF_STORES = ("store/servers", "store/file", "store/memory.py", "store/kinds.py")
+HINTS = {
+    # What is shown of a URL that cannot be parsed, and what was meant by it.
+    "store/kind.py": {"file", "memory"},
+    "store/url.py": {"file", "memory"},
+}
+
+
+def named_schemes(source: str) -> Iterator[tuple[str, int]]:
+    """Schemes with which a comparison or `startswith` asks what kind a store is of."""
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".startswith"):
+            asked = node.args
+        for each in asked:
+            parts = each.elts if isinstance(each, ast.Tuple | ast.List | ast.Set) else [each]
+            for part in parts:
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    scheme = part.value.partition(":")[0]
+                    if scheme in kinds.MODULES:
+                        yield scheme, node.lineno
+
+
+def test_no_file_but_those_of_stores_asks_for_a_scheme() -> None:
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        place = path.relative_to(SRC).as_posix()
+        if not place.startswith(OF_STORES):
+            for scheme, line in named_schemes(path.read_text("utf-8")):
+                if scheme not in HINTS.get(place, ()):
+                    found.append(f"{place}:{line} {scheme}")
+    assert found == []
+
+
+def test_what_asks_for_a_scheme_is_found() -> None:
+    lines = ["a == 'file'", "b.startswith(('peer:', 'x'))", "c in ('memory',)", "d = 'file'"]
+    found = list(named_schemes("\n".join(lines)))
+    assert found == [("file", 1), ("peer", 2), ("memory", 3)]
+
+
+# -- packages -------------------------------------------------------------------------------------
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a package with a module and entry points of our group, by scheme."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    modules = []
+
+    def make(name: str, code: str, **schemes: str) -> None:
+        about = site / f"{name}-1.5.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        lines = [f"{scheme} = {value}" for scheme, value in schemes.items()]
+        (about / "entry_points.txt").write_text("\n".join(["[kvferry.stores]", *lines, ""]))
+        (site / f"{name}.py").write_text(code)
+        modules.append(name)
+        importlib.invalidate_caches()
+        kinds._installed.cache_clear()
+
+    yield make
+    kinds._installed.cache_clear()
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+BLOBS = """
+from tests.store.toy import KIND
+"""
+
+
+def test_a_store_of_an_installed_package_is_opened_by_its_url(install: Install) -> None:
+    install("blobs", BLOBS, blobs="blobs:KIND")
+    with open_one("blobs://shelf:7/a?refuses=no", Opening(namespace=b"n" * 32)) as store:
+        assert store.put(make_key(), [b"value"]).is_there
+        assert read_value(store, make_key()) == b"value"
+        assert store.tier_of(make_key()) == "blobs"
+    with pytest.raises(ConfigError, match="unknown option 'refuse'; did you mean 'refuses'"):
+        open_one("blobs://shelf?refuse=yes")
+    with pytest.raises(ConfigError, match="did you mean 'blobs'"):
+        parse_store_url("blob://shelf")
+
+
+def test_a_package_does_not_replace_a_kind_of_ours(install: Install) -> None:
+    install("blobs", BLOBS, memory="blobs:KIND")
+    with open_one("memory://x") as store:
+        assert type(store).__name__ == "MemoryStore"
+    assert kinds.schemes() == list(kinds.MODULES)
+
+
+BAD_POINTS = {
+    "no module": ("", "nowhere:KIND", "nowhere:KIND of blobs 1.5 cannot be loaded: ModuleNotFound"),
+    "no attribute": ("", "blobs:KIND", "blobs:KIND of blobs 1.5 cannot be loaded: AttributeError"),
+    "a module": (BLOBS, "blobs", "blobs of blobs 1.5 is of type module, not a StoreKind; name"),
+    "another object": (
+        "KIND = 5",
+        "blobs:KIND",
+        "blobs:KIND of blobs 1.5 is of type int, not a StoreK",
+    ),
+    "a class": (
+        "class KIND: ...",
+        "blobs:KIND",
+        "blobs:KIND of blobs 1.5 is of type type, not a S",
+    ),
+    "an error": (
+        "raise RuntimeError('two\\nlines')",
+        "blobs:KIND",
+        "blobs:KIND of blobs 1.5 cannot be loaded: RuntimeError: two lines",
+    ),
+    "wrong syntax": ("def", "blobs:KIND", "blobs:KIND of blobs 1.5 cannot be loaded: SyntaxError"),
+}
+
+
+@pytest.mark.parametrize(("code", "value", "said"), BAD_POINTS.values(), ids=BAD_POINTS)
+def test_a_kind_that_cannot_be_used_is_named_with_its_package(
+    install: Install, found, code: str, value: str, said: str
+) -> None:
+    install("blobs", code, blobs=value)
+    with pytest.raises(ConfigError) as refusal:
+        open_store("blobs://shelf", start_seconds=1.0)
+    assert str(refusal.value).startswith(said)
+    assert "\n" not in str(refusal.value)
+    (line,) = found("blobs://shelf")
+    assert said in line
+    parse_store_url("memory://others")  # work on
+
+
+def test_two_packages_for_one_scheme_are_both_named(install: Install) -> None:
+    install("blobs", BLOBS, blobs="blobs:KIND")
+    install("others", BLOBS, blobs="others:KIND")
+    with pytest.raises(ConfigError, match=r"for blobs://: .*blobs 1.5.*; uninstall all but one"):
+        parse_store_url("blobs://shelf")
+
+
+OPENERS = {
+    "nothing": ("return None", "it returned a NoneType, not a store"),
+    "a client": ("return ToyClient('a', refuses=False)", "it returned a ToyClient, not a store"),
+    "a bug": ("return url.host", "AttributeError (blobs.py, line 9)"),
+    "a store that lacks a method": ("return Half()", "TypeError (blobs.py, line 9)"),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), OPENERS.values(), ids=OPENERS)
+def test_what_an_opener_does_wrong_is_named_with_it_and_the_engine_serves_on(
+    install: Install, found, caplog: pytest.LogCaptureFixture, body: str, said: str
+) -> None:
+    code = f"""
+from dataclasses import replace
+from kvferry.store.base import Catalogue
+from tests.store import toy
+from tests.store.toy import ToyClient
+class Half(Catalogue):
+    url, multi_process = "blobs://shelf", True
+def open_it(url, options, opening):
+    {body}
+KIND = replace(toy.KIND, open=open_it)
+"""
+    install("blobs", code, blobs="blobs:KIND")
+    with pytest.raises(StoreError) as refusal:
+        open_one("blobs://shelf")
+    expected = f"blobs://shelf: blobs.open_it failed: {said}"
+    assert str(refusal.value) == expected
+    # A start does not wait for it: it goes on without the store.
+    with open_store("blobs://shelf", start_seconds=0.2) as store:
+        assert not store.put(make_key(), [b"value"]).is_there
+        assert store.contains(make_key()) is False
+    assert any(said in line for line in caplog.messages)
+    assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))
