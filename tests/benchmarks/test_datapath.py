@@ -9,7 +9,7 @@ import pytest
 from benchmarks import datapath
 from benchmarks.host import CHUNK_TOKENS
 from benchmarks.limits import Seconds, bring_into_cache, drop_from_cache
-from kvferry.errors import StoreError
+from kvferry.errors import KVError
 
 
 @pytest.fixture
@@ -73,14 +73,14 @@ def test_a_load_reads_its_prompt_from_the_store(open_host, kv):
 def test_kv_that_does_not_come_back_is_no_figure(open_host):
     with open_host() as host:
         host.save(0)
-        with pytest.raises(StoreError, match="0 of 128 tokens hit"):
+        with pytest.raises(KVError, match="0 of 128 tokens hit"):
             host.load(1)
 
 
 def test_a_prompt_is_saved_once(open_host):
     with open_host() as host:
         host.save(0)
-        with pytest.raises(StoreError, match="128 tokens of a new prompt"):
+        with pytest.raises(KVError, match="128 tokens of a new prompt"):
             host.save(0)
 
 

@@ -27,7 +27,9 @@ from kvferry.simulate.trace import read_trace
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
 from tests.cache.keeping import NUM_CHUNKS, PROMPT
-from tests.store.test_faults import ERRORS
+from tests.store.errors import error
+
+__all__ = ["error"]
 
 A, B = make_key(1), make_key(2)
 
@@ -56,7 +58,6 @@ def test_each_request_is_one_line_without_its_tokens(tmp_path):
     assert second == JournalLine(12.346, 8, 3, [], "id")
 
 
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_an_error_that_nobody_foresaw_ends_the_journal_alone(tmp_path, monkeypatch, caplog, error):
     def fail(_self: Journal) -> None:
         raise error

@@ -550,7 +550,7 @@ def test_the_journal_says_what_was_not_stored(run, make_host, url, kind, tmp_pat
     value = json.loads(run(*command, "--json", "-").out)
     (asked,) = value["requests"]
     assert asked["not_stored"] == NOT_STORED[happens]
-    cause = {"file": "no_space|no room", "valkey": "valkey", "s3": "s3"}[kind]
+    cause = {"file": "No space left", "valkey": "valkey", "s3": "s3"}[kind]
     causes = {a_store_that_is_full_or_gone: cause, values_that_are_not_finite: "at token 0$"}
     assert re.search(causes.get(happens, "^$"), asked["not_stored_why"])
     counted = {each["reason"]: each["not_stored"] for each in value["reasons"]}

@@ -28,7 +28,7 @@ from kvferry.demo.run import (
     make_prompts,
     run_demo,
 )
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, KVError
 from kvferry.testing.models import make_tiny_model
 from tests.tokenizers import save_tiny_tokenizer
 
@@ -203,5 +203,5 @@ def test_a_process_that_died_is_an_error_of_the_next_question():
             while True:
                 died.send("the last one that it takes")
 
-        with pytest.raises(StoreError, match=r"it died \(exit status 0\)"):
+        with pytest.raises(KVError, match=r"it died \(exit status 0\)"):
             ask_on()
