@@ -12,8 +12,13 @@ from kvferry.errors import FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import CLOSED
+from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.faults import Gate, StallingStore
+from tests.store.servers.remote_client import DictClient
 
 ROW_BYTES = 100
 SCHEMA = RecordSchema.for_rows(namespace=bytes(32), chunk_tokens=16, row_bytes=ROW_BYTES)
@@ -141,6 +146,29 @@ def test_what_fails_to_clear_is_logged(gate, error, is_late, monkeypatch, caplog
     assert host.records._clearing.close(30.0)
     (record,) = caplog.records
     assert record.getMessage().endswith("are not deleted: no list")
+
+
+@pytest.mark.parametrize("kind", ["directory", "server", "memory", "a tier of a server"])
+@pytest.mark.parametrize("num_epochs", [0, 1, 2])
+def test_clearing_deletes_the_pages_of_this_epoch_alone(kind, num_epochs, tmp_path):
+    """Weights that change begin an epoch; a server was opened for the first."""
+    remote = RemoteStore("valkey://h/kv", DictClient(), Opening(namespace=bytes(32)))
+    stores = {
+        "directory": lambda: FileStore(tmp_path / "kv"),
+        "server": lambda: remote,
+        "memory": MemoryStore,
+        "a tier of a server": lambda: TieredStore([remote]),
+    }
+    host = Host(stores[kind](), load_seconds=60.0)
+    for _ in range(num_epochs):
+        assert host.store() == [True] * 3
+        host.records.begin_epoch()
+    assert host.store() == [True] * 3
+    assert len(list(host.records._store.scan())) == 3 * (num_epochs + 1)
+    host.records.clear()
+    assert host.load() == [False] * 3
+    assert len(list(host.records._store.scan())) == 3 * num_epochs
+    host.records.close(30.0)
 
 
 def test_clearing_without_a_thread_raises(monkeypatch):

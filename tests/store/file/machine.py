@@ -33,7 +33,7 @@ class Machine:
         return self._store.wait_indexed(30)
 
     def put(self, number: int) -> str:
-        return self._store.put(make_key(number), [value_of(number)]).name
+        return self._store.put(make_key(number), [value_of(number)]).result.name
 
     def put_many(self, numbers: list[int]) -> list[str]:
         return [self.put(number) for number in numbers]

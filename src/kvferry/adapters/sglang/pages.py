@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
@@ -22,11 +22,11 @@ import torch
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import opaque_key
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, Catalogue, PutResult
+from kvferry.store.base import ASK_SECONDS, Catalogue, Entry, PutResult
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.maintenance import clear
+from kvferry.store.maintenance import clear, inspect
 from kvferry.store.record_client import Batch, RecordClient
 from kvferry.types import ChunkKey
 
@@ -171,6 +171,7 @@ class PageRecords:
     ) -> None:
         self._store = store
         self._schema = schema
+        self._opened_for = schema.namespace
         self._observer = observer
         self._load_seconds = load_seconds
         self._client = RecordClient(store, schema, observer, io_threads, "kvferry-pages")
@@ -279,7 +280,7 @@ class PageRecords:
 
         def run(_job: Job[None]) -> None:
             try:
-                clear(self._store, (e for e in self._store.scan() if e.namespace == namespace))
+                clear(self._store, self._pages_of(namespace))
             except Exception as error:  # logged here, as the caller may not wait any more
                 logger.warning(
                     "kvferry: pages of namespace %s are not deleted: %s",
@@ -291,6 +292,17 @@ class PageRecords:
         job = self._clearing.submit(run)
         if job.wait(CLEAR_SECONDS) and job.error is not None:
             raise job.error
+
+    def _pages_of(self, namespace: bytes) -> Iterator[Entry]:
+        """Yield the pages of a namespace. Those of a later epoch lie on a server under the one that
+        it was opened for, and memory knows of none: there a page's own head says it."""
+        for entry in self._store.scan():
+            found = entry.namespace
+            if found in (b"", self._opened_for):
+                head = inspect(self._store, entry)
+                found = head.schema.namespace if isinstance(head, RecordInfo) else found
+            if found == namespace:
+                yield entry
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` for threads, give up what other threads still load or store, and
