@@ -57,6 +57,7 @@ def make_shared_storage_host(
     draw: Callable[[], float] = lambda: 0.5,
     setup: DeviceSetup | None = None,
     engine_id: str | None = None,
+    whole_items: bool = False,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
     rank (close their stores last). Nothing is audited unless the options say so; `draw` then
@@ -73,6 +74,7 @@ def make_shared_storage_host(
             loads=loads,
             saves=saves,
             engine_id=engine_id,
+            whole_items=whole_items,
             tables=parts_of_tables(tables or table_per_group(groups)),
         )
         for rank in range(world_size)

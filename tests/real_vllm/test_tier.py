@@ -141,16 +141,22 @@ def test_rows_that_are_a_part_of_each_token_are_not_kept(tmp_path: Path, vllm_co
 
 
 @pytest.mark.parametrize("features", [[], [SimpleNamespace(modality="video")]])
-def test_rows_of_requests_with_pruned_items_are_not_kept(
-    tmp_path: Path, vllm_config: Any, features: list[Any]
+@pytest.mark.parametrize("why", ["videos are pruned", "images attend both ways"])
+def test_rows_of_requests_with_items_are_not_kept_where_a_hit_in_one_may_be_wrong(
+    tmp_path: Path, vllm_config: Any, features: list[Any], why: str
 ) -> None:
-    items = SimpleNamespace(video_pruning_rate=0.5)
-    prunes = _changed(vllm_config, "model_config", multimodal_config=items)
+    arch = replace(vllm_config.model_config.model_arch_config, is_mm_prefix_lm=True)
+    field = (
+        {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5)}
+        if why == "videos are pruned"
+        else {"model_arch_config": arch}
+    )
+    config = _changed(vllm_config, "model_config", **field)
     request = SimpleNamespace(lora_request=None, mm_features=features)  # found among the callers
-    with scripted(prunes, tmp_path.as_uri()) as one:
+    with scripted(config, tmp_path.as_uri()) as one:
         one.store(1, 2, 3, 4)
         one.store(5, 6, 7, 8)
-    with scripted(prunes, tmp_path.as_uri()) as one:
+    with scripted(config, tmp_path.as_uri()) as one:
         found, _ = one.lookup(1)
     assert found is (LookupResult.MISS if request.mm_features else LookupResult.HIT)
 

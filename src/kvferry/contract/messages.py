@@ -39,7 +39,10 @@ class LookupMiss(StrEnum):
     DEADLINE = "deadline", "The read did not end in time, so the engine computed instead."
     NO_MEMORY = "no_memory", "The host pool was full of chunks in use; a larger pool would help."
     SLOWER = "slower", "Computing was measured to be faster than loading."
-    PARTIAL = "partial", "The end of a prompt, less than a chunk or block, is always computed."
+    PARTIAL = (
+        "partial",
+        "The end of a prompt, less than a chunk or block, or inside an image, is always computed.",
+    )
     AUDIT = "audit", "It was stored, but was computed too, to check the stored record."
     OTHER_NAMESPACE = "other_namespace", "These tokens are stored under another namespace."
     OTHER_KEYS = "other_keys", "These tokens are stored without this salt and LoRA adapter."

@@ -37,6 +37,8 @@ class EngineSpec:
         host_publishes_events: True if the host publishes the events of `SchedulerRole.take_events`.
         chunk_multiple: chunks are so many tokens or a multiple, because the host has blocks that
             can only be stored whole.
+        whole_items: True if the tokens of a multimodal item attend to each other in both
+            directions: KV of a part of it is right only if one step computed the whole.
         engine_id: names this engine, in all its processes. Ranks that hold the same kv heads then
             share host memory; None: each has its own.
         tables: how the host divides the layers over block tables. A scheduler role reads table,
@@ -63,6 +65,7 @@ class EngineSpec:
     host_recomputes: bool = False
     host_publishes_events: bool = False
     chunk_multiple: int = 1
+    whole_items: bool = False
     engine_id: str | None = None
     tables: tuple[TablePart, ...] | None = None
 

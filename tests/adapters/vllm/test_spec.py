@@ -55,6 +55,13 @@ def test_one_group_is_one_table(model):
     assert part.layer_names == tuple(names(0, 1))
 
 
+@pytest.mark.parametrize("said", [{}, {"model_config__is_mm_prefix_lm": False}])
+def test_items_are_whole_where_vllm_says_that_they_attend_both_ways(model, said):
+    groups = Group(names(0, 1), FullAttentionSpec())
+    assert not spec_of(make_config(model, **said), groups).whole_items
+    assert spec_of(make_config(model, model_config__is_mm_prefix_lm=True), groups).whole_items
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "dtype", "values", "not_finite"),
     [

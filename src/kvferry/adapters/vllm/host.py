@@ -173,6 +173,12 @@ def prunes_items(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
     return bool(getattr(config, "video_pruning_rate", None))
 
 
+def has_whole_items(vllm_config: Any) -> bool:  # noqa: ANN401 - the host's
+    """Whether the tokens of an image attend to each other in both directions. vLLM computes such an
+    item in one step, unless a hit ends in it (read in 0.32: then a step may end in it, too)."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+
+
 def own_report(output: Any, name: str) -> Any:  # noqa: ANN401 - a `KVConnectorOutput`
     """Return `output` with only the stats of connector class `name`, if it holds several classes'.
 

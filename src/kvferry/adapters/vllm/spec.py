@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.adapters.vllm.host import cpu_kernels, load_host
+from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ConfigError, LayoutError
@@ -82,6 +82,7 @@ def engine_spec(
         host_publishes_events=events is not None and bool(events.enable_kv_cache_events),
         step_tokens=getattr(step, "max_num_batched_tokens", None),
         chunk_multiple=multiple,
+        whole_items=has_whole_items(vllm_config),
         engine_id=getattr(transfer, "engine_id", None),
         tables=tables,
     )

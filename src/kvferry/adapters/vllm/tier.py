@@ -39,6 +39,7 @@ from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, guarded, open_rows
 from kvferry.adapters.vllm.host import (
     added_request,
     constructing,
+    has_whole_items,
     load_host,
     needs_all_tokens,
     offloads_a_part,
@@ -135,7 +136,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self._values = values_of_rows(found[1])
         has_adapters = getattr(found[0], "lora_config", None) is not None
         self._keeps_adapters = not has_adapters or options.weights_version is not None
-        self._keeps_items = not prunes_items(found[0])
+        self._keeps_items = not (prunes_items(found[0]) or has_whole_items(found[0]))
         self._is_off = needs_all_tokens(found[0]) or offloads_a_part(found[1])
         if self._is_off:
             logger.warning("kvferry: the tier neither stores nor reads: %s", self._is_off)
@@ -183,7 +184,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """Whether the rows of a request are stored and read: none before the weights are hashed, or
         if the engine needs every token computed. Those under a LoRA adapter are not, unless the
         operator names the weights: the host's hashes cover no adapter's content, and another may be
-        loaded in place under the same name and path. Nor are those with items, if these are pruned.
+        loaded in place under the same name and path. Nor are those with items, if these are pruned,
+        or a hit may not end in them: a tier does not say where one ends.
         """
         is_kept = self._keeps_all or getattr(req_context, _IS_KEPT, False)
         return is_kept and not self._weights.why

@@ -42,7 +42,7 @@ from kvferry.keys import ChunkKeys
 from kvferry.record.check import SOUND, MissReason
 from kvferry.store.backoff import Backoff
 from kvferry.store.base import ASK_SECONDS
-from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey, MultimodalItem
 
 FIRST_PAUSE_SECONDS = 0.01
 LAST_PAUSE_SECONDS = 0.25
@@ -90,6 +90,7 @@ class Wanted(NamedTuple):
     place: float | None = None  # where its hit is audited (`Audits.draw`)
     began_at: float = 0.0  # time of the first look-up
     mark: bytes = b""  # of the salt of these keys
+    items: tuple[MultimodalItem, ...] = ()  # in which no hit may end
 
 
 class Hit(NamedTuple):
@@ -268,10 +269,12 @@ class Lookup:
         plan: HandoverPlan,
         most: int | None,
         asked_at: float,
+        items: tuple[MultimodalItem, ...],
     ) -> Search:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
-        `most` tokens are loaded at most."""
-        wanted = Wanted(keys.keys, plan, most, self._audits.draw(), self._clock(), keys.mark)
+        `most` tokens are loaded at most; the hit ends in none of `items`."""
+        place, now = self._audits.draw(), self._clock()
+        wanted = Wanted(keys.keys, plan, most, place, now, keys.mark, items)
         looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
         return Search(wanted, Asking(asked_at + ASK_SECONDS), looks=looks)
 
@@ -398,7 +401,7 @@ class Lookup:
         if a longer one is being fetched, or waits for slots."""
         num_local, block, late = search.num_local, self._tables.block_size, self._late(search)
         stop, promised = self.usable(known, end), None
-        while stop > num_local:
+        while (stop := self._outside_items(search, stop)) > num_local:
             hit = self._candidate(search, num_local, stop)
             num_surplus = hit.num_slots - self._pool.num_slots
             if num_surplus > 0:
@@ -516,6 +519,14 @@ class Lookup:
         block = self._tables.block_size
         return max(0, min(num_chunks * self._chunk, end)) // block * block
 
+    def _outside_items(self, search: Search, stop: int) -> int:
+        """Return the last end of a block up to `stop` that is in no item."""
+        block = self._tables.block_size
+        for item in reversed(search.wanted.items):
+            if item.offset < stop < item.offset + item.length:
+                stop = item.offset // block * block
+        return stop
+
     def chunks(self, search: Search, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
         slots = {slot.first_token: slot for slot in search.pinned}
@@ -535,7 +546,8 @@ class Lookup:
         if audited is None:
             return Hit(start, stop, self._numbers(start, stop), whole)
         block = self._tables.block_size
-        stop = max(start, audited * self._chunk // block * block)
+        stop = audited * self._chunk // block * block
+        stop = max(start, self._outside_items(search, stop))
         first = self._numbers(start, stop).start if start < stop else audited
         return Hit(start, stop, range(first, audited + 1), whole, audited)
 

@@ -6,12 +6,17 @@ The scheduler role asks for the saves of every step, and passes on what the rank
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
-from kvferry.cache.deciding.failed_keys import REFUSED_SECONDS, UNREADABLE_SECONDS
+from kvferry.cache.deciding.failed_keys import (
+    REFUSED_SECONDS,
+    UNREADABLE_SECONDS,
+    FailedKeys,
+)
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.requests import RequestPins, Requests, RequestState
 from kvferry.cache.deciding.shared_writes import SharedWrites
@@ -65,6 +70,7 @@ class SavePlan:
         self._has_told = False  # of KV that is not finite
         self._is_alone = context.spec.shard.world_size == 1
         self._unsaved: dict[str, RequestState] = {}
+        self._of_parts = FailedKeys(context.clock)  # computed with a part of an item alone
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
         self.pins = RequestPins(context.store, context.observer)
@@ -98,6 +104,8 @@ class SavePlan:
     def plan(self, step: StepView) -> tuple[Save, ...]:
         """The saves of this step. Costs nothing once every live prompt is saved."""
         saves: list[Save] = []
+        if self._context.spec.whole_items:
+            self._find_parts(step)
         if self._unsaved:
             for item in step.scheduled:
                 state = self._unsaved.get(item.request.request_id)
@@ -151,12 +159,30 @@ class SavePlan:
         keys = state.keys.keys
         while state.next_save < whole:
             key = keys[state.next_save]
+            if key in self._of_parts:
+                self.forget(request.request_id)
+                return
             if not self.has(key, state) and not self._plan_chunk(item, state, saves):
                 self._context.observer.count("save_no_slot")
                 state.lacks_slot = True
                 return  # offered again in the next step of this request
             state.next_save += 1
         state.lacks_slot = False
+
+    def _find_parts(self, step: StepView) -> None:
+        """Learn which chunks are wrong because this step ends in an item. A host has it end there
+        after a hit of its own that did, and gives the blocks to later requests."""
+        for scheduled in step.scheduled:
+            request, size = scheduled.request, self._context.chunk_tokens
+            if (state := self._requests.by_id.get(request.request_id)) is None:
+                continue
+            stop = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            for item in request.extra_keys.items:
+                if item.offset < stop < item.offset + item.length:
+                    wrong = state.keys.keys[item.offset // size :]
+                    why = f"a part of the item at token {item.offset} was computed alone"
+                    for failed in (self._of_parts, self._requests.refused):
+                        failed.add(wrong, math.inf, LookupMiss.NOT_CACHEABLE, why)
 
     def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. If it is

@@ -190,7 +190,8 @@ class SharedStorageScheduler(SchedulerRole):
         if state.search is None:
             most = request.options.max_load_tokens
             asked_at = state.probed_at or 0.0
-            state.search = self._lookup.begin(state.keys, state.handover, most, asked_at)
+            items = request.extra_keys.items if self.context.spec.whole_items else ()
+            state.search = self._lookup.begin(state.keys, state.handover, most, asked_at, items)
         return state.search
 
     def _end_search(self, state: RequestState) -> None:
