@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kvferry import doctor
 from kvferry.cache.memory import machine_bytes
+from kvferry.cli import output
 from kvferry.doctor.findings import Problem, Severity
 from kvferry.doctor.machine import check_checksums, check_pool
 from kvferry.doctor.stores import Model, StoreReport, check, check_room
@@ -159,6 +160,66 @@ def test_nothing_is_wrong_with_a_mooncake_that_can_be_listed(url_of):
     put_prompt(place)
     assert faults(place) == []
     assert faults(place.partition("?")[0]) == [Problem.UNLISTED]
+
+
+# -- what of a model is served --------------------------------------------------------------------
+
+OUTLOOKS = {
+    "llama": ({}, "served, in records that engines and vLLM share$"),
+    "gpt_oss": ({}, "served, in records that engines and vLLM share$"),
+    "qwen3_5": ({}, r"served in records of its own if its cache passes a proof at the first start"),
+    "gemma3n_text": ({}, r"served in records of its own if .* keeps KV in 20 layers; .* says 35"),
+    "mamba": ({}, "served in records of its own if its cache passes a proof"),
+    "published quantised": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+        "served, in records of its own: its weights were published quantised$",
+    ),
+    "quantised for others": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "modelopt"}},
+        r"refused: Transformers ignores the quantization_config \(modelopt\)",
+    ),
+    "quantised by foreign kernels": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "vptq"}},
+        "refused: the model is quantised by 'vptq', whose kernels have no known name",
+    ),
+    "t5": ({}, "refused: .* an encoder-decoder"),
+    "openai-gpt": ({}, "refused: OpenAIGPTLMHeadModel takes no cache"),
+    "vit": ({}, "refused: .* has no class for it that generates text"),
+    "length-dependent": (
+        {
+            "model_type": "llama",
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+        "refused: .* 'dynamic' rotary embeddings",
+    ),
+    "remote code": (
+        {"model_type": "of_its_own", "auto_map": {"AutoConfig": "configuration.Its"}},
+        "refused: .*config.json cannot be used: .*custom code",
+    ),
+    "newer than this release": (
+        {"model_type": "of_tomorrow"},
+        "refused: .*config.json cannot be used: .*does not recognize this architecture",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTLOOKS)
+def test_what_is_served_of_a_model_is_said_before_it_is_loaded(run, tmp_path, name):
+    fields, expected = OUTLOOKS[name]
+    config = fields or CONFIG_MAPPING[name]().to_dict()  # of the full size
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    (tmp_path / "model.safetensors").write_bytes(b"no weight is read")
+    ran = run("doctor", "--model", tmp_path, "--json", "-")
+    assert ran.code == 0
+    assert re.match(expected, json.loads(ran.out)["about"]["stored_kv"])
+
+
+def test_without_transformers_it_is_said_that_nothing_is_known(run, model_dir, monkeypatch):
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    ran = run("doctor", "--model", model_dir, "--json", "-")
+    assert ran.code == 0
+    about = json.loads(ran.out)["about"]["stored_kv"]
+    assert re.match("not known: StoredKV needs transformers.*pip install", about)
 
 
 # -- stores ---------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from kvferry.cli.output import (
 )
 from kvferry.cli.prompts import about_weights, model_identity
 from kvferry.doctor.findings import Finding, checked
+from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
@@ -86,7 +87,7 @@ def doctor(
         options = config.fields
         # A store in memory is right for an engine of one process, and there is nothing to look at.
         wanted += [url for url in config.stores if not is_private(url)]
-    facts = None if model is None else _model(model, options)
+    facts = None if model is None else _model_or_none(model, options)
     if vllm:
         missing, facts = _look_at_vllm(model, facts, config, options)
         findings += missing
@@ -99,7 +100,8 @@ def doctor(
         findings += report.findings
     about: JsonRow = {**machine.software(), "memory_bytes": memory}
     about |= _right(findings, vllm=vllm, has_config=config is not None)
-    about |= {} if model is None else about_weights(model)
+    if model is not None:
+        about |= {**about_weights(model), "stored_kv": _stored_kv(model)}
     names = ("token_bytes", "record_bytes", "context_tokens")
     about |= {name: getattr(facts, name) for name in names if facts is not None}
     _show(about, reports, sorted(findings, key=lambda each: each.problem.severity), json)
@@ -188,6 +190,27 @@ def _opened(url: StoreUrl) -> Catalogue:
     return stores.open_existing(
         dataclasses.replace(url, options=options), writable=not is_read_only
     )
+
+
+def _stored_kv(model: Path) -> str:
+    """Say what `StoredKV` would do with a model, before its weights are loaded."""
+    try:
+        require_extra("StoredKV", "transformers", "transformers", "torch")
+    except ConfigError as error:
+        return f"not known: {error}"
+    from kvferry.adapters.transformers.outlook import outlook
+
+    return str(outlook(model))
+
+
+def _model_or_none(directory: Path, options: Mapping[str, JsonValue]) -> Model | None:
+    """Return a model as its directory has it; None if its KV is of no form that engines share, or
+    nothing here can read its config. Raises ConfigError if there is none."""
+    try:
+        return _model(directory, options)
+    except ConfigError:
+        model_identity(directory, options.get("weights_version"))  # raises if there is none
+        return None  # what is served of it, and why no more, is said beside the findings
 
 
 def _model(

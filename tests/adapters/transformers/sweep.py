@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvferry.adapters.transformers import StoredKV
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.outlook import Served, outlook
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.model import quiet_transformers
 from kvferry.errors import ConfigError
@@ -122,6 +123,8 @@ def sweep(model_type: str, place: Path) -> Row:
             front_ends.append(partial(_by_llm, directory))
         if front_ends:
             _check(load, front_ends, place, have_one_form=_have_one_form(load, refusals))
+        if refusals[0] is None:
+            _check_outlook(directory, load)
     return Row(model_type, *refusals)
 
 
@@ -139,7 +142,14 @@ def sweep_image_text(model_type: str, place: Path) -> ImageTextRow:
         refusal = _refusal(partial(_stored_kv, load, place / "empty"), directory)
         if refusal is None:
             _check(load, [partial(_by_stored_kv, load)], place, have_one_form=True)
+            _check_outlook(directory, load)
     return ImageTextRow(model_type, refusal)
+
+
+def _check_outlook(directory: Path, load: Callable[[], Any]) -> None:
+    """What config.json alone says of a model that is served is what the loaded model shows."""
+    is_plain = HostModel(load(), None, None).plain is not None
+    assert outlook(directory).served == (Served.SHARED if is_plain else Served.PROVEN_FIRST)
 
 
 def _have_one_form(load: Callable[[], Any], refusals: list[str | None]) -> bool:

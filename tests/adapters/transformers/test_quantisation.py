@@ -268,6 +268,6 @@ def test_packed_weights_that_transformers_takes_for_plain_ones_are_refused(
     if not is_in_config:
         (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     model = load_model(directory)
-    with pytest.raises(ConfigError, match="Transformers ignored the") as refusal:
+    with pytest.raises(ConfigError, match="Transformers ignores the") as refusal:
         StoredKV(model, store_url)
     assert "\n" not in str(refusal.value)

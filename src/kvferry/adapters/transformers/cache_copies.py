@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.arguments import StoredKVConfig
-from kvferry.adapters.transformers.host_model import HostModel, PlainKV
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.identity import code_of
+from kvferry.adapters.transformers.plain_kv import PlainKV
 from kvferry.adapters.transformers.states import num_parts
 from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows

@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +27,12 @@ from kvferry.adapters.transformers.identity import (
     refuse_other_code,
 )
 from kvferry.adapters.transformers.items import Items
+from kvferry.adapters.transformers.plain_kv import (
+    UNRUNNABLE,
+    NotCausalError,
+    PlainKV,
+    plain_kv,
+)
 from kvferry.adapters.transformers.quantisation import (
     quantisation_of,
     refuse_other_quantisation,
@@ -38,26 +44,12 @@ from kvferry.adapters.transformers.weights import (
     refuse_unread_weights,
 )
 from kvferry.blocks.tolerance import tolerances_for
-from kvferry.config import build_config
-from kvferry.contract.spec import EngineSpec
-from kvferry.engine.config import EngineConfig
-from kvferry.engine.connector import engine_spec
-from kvferry.engine.model import cache_argument
 from kvferry.engine.model_config import (
-    LATENT_MODELS,
-    ModelConfig,
     first_line,
     read_config,
 )
 from kvferry.errors import ConfigError
 from kvferry.identity import Loads, identify, length_dependent_rope, weight_files
-from kvferry.types import KVGroup
-
-UNRUNNABLE = (
-    *(RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError),
-    StopIteration,
-)
-"""Errors of a model that cannot run in a way that it was not made for."""
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """Names of the argument of a model's forward that takes a cache, and of its output."""
@@ -74,46 +66,11 @@ Hooks that collect outputs are installed by the first forward that asks for hidd
 _COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
 """Module of these hooks, which return nothing."""
 
-_PROBES = ((3, 4, 5, 6), (3, 4, 5, 7))
-"""Token ids that exist in every vocabulary and are rarely padding."""
-
-_ROUNDING = 0.02
-"""Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
-
 _SAMPLES_PER_LOOK = 16
 """Number of parameters of which one look compares values; the next look goes on with others."""
 
 _VALUES_PER_SAMPLE = 64
 """At least so many values of a parameter are compared, if it has them."""
-
-
-class CacheLayer(NamedTuple):
-    """One layer of the model's cache, and where its KV lies in a record."""
-
-    group: int
-    row: int
-    """Index of the layer among those of its group."""
-    num_kv_heads: int
-    key_size: int
-    """Elements per token and head of the cache's keys; the latent of latent attention."""
-    value_size: int
-    """Elements per token and head of the cache's values; the rotated key of latent attention."""
-    has_pairs_apart: bool
-    """Whether the values are rotated keys as `engine.kv_pool.pairs_apart` makes them."""
-    dtype: torch.dtype
-
-    def mismatch(self, layer: Any, num_tokens: int) -> tuple[str, str] | None:
-        """Return the actual and the expected form of the first tensor that does not match; None if
-        keys and values of one row match."""
-        for tensor, size in ((layer.keys, self.key_size), (layer.values, self.value_size)):
-            shape = (1, self.num_kv_heads, num_tokens, size)
-            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
-                return f"{tensor.dtype} {list(tensor.shape)}", f"{self.dtype} {list(shape)}"
-        return None
-
-
-class _NotCausalError(ConfigError):
-    """No form of cache can serve the model."""
 
 
 class HostModel:
@@ -136,10 +93,10 @@ class HostModel:
         self._model = model
         _refuse_changed(model)
         self._parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = _cache_argument(model, self._parameters)
+        self.cache_argument = argument_of_cache(model, self._parameters)
         directory = model_dir or _directory_of(model)
         config = read_config(directory)
-        _refuse_config(config, directory)
+        refuse_config(config, directory)
         refuse_other_quantisation(model, config, directory)
         loads = Loads.ALL
         if weights_version is None:
@@ -176,9 +133,9 @@ class HostModel:
         self.plain: PlainKV | None = None
         self.why_not_plain = ""
         try:
-            self.plain = _plain_kv(self, directory, dtype)
+            self.plain = plain_kv(model, directory, dtype)
             self.settle()
-        except _NotCausalError:
+        except NotCausalError:
             raise
         except ConfigError as error:
             self.why_not_plain = str(error)
@@ -452,76 +409,6 @@ def _recording(cache: Any, config: Any, *, with_states: bool) -> Any:
     return empty
 
 
-class PlainKV(NamedTuple):
-    """Keys and values of one shape in all layers, in records that other hosts share.
-
-    The engine's geometry says what is in a record; the cache must have the same.
-    """
-
-    groups: tuple[KVGroup, ...]
-    layers: tuple[CacheLayer, ...]
-    """In the order of the model's cache."""
-    layer_devices: tuple[torch.device, ...]
-    """The device of each layer's KV."""
-
-
-def _plain_kv(host: HostModel, directory: Path, dtype: str) -> PlainKV:
-    """Return the plain KV of a model.
-
-    Raises:
-        ConfigError: it has none; names the reason.
-    """
-    kind, model = host.model.config.model_type, host.model
-    if getattr(model.config, "kv_lora_rank", None) is not None and kind not in LATENT_MODELS:
-        raise ConfigError(f"{kind!r} models keep latents in a form of their own")
-    engine = build_config(EngineConfig, {"dtype": dtype}, where="the model")
-    config = ModelConfig(directory, engine)
-    spec = engine_spec(config, engine, weights_version="the host's")
-    layers = _layers(config, spec)
-    return PlainKV(spec.groups, layers, _probed_devices(host, layers, str(directory)))
-
-
-def _probed_devices(
-    host: HostModel, layers: tuple[CacheLayer, ...], directory: str
-) -> tuple[torch.device, ...]:
-    """Run a few tokens, check the KV that the model keeps, and return each layer's device.
-
-    Two runs of one length differ in their last token: the KV of all other tokens must be equal. So
-    must be the KV of a run with the positions that `generate` gives.
-    """
-    name = f"{type(host.model).__name__} from {directory}"
-    run, other = (_layers_of_run(host.model, token_ids, name) for token_ids in _PROBES)
-    if len(run) != len(layers):
-        raise ConfigError(
-            f"{name} keeps KV in {len(run)} layers; its config.json says {len(layers)}, each with "
-            "its own"
-        )
-    num_tokens = len(_PROBES[0])
-    for number, (layer, expected) in enumerate(zip(run, layers, strict=True)):
-        if not is_plain(layer) or layer.keys is None:
-            raise ConfigError(
-                f"{name} keeps a {type(layer).__name__} in layer {number}, not plain keys and "
-                "values"
-            )
-        mismatch = expected.mismatch(layer, num_tokens)
-        if mismatch is not None:
-            raise ConfigError(
-                f"{name} keeps {mismatch[0]} in layer {number}; expected {mismatch[1]} by "
-                "config.json and dtype"
-            )
-        if _differ_before_last(layer, other[number]):
-            raise _NotCausalError(
-                f"{name} is not causal: KV of a token in layer {number} depends on later tokens, "
-                "so the KV of a prefix cannot be reused"
-            )
-    if "position_ids" in inspect.signature(host.model.forward).parameters:
-        positions = torch.arange(num_tokens, device=host.model.device)[None]
-        placed = _layers_of_run(host.model, _PROBES[0], name, position_ids=positions)
-        if any(_differ_before_last(*pair) for pair in zip(run, placed, strict=True)):
-            raise ConfigError(f"{name} numbers tokens otherwise than generate() does")
-    return tuple(layer.keys.device for layer in run)
-
-
 def _numbers_of(config: Mapping[str, Any]) -> Iterator[int]:
     """Yield the token ids that a config names, also in its parts."""
     for name, value in config.items():
@@ -587,39 +474,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _VALUES_PER_SAMPLE)].to("cpu", copy=True)
 
 
-def _layers_of_run(
-    model: Any, token_ids: tuple[int, ...], name: str, **arguments: Any
-) -> list[Any]:
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache()
-    try:
-        with torch.inference_mode():
-            input_ids = torch.tensor([token_ids], device=model.device)
-            arguments[cache_argument(model)] = cache
-            model(input_ids=input_ids, use_cache=True, **arguments)
-    except UNRUNNABLE as error:
-        raise ConfigError(f"{name} cannot run with a DynamicCache: {first_line(error)}") from error
-    return list(cache.layers)
-
-
-def _differ_before_last(layer: Any, other: Any) -> bool:
-    """Whether KV before the last token differs by more than rounding. Rounding may depend on the
-    last token where experts are chosen."""
-    for tensor, same in ((layer.keys, other.keys), (layer.values, other.values)):
-        ours, theirs = tensor[:, :, :-1].float(), same[:, :, :-1].float()
-        if (ours - theirs).abs().max() > _ROUNDING * ours.abs().max():
-            return True
-    return False
-
-
-def is_plain(layer: Any) -> bool:
-    """Whether a cache layer keeps keys and values as they are."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-
-
 def _refuse_changed(model: Any) -> None:
     from transformers import PreTrainedModel
 
@@ -661,7 +515,7 @@ def _as_it_runs(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **config.get("overrides", {})}
 
 
-def _refuse_config(config: Any, directory: Path) -> None:
+def refuse_config(config: Any, directory: Path) -> None:
     what = f"{directory} holds a {config.model_type!r} model"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{what}, an encoder-decoder; only decoders are served")
@@ -672,7 +526,7 @@ def _refuse_config(config: Any, directory: Path) -> None:
         )
 
 
-def _cache_argument(model: Any, parameters: Mapping[str, Any]) -> str:
+def argument_of_cache(model: Any, parameters: Mapping[str, Any]) -> str:
     name = next((name for name in _CACHES if name in parameters), None)
     if name is None:
         raise ConfigError(
@@ -712,23 +566,3 @@ def _directory_of(model: Any) -> Path:
             "model_dir=, after save_pretrained() if need be"
         )
     return Path(found).parent
-
-
-def _layers(config: ModelConfig, spec: EngineSpec) -> tuple[CacheLayer, ...]:
-    at: dict[str, CacheLayer] = {}
-    transformers_config = config.transformers_config
-    is_latent = config.geometry.is_latent
-    for part in spec.table_parts:
-        group = spec.groups[part.group]
-        key_size = transformers_config.kv_lora_rank if is_latent else group.content_size // 2
-        for row, name in zip(part.layers, part.layer_names or (), strict=True):
-            at[name] = CacheLayer(
-                part.group,
-                row,
-                group.num_kv_heads,
-                key_size,
-                group.content_size - key_size,
-                LATENT_MODELS.get(transformers_config.model_type, False),
-                getattr(torch, group.dtype),
-            )
-    return tuple(at[name] for name in config.geometry.layer_names)

@@ -33,8 +33,9 @@ from blake3 import blake3
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm
 from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
 from kvferry.adapters.transformers.cache_tree import Part
-from kvferry.adapters.transformers.host_model import UNRUNNABLE, HostModel
+from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import WHOLE, Items, items_of
+from kvferry.adapters.transformers.plain_kv import UNRUNNABLE
 from kvferry.blocks.tolerance import (
     TOLERANCE,
     TOLERANCE_OF_8_BITS,

@@ -66,7 +66,8 @@ def refuse_other_quantisation(model: Any, stored_config: Any, directory: Path) -
         )
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        _refuse_ignored(model, stored_config, directory)
+        is_left = getattr(model.config, "quantization_config", None) is not None
+        _refuse_ignored(quantisation_of(stored_config), directory, is_left=is_left)
         return
     method = _method_of(quantizer.quantization_config)
     if not quantizer.pre_quantized:
@@ -74,6 +75,24 @@ def refuse_other_quantisation(model: Any, stored_config: Any, directory: Path) -
             f"the model was quantised ({method}) when it was loaded, so its KV is not that of the "
             "weights in its directory; save it to a directory of its own and load it from there"
         )
+    _refuse_nameless(method)
+
+
+def refuse_unknown_method(asked: Any, directory: Path) -> None:
+    """Refuse a checkpoint that was published quantised in a way without a known name, or that
+    Transformers ignores.
+
+    Args:
+        asked: its `quantization_config`, or none.
+
+    Raises:
+        ConfigError: names the way.
+    """
+    _refuse_ignored(asked, directory, is_left=False)
+    _refuse_nameless(_method_of(asked))
+
+
+def _refuse_nameless(method: str) -> None:
     if method not in LIBRARIES:
         raise ConfigError(
             f"the model is quantised by {method!r}, whose kernels have no known name; known are "
@@ -81,20 +100,19 @@ def refuse_other_quantisation(model: Any, stored_config: Any, directory: Path) -
         )
 
 
-def _refuse_ignored(model: Any, stored_config: Any, directory: Path) -> None:
-    """Refuse packed weights that Transformers took for plain ones. It removes the config of those
-    that it unpacked."""
+def _refuse_ignored(asked: Any, directory: Path, *, is_left: bool) -> None:
+    """Refuse packed weights that Transformers takes for plain ones. It removes the config of those
+    that it unpacks; `is_left` is whether it did not."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    asked, what = quantisation_of(stored_config), None
-    is_left = getattr(model.config, "quantization_config", None) is not None
-    if asked and (is_left or _method_of(asked) not in KNOWN):
+    what = None
+    if asked and (is_left or _method_of(asked) not in {*KNOWN, "bitsandbytes"}):
         what = f"quantization_config ({_method_of(asked)})"
     elif not asked and (directory / "hf_quant_config.json").exists():
         what = "hf_quant_config.json"
     if what is not None:
         raise ConfigError(
-            f"Transformers ignored the {what} of {directory}, so it multiplies packed weights as "
+            f"Transformers ignores the {what} of {directory}, so it multiplies packed weights as "
             "if they were plain; serve this model with an engine that knows its format"
         )
 
