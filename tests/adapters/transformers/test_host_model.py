@@ -143,6 +143,7 @@ def test_generating_is_no_change(model_dir, load_model, store_url):
         with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts) as kv:
             for _ in range(2):
                 generate(kv, prompt(65))
+                model(prompt(9), output_hidden_states=True)  # installs hooks that collect them
             assert loaded(kv, prompt(65)) == 64
         assert counts["model_changed"] == 0
 

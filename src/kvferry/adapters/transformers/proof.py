@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -376,6 +377,16 @@ def _refuse_logits(what: str, expected: torch.Tensor, logits: torch.Tensor, limi
 # ---- images, videos and sounds
 
 
+_CANNOT = (*UNRUNNABLE, StopIteration)
+"""Errors of a model that cannot run with such images; the last where grids are too few."""
+
+_ITEM_PROOFS = "item_proofs"
+"""Field of a namespace's description."""
+
+_MOST_TRIES = 3
+"""So many calls with wrong images may come first."""
+
+
 class ItemProofs:
     """Proofs of prompts with items, each made at the first call that needs it."""
 
@@ -384,6 +395,7 @@ class ItemProofs:
         self._form = form
         self._store = store
         self._found: dict[str, str | None] = {}
+        self._tries: Counter[str] = Counter()
 
     def why_not(self, ids: Sequence[int], items: Items) -> str | None:
         """Return why a model cannot go on behind such items; None if it can. Proves it where no
@@ -396,29 +408,41 @@ class ItemProofs:
         if name in self._found:
             return self._found[name]
         mark = _mark(self._host, self._form, name)
-        kept = _kept(self._store, self._form)
-        proofs = kept.get("item_proofs")
-        proofs = proofs if isinstance(proofs, dict) else {}
-        if proofs.get(name) == mark:
+        if self._proofs().get(name) == mark:
             self._found[name] = None
             return None
         logger.info("%s are proven first", name)
+        started = time.monotonic()
         try:
             prompt = _prompt_of_proof(self._host, self._form, ids, items)
-        except UNRUNNABLE as error:  # which the model has without the store, too
-            return f"the model cannot run with {name}: {first_line(error)}"
+        except _CANNOT as error:  # it may be the caller's: the next call is tried, too
+            why_not = f"the model cannot run with {name}: {first_line(error)}"
+            self._tries[name] += 1
+            if self._tries[name] == _MOST_TRIES:
+                self._found[name] = why_not
+            return why_not
+        finally:
+            self._host.reset()
         try:
             _prove_items(self._host, self._form, prompt)
             self._host.settle()
-        except UNRUNNABLE as error:
+        except _CANNOT as error:
             self._found[name] = f"{name} cannot be served: {first_line(error)}"
-        else:
-            self._found[name] = None
-            proofs = {**proofs, name: mark}
-            text = json.dumps({**kept, "item_proofs": proofs}, indent=1) + "\n"
-            self._store.describe(self._form.namespace.digest, text)
-        self._host.reset()
-        return self._found[name]
+            return self._found[name]
+        finally:
+            self._host.reset()
+        logger.info("%s are proven, in %.1f s", name, time.monotonic() - started)
+        self._found[name] = None
+        described = json.loads(self._form.namespace.as_text())
+        kept, proofs = _kept(self._store, self._form), {**self._proofs(), name: mark}
+        text = json.dumps({**described, **kept, _ITEM_PROOFS: proofs}, indent=1) + "\n"
+        self._store.describe(self._form.namespace.digest, text)
+        return None
+
+    def _proofs(self) -> dict[str, Any]:
+        """Return the marks of the proofs that the store has, by name."""
+        proofs = _kept(self._store, self._form).get(_ITEM_PROOFS)
+        return proofs if isinstance(proofs, dict) else {}
 
 
 class _ItemPrompt(NamedTuple):
@@ -440,7 +464,8 @@ def _prompt_of_proof(
     the first with other values where there is one alone. What is not divided is there once.
 
     Raises:
-        ConfigError, UNRUNNABLE: it cannot be made, or cannot run.
+        ConfigError: it cannot be made.
+        _CANNOT: it cannot run.
     """
     size, chosen = (
         form.tree.chunk_tokens,
@@ -475,6 +500,8 @@ def _prompt_of_proof(
     found = host.placed(prompt.tolist(), found)
     inputs = found.inputs(0, prompt.shape[1])
     _, logits = host.run(prompt, host.new_cache(), 0, num_logits=NUM_MORE, inputs=inputs)
+    if not bool(logits.isfinite().all()):
+        raise ConfigError("it computes NaN or Inf")
     return _ItemPrompt(prompt, found, given, logits)
 
 
