@@ -71,6 +71,10 @@ class JournalAnswer(NamedTuple):
     """Tokens that the engine computed and did not store, by reason. Known at the end."""
     not_stored_why: str = ""
     """Details of the first reason in words; empty for most."""
+    kind: str = ""
+    """The `FaultKind` of that which `why` tells; empty if no store is at fault."""
+    not_stored_kind: str = ""
+    """The same of `not_stored_why`."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,8 +93,8 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
             cached.
         request: the host's id of the request.
         compute_rate: tokens a second that the engine computed lately; 0 if that is not known.
-        local, hits, misses, why, not_stored, not_stored_why: see `JournalAnswer`; empty if it ended
-            before it was admitted.
+        local, hits, misses, why, not_stored, not_stored_why, kind, not_stored_kind: see
+            `JournalAnswer`; empty if it ended before it was admitted.
     """
 
     time: float
@@ -105,6 +109,8 @@ class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     not_stored: dict[str, int] = {}
     not_stored_why: str = ""
     compute_rate: float = 0.0
+    kind: str = ""
+    not_stored_kind: str = ""
 
     def by_source(self) -> dict[str, int]:
         """Return the tokens that were not computed, by tier; `ENGINE` has the engine's own."""

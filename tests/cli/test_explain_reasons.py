@@ -409,6 +409,7 @@ def test_the_journal_of_an_engine_names_what_happened(run, make_host, url, kind,
     assert asked["misses"] == misses
     assert re.search(why, asked["why"])
     assert bool(asked["why"]) == bool(why)
+    assert (asked["kind"] in set(FaultKind)) is (LookupMiss.AWAY in misses)
     hits = asked["num_tokens"] - sum(misses.values())
     assert sum(asked["hits"].values()) == hits
     assert set(asked["hits"]) <= {kind}
@@ -553,6 +554,9 @@ def test_the_journal_says_what_was_not_stored(run, make_host, url, kind, tmp_pat
     cause = {"file": "No space left", "valkey": "valkey", "s3": "s3"}[kind]
     causes = {a_store_that_is_full_or_gone: cause, values_that_are_not_finite: "at token 0$"}
     assert re.search(causes.get(happens, "^$"), asked["not_stored_why"])
+    kinds = {"full"} if kind == "file" else {"away", "late", "protocol"}
+    of_store = happens is a_store_that_is_full_or_gone
+    assert asked["not_stored_kind"] in (kinds if of_store else {""})
     counted = {each["reason"]: each["not_stored"] for each in value["reasons"]}
     assert {reason: tokens for reason, tokens in counted.items() if tokens} == NOT_STORED[happens]
 

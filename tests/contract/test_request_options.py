@@ -18,7 +18,7 @@ from tests.contract.test_handover import ANYTHING, TOY_PROXY, answer
 ALL = {"store": False, "load": False, "max_load_tokens": 7, "pin": 60, "explain": True}
 EXPLANATION = write_explanation(
     local=4, hits={"file": 8}, misses={"slower": 16, "partial": 2}, why="numbers",
-    not_stored={"refused": 16}, not_stored_why="full",
+    not_stored={"refused": 16}, not_stored_why="full", kind="away", not_stored_kind="full",
 )  # fmt: skip
 
 
@@ -95,8 +95,10 @@ def test_an_explanation_adds_up_and_names_the_first_miss():
         "miss_reason": "slower",
         "miss_tokens": {"slower": 16, "partial": 2},
         "why": "numbers",
+        "kind": "away",
         "not_stored": {"refused": 16},
         "not_stored_why": "full",
+        "not_stored_kind": "full",
     }
 
 

@@ -112,6 +112,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """For a comparison: `kvferry.blocks.audit.Difference.excess`; at most 1 if it passed."""
     detail: str = ""
     """For people: where the largest difference of a comparison is, or why a fetch failed."""
+    kind: str = ""
+    """For a fetch that failed: the `FaultKind` of the first error; empty if the store answered."""
 
     @property
     def agrees(self) -> bool:

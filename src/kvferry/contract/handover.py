@@ -45,6 +45,8 @@ _EXPLAINED = frozenset(
         "why",
         "not_stored",
         "not_stored_why",
+        "kind",
+        "not_stored_kind",
     )
 )
 _OPTIONS = RequestOptions.__struct_fields__
@@ -99,6 +101,8 @@ def write_explanation(
     why: str,
     not_stored: Mapping[str, int],
     not_stored_why: str,
+    kind: str,
+    not_stored_kind: str,
 ) -> dict[str, Any]:
     """Return what an answer says under our field about the tokens of a prompt.
 
@@ -107,7 +111,9 @@ def write_explanation(
         hits: loaded tokens by `Store.tier_of`. Clients do not see the addresses of peers.
         misses: computed tokens by reason; the reason of the first such token comes first.
         why: details of that reason; empty for most.
-        not_stored, not_stored_why: the same for computed tokens that are not stored.
+        kind: the `FaultKind` of that reason, if a store is at fault.
+        not_stored, not_stored_why, not_stored_kind: the same for computed tokens that are not
+            stored.
     """
     num_hit = sum(hits.values())
     by_tier: Counter[str] = Counter()
@@ -122,7 +128,8 @@ def write_explanation(
         "miss_tokens": {str(reason): tokens for reason, tokens in misses.items()},
         "not_stored": {str(reason): tokens for reason, tokens in not_stored.items()},
     }
-    more = {"why": why, "not_stored_why": not_stored_why}
+    more = {"why": why, "kind": kind}
+    more |= {"not_stored_why": not_stored_why, "not_stored_kind": not_stored_kind}
     return explained | {name: text for name, text in more.items() if text}
 
 

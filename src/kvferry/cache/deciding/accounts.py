@@ -73,7 +73,7 @@ class Accounts:
         hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
-        missed, why = search.short
+        missed, why, kind = search.short
         if search.hit is not None and search.hit.audit is not None:
             missed = missed or LookupMiss.AUDIT  # what follows the audited chunk
             audited = min(limit, search.hit.audit.record.first_token + self._chunk)
@@ -93,7 +93,7 @@ class Accounts:
                 {str(reason): tokens for reason, tokens in misses.items()},
                 f"; {why}" if why else "",
             )
-        answer = JournalAnswer(local, hits, misses, why)
+        answer = JournalAnswer(local, hits, misses, why, kind=kind)
         if state.answer is None:  # not after a preemption
             state.answer = answer
             if request.handover is not None:

@@ -26,19 +26,27 @@ class FailedKeys:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._failed: dict[bytes, tuple[float, LookupMiss, str]] = {}
+        self._failed: dict[bytes, tuple[float, LookupMiss, str, str]] = {}
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._failed and self._clock() < self._failed[key][0]
 
-    def why(self, key: bytes) -> tuple[LookupMiss, str]:
-        """Return why a chunk that is here failed, and details in words."""
+    def why(self, key: bytes) -> tuple[LookupMiss, str, str]:
+        """Return why a chunk that is here failed, details in words, and a `FaultKind` if a store
+        gave one."""
         return self._failed[key][1:]
 
-    def add(self, keys: Iterable[bytes], seconds: float, miss: LookupMiss, why: str = "") -> None:
+    def add(
+        self,
+        keys: Iterable[bytes],
+        seconds: float,
+        miss: LookupMiss,
+        why: str = "",
+        kind: str = "",
+    ) -> None:
         if len(self._failed) > MAX_FAILED:
             self._failed.clear()
-        self._failed.update(dict.fromkeys(keys, (self._clock() + seconds, miss, why)))
+        self._failed.update(dict.fromkeys(keys, (self._clock() + seconds, miss, why, kind)))
 
     def discard(self, key: bytes) -> None:
         """Forget a chunk: it was stored again."""

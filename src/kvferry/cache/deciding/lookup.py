@@ -38,6 +38,7 @@ from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.errors import FaultKind
 from kvferry.keys import ChunkKeys
 from kvferry.record.check import SOUND, MissReason
 from kvferry.store.backoff import Backoff
@@ -59,6 +60,8 @@ class Short(NamedTuple):
 
     miss: LookupMiss | None
     why: str = ""
+    kind: str = ""
+    """The `FaultKind`, if a store is at fault."""
 
 
 ABSENT, NOT_LOADING = Short(LookupMiss.ABSENT), Short(LookupMiss.NOT_LOADING)
@@ -256,7 +259,8 @@ class Lookup:
                 miss = LookupMiss.NOT_FINITE
             is_sound = reason in SOUND
             seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
-            self._unreadable.add((key,), seconds, miss, filled.detail if is_sound else reason)
+            why = filled.detail if is_sound else reason
+            self._unreadable.add((key,), seconds, miss, why, filled.kind)
         for search in held if soon else ():
             # One question for all, as a store asks for the rest only if it has the first ones.
             self._store.probe([key for key in search.wanted.keys if key in soon], again=True)
@@ -481,10 +485,15 @@ class Lookup:
         if plan.short.miss is not LookupMiss.ABSENT:
             search.short = plan.short
             return
-        away = "; ".join(f"{each.name} {each.fault}" for each in self._store.tiers() if each.fault)
-        if search.short.miss is None:
-            away = away or f"asked, and no answer within {ASK_SECONDS:g} s"
-        search.short = Short(LookupMiss.AWAY if away else LookupMiss.ABSENT, away)
+        faults = [(each.name, each.fault) for each in self._store.tiers() if each.fault]
+        if search.short.miss is None and not faults:
+            why = f"asked, and no answer within {ASK_SECONDS:g} s"
+            search.short = Short(LookupMiss.AWAY, why, FaultKind.LATE)
+        elif faults:
+            why = "; ".join(f"{name} {fault}" for name, fault in faults)
+            search.short = Short(LookupMiss.AWAY, why, faults[0][1].kind)
+        else:
+            search.short = ABSENT
 
     def _choose(self, search: Search, known: int) -> int:
         """Return the index of the first known chunk that is computed sooner than loaded; `known` if

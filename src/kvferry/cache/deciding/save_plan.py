@@ -226,16 +226,17 @@ class SavePlan:
 
     def not_stored(
         self, request: RequestView, state: RequestState, *, may_save: bool
-    ) -> tuple[dict[str, int], str]:
+    ) -> tuple[dict[str, int], str, str]:
         """Count the tokens of a prompt that was computed whose chunks are neither stored nor on
-        their way, by reason; say details of the first reason in words."""
+        their way, by reason; say details of the first reason in words, and its `FaultKind`."""
         size, end = state.keys.chunk_tokens, request.num_prompt_tokens
         found: Counter[str] = Counter()
-        why = ""
+        why = kind = ""
         for number, key in enumerate(state.keys.keys[: end // size]):
             if key in self._requests.refused:
-                reason, said = self._requests.refused.why(key)
-                why = why or said
+                reason, *said = self._requests.refused.why(key)
+                if not why:
+                    why, kind = said
             elif self.has(key, state):
                 continue
             elif not may_save:
@@ -246,7 +247,7 @@ class SavePlan:
                 continue  # not computed, or removed since
             found[reason] += size
         found[LookupMiss.PARTIAL] = end % size
-        return dict(+found), why
+        return dict(+found), why, kind
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -315,7 +316,8 @@ class SavePlan:
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused
-            refused.add((slot.key,), REFUSED_SECONDS, LookupMiss.REFUSED, str(fault or result))
+            kind, why = fault or ("", result)
+            refused.add((slot.key,), REFUSED_SECONDS, LookupMiss.REFUSED, why, kind)
             self._announce_failed(slot.key)
             return
         self._requests.refused.discard(slot.key)

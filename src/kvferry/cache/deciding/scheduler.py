@@ -472,8 +472,10 @@ class SharedStorageScheduler(SchedulerRole):
         result = self._handovers.answer(request, state)
         if state.answer is not None and self._accounts.wants_end(request):
             may_save = self._may_save and self._saves(request, state)
-            found, why = self.saves.not_stored(request, state, may_save=may_save)
-            state.answer = state.answer._replace(not_stored=found, not_stored_why=why)
+            found, why, kind = self.saves.not_stored(request, state, may_save=may_save)
+            state.answer = state.answer._replace(
+                not_stored=found, not_stored_why=why, not_stored_kind=kind
+            )
         self._accounts.ended(request, state, self.policy.compute_rate)
         self._end_search(state)
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted

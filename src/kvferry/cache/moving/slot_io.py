@@ -142,7 +142,8 @@ class SlotIO:
                 self._store, schema, record, self._observer, deadline, faults=faults
             )
             seconds = 0.0 if missed else time.monotonic() - started
-            return Filled(chunk.slot, missed, seconds, detail="; ".join(map(str, faults)))
+            said, kind = "; ".join(map(str, faults)), faults[0].fault.kind if faults else ""
+            return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)
 
         self._reads[chunk.slot] = (fetch, self.pool.submit(run))
 
