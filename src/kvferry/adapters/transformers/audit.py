@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from kvferry.adapters.transformers.cache_copies import CacheForm, StoredRow
+from kvferry.adapters.transformers.cache_copies import CacheForm, StoredRow, TreeForm
+from kvferry.adapters.transformers.cache_leaves import Path, name_of, relative_error
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import Items
-from kvferry.blocks.audit import Difference, compare
-from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING
+from kvferry.adapters.transformers.states import StateRecords
+from kvferry.blocks.audit import compare
+from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING, SHALLOW_LAYERS
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
+
+
+class _Found(NamedTuple):
+    """By how much something stored differs from what was computed."""
+
+    excess: float
+    """As a multiple of the tolerance. Above 1 it is not this model's."""
+    text: str
+    keys: list[ChunkKey]
+    """Of the records that hold it."""
 
 
 class Auditor:
@@ -30,6 +45,7 @@ class Auditor:
 
     Args:
         form: how caches and records correspond.
+        states: the records of states; None: the model keeps none.
         store: the store, from which a record that differs is discarded.
         rate: the option `audit`.
 
@@ -44,6 +60,7 @@ class Auditor:
         self,
         model: HostModel,
         form: CacheForm,
+        states: StateRecords | None,
         store: Store,
         rate: str | float,
         observer: Observer,
@@ -51,6 +68,7 @@ class Auditor:
         self._model = model
         self._form = form
         self._rows = form.rows
+        self._states = states
         self._store = store
         self._rate = rate
         self._observer = observer
@@ -61,22 +79,26 @@ class Auditor:
     def agrees(
         self,
         keys: Sequence[ChunkKey],
-        images: list[memoryview],
+        stored: StoredRow,
         token_ids: list[int],
         items: Items,
+        deadline: float,
     ) -> bool:
         """Whether a hit may be used. If an audit is due, computes the first chunk from nothing, and
-        one other, drawn at random, on top of the stored ones before it, unless only states can be
-        gone on from.
+        one other, drawn at random, on top of the stored ones before it. Where only states can be
+        gone on from: the state at the end of the hit, from the stored one before it, or from
+        nothing.
 
         Args:
             keys: keys of the leading chunks of a prompt.
-            images: their records.
+            stored: their records.
             token_ids: the prompt, without padding.
             items: of the prompt, placed. Those that a compared chunk overlaps are computed whole.
+            deadline: for reading a state.
         """
         if not self._is_due():
             return True
+        images = stored.images
         bad = next((at for at, each in enumerate(images) if not self._is_finite(each)), None)
         if bad is not None:
             self._observer.count("records_corrupt")
@@ -87,17 +109,20 @@ class Auditor:
         numbers = [0]
         if len(images) > 1 and self._form.goes_on_anywhere:
             numbers.append(1 + int(self.draw() * (len(images) - 1)))
-        differences = []
-        for number in numbers:
-            difference = self._difference(images, number, token_ids, items)
-            if difference is None:
+        parts = [partial(self._of_chunk, number) for number in numbers]
+        if stored.state is not None:
+            parts.append(partial(self._of_state, deadline))
+        found = []
+        for part in parts:
+            each = part(keys, stored, token_ids, items)
+            if each is None:
                 return False
-            if difference.excess > 1:
-                self._fail(keys[number], difference)
+            if each.excess > 1:
+                self._fail(each)
                 return False
-            differences.append(difference)
-        if max(differences).excess > DOUBTFUL:
-            self._doubt(max(differences))
+            found.append(each)
+        if max(found).excess > DOUBTFUL:
+            self._doubt(max(found))
         self._has_passed = True
         return True
 
@@ -107,37 +132,89 @@ class Auditor:
         is_sampled = not isinstance(self._rate, str) and self.draw() < self._rate
         return is_sampled or not self._has_passed
 
-    def _difference(
-        self, images: list[memoryview], number: int, token_ids: list[int], items: Items
-    ) -> Difference | None:
+    def _of_chunk(
+        self, number: int, keys: Sequence[ChunkKey], stored: StoredRow, token_ids: list[int],
+        items: Items,
+    ) -> _Found | None:  # fmt: skip
         """Compare a chunk, computed on top of the stored ones before it, with its record. None if
         it was computed with NaN or Inf, which shows nothing of the record."""
         size = self._rows.schema.chunk_tokens
         first = number * size
         begin, stop = items.cut(first), items.cover(first + size)
-        cache = self._form.cache_of([StoredRow(0, images[: -(-begin // size)])], begin)
+        before = stored.images[: -(-begin // size)]
+        cache = self._form.cache_of([StoredRow(0, before)], begin)
         ids, inputs = torch.tensor([token_ids[begin:stop]]), items.inputs(begin, stop)
         cache = self._form.compute(ids, cache, begin, inputs)
         computed = self._form.gather(cache, 0, first)
         if not self._is_finite(computed):
             return None
-        return compare(self._rows, computed, images[number], self._form.tolerances)
+        found = compare(self._rows, computed, stored.images[number], self._form.tolerances)
+        return _Found(found.excess, found.describe(self._rows), [keys[number]])
+
+    def _of_state(
+        self, deadline: float, keys: Sequence[ChunkKey], stored: StoredRow, token_ids: list[int],
+        items: Items,
+    ) -> _Found | None:  # fmt: skip
+        """Compare the state at the end of a hit, computed on top of the stored one before it, with
+        its records. None if one of the two has NaN or Inf."""
+        assert isinstance(self._form, TreeForm)  # only a tree has states
+        assert self._states is not None
+        assert stored.state is not None
+        tree, size = self._form.tree, self._rows.schema.chunk_tokens
+        parts = self._states.keys(keys[len(stored.images) - 1])
+        if not all(map(_is_finite, tree.tensors_of(stored.state))):
+            self._observer.count("records_corrupt")
+            for key in parts:
+                self._store.discard(key, MissReason.NOT_FINITE)
+            return None
+        before = self._before(keys, stored, items, deadline)
+        begin, end = len(before.images) * size, len(stored.images) * size
+        cache = self._form.cache_of([before], begin)
+        ids, inputs = torch.tensor([token_ids[begin:end]]), items.inputs(begin, end)
+        cache = self._form.compute(ids, cache, begin, inputs)
+        computed = tree.tensors_of(tree.state(cache))
+        limit = self._form.tolerances[str(self._model.model.dtype).removeprefix("torch.")].error
+        worst = _Found(-1.0, "", parts)
+        theirs_of = tree.tensors_of(stored.state)
+        for law, ours, theirs in zip(tree.states, computed, theirs_of, strict=True):
+            if not _is_finite(ours):
+                return None
+            error = relative_error(ours, theirs)
+            excess = error / (limit * _widening(law.path))
+            text = f"state {name_of(law.path)} has an error of {error:.2%}"
+            worst = max(worst, _Found(excess, text, parts))
+        return worst
+
+    def _before(
+        self, keys: Sequence[ChunkKey], stored: StoredRow, items: Items, deadline: float
+    ) -> StoredRow:
+        """Return the last chunks before the end of a hit at whose end a state can be read, and that
+        state; no chunks if there is none."""
+        assert isinstance(self._form, TreeForm)  # only a tree has states
+        assert self._states is not None
+        size = self._rows.schema.chunk_tokens
+        for number in range(len(stored.images) - 1, 0, -1):
+            chunk, num_tokens = keys[number - 1], number * size
+            if items.cut(num_tokens) == num_tokens and self._states.is_known(chunk):
+                state = self._states.read(chunk, num_tokens, deadline)
+                if state is not None and self._form.tree.accepts(state):
+                    return StoredRow(0, stored.images[:number], state)
+        return StoredRow(0, [])
 
     def _is_finite(self, image: memoryview) -> bool:
         return self._rows.leaves(image, {}).are_finite
 
-    def _doubt(self, difference: Difference) -> None:
+    def _doubt(self, found: _Found) -> None:
         """Note a difference that is nearly a mismatch."""
         self._observer.count("audit_doubtful")
         if not self._has_told:
             self._has_told = True
-            logger.warning(
-                "%s, in %s: %s", ROUNDING, self._store.url, difference.describe(self._rows)
-            )
+            logger.warning("%s, in %s: %s", ROUNDING, self._store.url, found.text)
 
-    def _fail(self, key: ChunkKey, difference: Difference) -> None:
+    def _fail(self, found: _Found) -> None:
         self.has_failed = True
-        self._store.discard(key, OTHER_KV)
+        for key in found.keys:
+            self._store.discard(key, OTHER_KV)
         self._observer.count("audit_mismatch")
         logger.warning(
             "the model's KV differs from that in record %s of %s: %s. Another model has this name, "
@@ -145,8 +222,18 @@ class Auditor:
             "nothing more. If this model was changed in memory, give it a weights_version; if it "
             "is the right one, remove the namespace %s from the store; if it only rounds otherwise "
             'than where the records were stored, set the option audit to "off"',
-            key.hex(),
+            found.keys[0].hex(),
             self._store.url,
-            difference.describe(self._rows),
+            found.text,
             self._rows.schema.namespace.hex(),
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _widening(path: Path) -> float:
+    """Return how much more rounding is allowed to a leaf by its layer, as to KV."""
+    layer = next((int(part) for part in path if part.isdecimal()), 0)
+    return max(1.0, math.sqrt(layer / SHALLOW_LAYERS))

@@ -111,3 +111,13 @@ def described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return repr(value)[:60]
+
+
+def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the norm of the difference of two leaves, relative to the first's."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.is_floating_point() or not one.numel():
+        return 0.0
+    one, other = one.double(), other.double()
+    return float((one - other).norm() / one.norm().clamp_min(1e-30))

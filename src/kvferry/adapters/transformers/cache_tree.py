@@ -379,7 +379,7 @@ class CacheTree:
             found[law.path].put(self._rows(law, chunks, num_tokens))
         if self.states and len(states) != len(chunks):
             raise ValueError("a row has no state")
-        parts = map(self._states, states if self.states else ())
+        parts = map(self.tensors_of, states if self.states else ())
         for law, *values in zip(self.states, *parts, strict=True) if self.states else ():
             found[law.path].put(values[0] if law.batch is None else torch.cat(values, law.batch))
         self._put_counts(cache, num_tokens)
@@ -446,8 +446,12 @@ class CacheTree:
                 whole[row, :, start : start + law.size] = part[:, : num_rows - start]
         return natural(whole, first, law.axis, law.batch).to(first.device)
 
-    def _states(self, state: bytes) -> Iterator[torch.Tensor]:
-        """Yield the tensor of each state."""
+    def tensors_of(self, state: bytes) -> Iterator[torch.Tensor]:
+        """Yield the tensor of each law of `states`.
+
+        Raises:
+            ValueError: it is none of this tree.
+        """
         size = int.from_bytes(state[:4], "little")
         shapes, at = json.loads(state[4 : 4 + size]), 4 + size
         for law, shape in zip(self.states, shapes, strict=True):
@@ -466,7 +470,7 @@ class CacheTree:
     def accepts(self, state: bytes) -> bool:
         """Whether bytes are a state of this tree."""
         try:
-            return len(list(self._states(state))) == len(self.states)
+            return len(list(self.tensors_of(state))) == len(self.states)
         except (ValueError, TypeError, AttributeError, RuntimeError):  # the bytes are untrusted
             return False
 

@@ -91,8 +91,8 @@ class Loader:
         if hits:
             longest = max(hits, key=lambda place: len(stored[place].row.images))
             prompt, keys = rows[longest]
-            images = stored[longest].row.images
-            if not self._auditor.agrees(keys, images, prompt.token_ids, items):
+            row = stored[longest].row
+            if not self._auditor.agrees(keys, row, prompt.token_ids, items, deadline):
                 hits = []
         if not hits:
             stored = [_Stored(StoredRow(each.row.num_padding, []), 0) for each in stored]

@@ -32,7 +32,7 @@ import torch
 from blake3 import blake3
 
 from kvferry.adapters.transformers.cache_copies import StoredRow, TreeForm
-from kvferry.adapters.transformers.cache_leaves import Path, name_of, slots
+from kvferry.adapters.transformers.cache_leaves import Path, name_of, relative_error, slots
 from kvferry.adapters.transformers.cache_tree import Part
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.items import WHOLE, Items, items_of
@@ -256,7 +256,7 @@ def _prove_batch(
     for row, padding in enumerate(paddings):
         one, other = (tree.leaves_of_row(each.cache, row, padding) for each in (cold, reused))
         for path, value in one.items():
-            found = _difference(value, other[path])
+            found = relative_error(value, other[path])
             if not found <= error:
                 raise ConfigError(f"leaf {name_of(path)} of {what} differs by {found:.1e}")
     if tree.counts_in(cold.cache) != tree.counts_in(reused.cache):
@@ -337,22 +337,12 @@ def _refuse_difference(name: str, one: torch.Tensor, other: torch.Tensor, limit:
             f"leaf {name} of its cache is {list(one.shape)} after a prefill in one piece and "
             f"{list(other.shape)} in pieces"
         )
-    found = _difference(one, other)
+    found = relative_error(one, other)
     if not found <= limit:
         raise ConfigError(
             f"Transformers computes leaf {name} of its cache otherwise in pieces than in one "
             f"piece, by {found:.1e} of its norm, so that no stored piece can be gone on from"
         )
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference of two leaves, relative to the first's."""
-    if one.shape != other.shape:
-        return float("inf")
-    if not one.is_floating_point() or not one.numel():
-        return 0.0
-    one, other = one.double(), other.double()
-    return float((one - other).norm() / one.norm().clamp_min(1e-30))
 
 
 def _refuse_changed_leaves(kept: dict[Path, Any], restored: Any) -> None:

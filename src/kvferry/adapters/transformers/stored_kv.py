@@ -56,9 +56,10 @@ class StoredKV:
     """The KV of one model in a store: prompts that are stored are not computed again.
 
     Guarantee: every byte that is read is verified against the checksums of its record, and only KV
-    that this object itself computed is stored. The first hit is audited: the first chunk and one
-    other are computed and compared with their records. The option `audit` sets whether more hits
-    are audited, or none. A store that fails or stalls costs a bounded time, and is counted.
+    that this object itself computed is stored. The first hit is audited: the first chunk, and one
+    other or the state at its end, are computed and compared with their records. The option `audit`
+    sets whether more hits are audited, or none. A store that fails or stalls costs a bounded time,
+    and is counted.
 
     A context manager. Not thread-safe: one thread at a time.
 
@@ -120,7 +121,8 @@ class StoredKV:
         )
         self._warned: set[str] = set()
         self._auditor = Auditor(
-            self._model, self._form, self._store, self._config.audit, self._observer
+            *(self._model, self._form, self._states, self._store),
+            *(self._config.audit, self._observer),
         )
         self._loader = Loader(
             *(self._form, self._records, self._states),
