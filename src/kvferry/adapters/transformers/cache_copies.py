@@ -30,6 +30,7 @@ from kvferry.adapters.transformers.arguments import StoredKVConfig
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.identity import code_of
 from kvferry.adapters.transformers.plain_kv import PlainKV
+from kvferry.adapters.transformers.running_code import refuse_edited
 from kvferry.adapters.transformers.states import num_parts
 from kvferry.blocks.audit import tensors_of
 from kvferry.blocks.rows import RankRows
@@ -187,6 +188,7 @@ class TreeForm(CacheForm):
         schema = RecordSchema(
             namespace=bytes(32), chunk_tokens=size, components=self.tree.components
         )
+        refuse_edited({*map(type, host.model.modules()), *self.tree.kinds})
         self.state_parts = num_parts(schema, self.tree.state_bytes)
         described = {
             **self.tree.describe(),

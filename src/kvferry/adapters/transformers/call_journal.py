@@ -45,25 +45,25 @@ class CallJournal:
         rows: Iterable[tuple[Prompt, list[ChunkKey]]],
         num_loaded: Sequence[int],
         limit: int,
-        missed: LookupMiss,
+        missed: Sequence[LookupMiss],
     ) -> None:
         """Note the rows of a call.
 
         Args:
             num_loaded: how many tokens were loaded of each row, padding included.
             limit: how many of each row may be loaded, padding included.
-            missed: why whole chunks between these were not.
+            missed: of each row, why whole chunks between these were not.
         """
         if self._journal is None:
             return
-        for (prompt, keys), end_of_hit in zip(rows, num_loaded, strict=True):
+        for (prompt, keys), end_of_hit, why in zip(rows, num_loaded, missed, strict=True):
             size, chunk = len(prompt.token_ids), self._chunk
             hit = min(size, max(0, end_of_hit - prompt.num_padding))
             end = max(hit, min(size, limit - prompt.num_padding) // chunk * chunk)
             hits: Counter[str] = Counter()
             for number in range(-(-hit // chunk)):
                 hits[self._store.tier_of(keys[number])] += min(chunk, hit - number * chunk)
-            misses = +Counter({str(missed): end - hit, str(LookupMiss.PARTIAL): size - end})
+            misses = +Counter({str(why): end - hit, str(LookupMiss.PARTIAL): size - end})
             self._num_rows += 1
             name = f"{os.getpid()}-{self._num_rows}"
             answer = JournalAnswer(0, hits, misses, "")

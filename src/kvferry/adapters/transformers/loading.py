@@ -46,6 +46,8 @@ class _Stored(NamedTuple):
     row: StoredRow
     num_tokens: int
     """Behind the padding, if `StoredRow` leaves it out."""
+    missed: LookupMiss = LookupMiss.ABSENT
+    """Why no more chunks are read."""
 
 
 class Loader:
@@ -95,11 +97,14 @@ class Loader:
             if not self._auditor.agrees(keys, row, prompt.token_ids, items, deadline):
                 hits = []
         if not hits:
-            stored = [_Stored(StoredRow(each.row.num_padding, []), 0) for each in stored]
+            stored = [
+                each._replace(row=StoredRow(each.row.num_padding, []), num_tokens=0)
+                for each in stored
+            ]
         ends = self._ends(stored, rows) if hits else [0] * len(rows)
-        missed = LookupMiss.DEADLINE if time.monotonic() >= deadline else LookupMiss.ABSENT
-        missed = LookupMiss.OTHER_MODEL if self._auditor.has_failed else missed
-        self._journal.add(rows, ends, limit, missed)
+        late = LookupMiss.DEADLINE if time.monotonic() >= deadline else None
+        late = LookupMiss.OTHER_MODEL if self._auditor.has_failed else late
+        self._journal.add(rows, ends, limit, [late or each.missed for each in stored])
         found = self._caches(stored, rows)
         self._observer.count("requests_missed", len(rows) - len(hits))
         for place in hits:
@@ -159,7 +164,9 @@ class Loader:
             row = StoredRow(0, images[:whole])
             if self._states is not None:
                 row = self._up_to_a_state(keys, row.images, items, deadline, states)
-            stored.append(_Stored(row, len(row.images) * self._size))
+            is_behind = len(row.images) < whole
+            missed = LookupMiss.BEHIND if is_behind else LookupMiss.ABSENT
+            stored.append(_Stored(row, len(row.images) * self._size, missed))
         return stored
 
     def _images(
