@@ -14,7 +14,7 @@ from kvferry.cache.messages import (
     SharedStorageMeta,
     SlotChunk,
 )
-from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.record.check import MissReason
 from kvferry.store.base import Put
@@ -165,6 +165,25 @@ def test_what_was_copied_for_a_refused_record_is_held_and_not_written(
     assert host.observer["save_failed"] == 5
     assert host.observer["saved_bytes"] == 0
     assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_chunk_has_the_reason_of_its_own_write(make_host, url: str, tmp_path, world_size):
+    """Writes run at once; the scheduler learns of them later."""
+
+    class EachForAnother(WrapperStore):
+        def put(self, key: bytes, buffers: object, deadline: float = 0.0) -> Put:
+            kind = list(FaultKind)[key[0] % len(FaultKind)]
+            return Put.failed(Fault(kind, f"reason of {key.hex()}"))
+
+    stores = [EachForAnother(FileStore(tmp_path / "store")) for _ in range(world_size)]
+    host = make_host(store=url, groups=groups(), world_size=world_size, rank_stores=stores)
+    host.run("writer", PROMPT)
+    refused = host.scheduler.requests.refused
+    wait_for(lambda: (host.settle(), all(key in refused for key in keys_of(host)))[1])
+    for key in keys_of(host):
+        kind = list(FaultKind)[key[0] % len(FaultKind)]
+        assert refused.why(key) == (LookupMiss.REFUSED, f"reason of {key.hex()}", kind)
 
 
 class Refusing(WrapperStore):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import pickle
+import socket
+import ssl
 import threading
+import time
 
 import pytest
 
 from kvferry.cache.build import _tier_gauges
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
+from kvferry.network import Endpoint, Stream, fault_kind
 from kvferry.observe import Counters, labelled
 from kvferry.store.base import Put, PutResult
 from kvferry.store.file.store import FileStore
@@ -100,6 +104,70 @@ def test_what_a_client_says_goes_through_tiers_unchanged(kind):
         assert store.accepts().kind is kind
         (since,) = [each for each in _tier_gauges(store, "worker") if each.startswith("tier_since")]
         assert labelled(since)[1][3] == kind
+
+
+@pytest.mark.parametrize("kind", [each for each in FaultKind if each is not FaultKind.FULL])
+def test_a_tier_that_is_read_and_not_written_to_says_why(kind):
+    class Refusing(MemoryStore):
+        def put(self, *args):
+            return Put.failed(Fault(kind, "it says why"))
+
+    with TieredStore([Refusing()], clock=FakeClock(), patience=QUICK) as store:
+        assert put(store) == (kind, "memory: it says why")
+        said = (kind, "a value could not be stored: it says why")
+        wait_until(lambda: store.tiers()[0].because == said, "it was tried")
+        assert store.tiers()[0].state == "refuses writes"
+        assert store.accepts() == (kind, f"memory: refuses writes: {said[1]}")
+
+
+NETWORK = {
+    "no answer": (TimeoutError(), FaultKind.LATE),
+    "ETIMEDOUT": (OSError(errno.ETIMEDOUT, "Connection timed out"), FaultKind.LATE),
+    "refused": (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), FaultKind.AWAY),
+    "reset": (ConnectionResetError("it closed the connection"), FaultKind.AWAY),
+    "no name": (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), FaultKind.AWAY),
+    "no route": (OSError(errno.EHOSTUNREACH, "No route to host"), FaultKind.AWAY),
+    "TLS": (ssl.SSLError(1, "wrong version number"), FaultKind.PROTOCOL),
+    "certificate": (ssl.SSLCertVerificationError("unknown"), FaultKind.PROTOCOL),
+    "no more files": (OSError(errno.EMFILE, "Too many open files"), FaultKind.REFUSED),
+    "a bug": (IndexError("a bug"), FaultKind.BUG),
+    "ours": (StoreError(FaultKind.FULL, "full"), FaultKind.FULL),
+    "a URL": (ConfigError("wrong"), FaultKind.UNUSABLE),
+}
+
+
+@pytest.mark.parametrize("case", NETWORK)
+def test_an_error_of_a_connection_has_its_kind(case):
+    error, kind = NETWORK[case]
+    assert fault_kind(error) is kind
+
+
+def test_a_server_that_hangs_up_before_a_word_speaks_another_protocol():
+    """As one of TLS does at a client in clear. Later, it has gone away."""
+
+    class Client(Endpoint):
+        what = "server"
+
+        def _log_in(self, connection, deadline):
+            connection.read(1, deadline)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client("127.0.0.1", listener.getsockname()[1], None, Stream)
+        for words, kind in ((b"", FaultKind.PROTOCOL), (b"x", FaultKind.AWAY)):
+
+            def serve(words=words):
+                accepted, _ = listener.accept()
+                with accepted:
+                    accepted.sendall(words)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            until = time.monotonic() + 30.0
+            with pytest.raises(StoreError) as error, client.connection(until) as connection:
+                connection.read(1, until)
+            thread.join()
+            assert error.value.fault.kind is kind
+        client.close()
 
 
 def test_of_several_tiers_each_says_why_and_the_nearest_has_the_kind():

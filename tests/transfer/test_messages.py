@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import StoreError
+from kvferry.errors import FaultKind, StoreError
 from kvferry.transfer.messages import (
     GREETINGS,
     MAX_FRAME_BYTES,
@@ -61,6 +61,20 @@ def test_the_largest_message_fits_its_frame_and_comes_back(decoder, message):
 def test_items_of_a_later_version_are_ignored(decoder, message):
     items = [*msgspec.msgpack.decode(encode(message)[4:]), "later"]
     assert decode(decoder, msgspec.msgpack.encode(items)) == message
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        ([3, "why"], FaultKind.REFUSED),  # of an earlier release
+        ([3, "why", "login"], FaultKind.LOGIN),
+        ([3, "why", "of a later release"], FaultKind.REFUSED),
+    ],
+)
+@pytest.mark.parametrize("decoder", [GREETINGS, REPLIES])
+def test_a_refusal_of_any_release_has_a_kind(decoder, sent, kind):
+    message = decode(decoder, msgspec.msgpack.encode(sent))
+    assert message.fault == (kind, "it refuses: why")
 
 
 @pytest.mark.parametrize(

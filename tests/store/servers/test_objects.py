@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.store.base import PutResult
 from kvferry.store.kind import Opening
 from kvferry.store.servers import objects
@@ -284,6 +285,33 @@ def test_a_wrong_answer_is_one_line_and_the_calls_after_it_are_right(bucket, wro
 
 def test_a_value_replaced_between_two_requests_is_absent(wrong, make_client):
     assert outcomes_of(make_client("replaced", wrong))["read"] == (None, bytes(16), bytes(16))
+
+
+SAID = {
+    "status code: 403, no <Code>AccessDenied</Code>": FaultKind.LOGIN,
+    "Unauthenticated": FaultKind.LOGIN,
+    "<Code>NoSuchBucket</Code>": FaultKind.UNUSABLE,
+    "BadScheme": FaultKind.UNUSABLE,
+    "error sending request: connection refused": FaultKind.AWAY,
+    "dns error: no such host": FaultKind.AWAY,
+    "operation timed out": FaultKind.LATE,
+    "received corrupt message of type InvalidMessage": FaultKind.PROTOCOL,
+    "invalid peer certificate: UnknownIssuer": FaultKind.PROTOCOL,
+    "status code: 500, <Code>InternalError</Code>": FaultKind.REFUSED,
+    "status code: 507": FaultKind.REFUSED,
+    "anything else": FaultKind.REFUSED,
+}
+
+
+@pytest.mark.parametrize("is_checked", [False, True], ids=["at the opening", "later"])
+@pytest.mark.parametrize("said", SAID)
+def test_what_the_library_says_has_a_kind(said, is_checked, make_client):
+    client = make_client()
+    client._is_checked = is_checked
+    error = client._translate("read", GenericError(said))
+    assert error.fault.kind is SAID[said]
+    is_set_up = SAID[said] in (FaultKind.LOGIN, FaultKind.UNUSABLE)
+    assert isinstance(error, ConfigError) is (is_set_up and not is_checked)
 
 
 def test_a_panic_of_obstore_is_one_line(make_client, monkeypatch, capfd):

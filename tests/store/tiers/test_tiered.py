@@ -357,9 +357,12 @@ def test_a_store_whose_index_is_being_made_is_not_written_to_and_refuses_nothing
         assert (each.result, each.fault.kind) == (PutResult.FAILED, FaultKind.INDEXING)
     rest(alone)
     assert (state(alone), caplog.messages) == ("up", [])
+    behind = make_tiers(MemoryStore(), inner, clock=FakeClock())
+    assert behind.put(make_key(2), [b"value"]).is_there
     inner.maintain()
     assert alone.accepts() is inner.accepts() is None
     assert alone.put(make_key(1), [b"value"]).result is PutResult.STORED
+    wait_until(lambda: held(inner, 2), "what waited for the index was copied")
 
 
 def said(caplog):
