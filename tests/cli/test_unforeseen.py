@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
+from kvferry.doctor import stores as doctor_stores
 from kvferry.doctor import vllm as doctor_vllm
 from kvferry.store.file import store
 from kvferry.store.kind import Opening, StoreUrl
@@ -20,14 +22,15 @@ from tests.cli.conftest import put_records
 from tests.cli.test_doctor import found, root, url
 from tests.store import toy
 from tests.store.errors import Odd, error, io
+from tests.store.servers.remote_client import DictClient
 
 __all__ = ["error", "found", "io", "root", "url"]
 
 
 @pytest.fixture
-def odd(monkeypatch):
+def odd(monkeypatch, request):
     """The client of the stores at odd://host."""
-    client = Odd()
+    client = getattr(request, "param", Odd)()
 
     def open_url(url: StoreUrl, options: object, opening: Opening) -> RemoteStore:
         prefix = url.path and f"{url.path}/"
@@ -64,6 +67,52 @@ def test_what_is_no_answer_of_a_client_is_a_finding_that_names_it(found, odd, ca
     (said, *_) = found("odd://host/kv")
     assert said.startswith("bug odd://host/kv: ")
     assert f"Odd.{call} failed: it returned a " in said
+
+
+class Stuck(DictClient):
+    """Its `method` does not end before `ended`, whatever its deadline."""
+
+    method = ""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = threading.Event()
+
+    def _wait(self, method):
+        if method == self.method:
+            self.ended.wait(120)
+
+    def read(self, name, ranges, deadline):
+        self._wait("read")
+        return super().read(name, ranges, deadline)
+
+    def put(self, name, buffers, deadline, *, replaces=False):
+        self._wait("put")
+        return super().put(name, buffers, deadline, replaces=replaces)
+
+    def exists(self, names, deadline):
+        self._wait("exists")
+        return super().exists(names, deadline)
+
+    def scan(self, prefix, deadline):
+        self._wait("scan")
+        yield from super().scan(prefix, deadline)
+
+
+@pytest.mark.parametrize("odd", [Stuck], indirect=True)
+@pytest.mark.parametrize("call", ["read", "put", "exists", "scan"])
+def test_a_call_of_a_client_that_does_not_end_is_a_finding_that_names_it(
+    found, odd, monkeypatch, call
+):
+    odd.method = call
+    if call == "exists":  # on a thread of its own
+        monkeypatch.setattr(doctor_stores, "ANSWER_SECONDS", 1)
+    try:
+        (said, *_) = found("odd://host/kv", "--timeout", 60 if call == "exists" else 1)
+    finally:
+        odd.ended.set()
+    assert said.startswith("late odd://host/kv: ")
+    assert said.endswith(f"took more than 1 s, in Stuck.{call}")
 
 
 def test_look_ups_that_do_not_find_what_is_stored_are_a_finding(found, odd):

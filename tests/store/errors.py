@@ -61,9 +61,13 @@ def io(monkeypatch):
 
 
 class Odd(DictClient):
-    """Its `method` raises `error`, or returns `answer`: of names that hold `only_in`."""
+    """Its `method` does `before`, then raises `error`, or returns `answer`: of names that hold
+    `only_in`."""
 
     method, error, answer, only_in = "", None, None, ""
+
+    def before(self):
+        pass
 
     def __getattribute__(self, name):
         found = object.__getattribute__(self, name)
@@ -73,6 +77,7 @@ class Odd(DictClient):
         def call(*arguments, **named):
             if self.only_in not in str(arguments):
                 return found(*arguments, **named)
+            self.before()
             if self.error is not None:
                 raise type(self.error)(*self.error.args)
             return self.answer

@@ -25,13 +25,14 @@ from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import Catalogue, Entry
+from kvferry.store.base import Catalogue, Entry, Store
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.kinds import kind_of
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
+from kvferry.store.servers.remote import RemoteClient, calls_of
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, of_hosts, survey
 from kvferry.types import ChunkKey, KVGroup
@@ -276,6 +277,10 @@ def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
         time.sleep(0.01)
     if faults:
         report.add_fault(faults[0].fault, "looking it up")
+    elif found is None:
+        calls = "".join(f", in {call}" for call, _ in tuple(calls_of(other).values()))
+        said = f"looking it up took more than {ANSWER_SECONDS:g} s{calls}"
+        report.add_fault(Fault(FaultKind.LATE, said))
     elif not found:
         report.add(Problem.NOT_FOUND)
 
@@ -406,8 +411,22 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
         thread.join(seconds)
         if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
-            late.add_fault(Fault(FaultKind.LATE, f"{late.step} took more than {seconds:.0f} s"))
+            said = f"{late.step} took more than {seconds:.0f} s{_call_of(thread)}"
+            late.add_fault(Fault(FaultKind.LATE, said))
     finally:
         report.is_over.set()
         thread.join(CLEAN_SECONDS)
     return report if late is None else late
+
+
+def _call_of(thread: threading.Thread) -> str:
+    """Name the call of a store, or of its client, that a thread is in: ", in SqliteClient.read"."""
+    frame, inner, said = sys._current_frames().get(thread.ident or 0), None, ""
+    while frame is not None:
+        held = frame.f_locals.get("self")
+        if inner is None and isinstance(held, Store | RemoteClient):
+            inner = held
+        if inner is not None and held is inner:  # of its calls of itself, the first
+            said = f", in {type(held).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return said

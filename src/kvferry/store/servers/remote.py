@@ -11,7 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from kvferry.errors import ContractError, Fault, FaultKind, StoreError
@@ -90,42 +90,53 @@ class RemoteClient(ABC):
 
 class _GuardedClient(RemoteClient):
     """A client whose every call ends with an answer of the right kind, or with StoreError. An error
-    that the client did not foresee, or an answer that is none, is named by its class and method."""
+    that the client did not foresee, or an answer that is none, is named by its class and method.
+
+    Attributes:
+        calls: see `calls_of`.
+    """
 
     def __init__(
         self, client: RemoteClient, url: str, observer: Observer, clock: Callable[[], float]
     ) -> None:
         self.inner = client
+        self.calls: dict[object, tuple[str, float]] = {}
         self._faults = Faults(url, observer, clock, is_of_client=True)
 
-    def _guard(self, method: str) -> AbstractContextManager[None]:
-        said = f"{type(self.inner).__name__}.{method} failed"
-        return self._faults.guard(f"client_{method}", said, passes=StoreError)
+    @contextmanager
+    def _guard(self, method: str, deadline: float = NO_DEADLINE) -> Iterator[None]:
+        said, call = f"{type(self.inner).__name__}.{method}", object()
+        self.calls[call] = said, deadline
+        try:
+            with self._faults.guard(f"client_{method}", f"{said} failed", passes=StoreError):
+                yield
+        finally:
+            self.calls.pop(call, None)
 
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        with self._guard("read"):
+        with self._guard("read", deadline):
             size = self.inner.read(name, ranges, deadline)
             return _checked(size is None or _is_size(size), size)
 
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        with self._guard("put"):
+        with self._guard("put", deadline):
             result = self.inner.put(name, buffers, deadline, replaces=replaces)
             return _checked(isinstance(result, PutResult), result)
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
-        with self._guard("exists"):
+        with self._guard("exists", deadline):
             found = self.inner.exists(names, deadline)
             return _checked(isinstance(found, list) and len(found) == len(names), found)
 
     def delete(self, name: str, deadline: float) -> bool:
-        with self._guard("delete"):
+        with self._guard("delete", deadline):
             was_there = self.inner.delete(name, deadline)
             return _checked(isinstance(was_there, bool), was_there)
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        with self._guard("scan"):
+        with self._guard("scan", deadline):
             for found in self.inner.scan(prefix, deadline):
                 name, num_bytes, last_used = found
                 is_entry = isinstance(name, str) and _is_size(num_bytes)
@@ -353,3 +364,9 @@ class RemoteStore(ServerStore):
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
     return RemoteStore(str(url), client, opening, prefix=url.path and f"{url.path}/")
+
+
+def calls_of(store: Catalogue) -> dict[object, tuple[str, float]]:
+    """The calls of a store's client that are under way: class and method, and deadline. Whoever
+    names one that does not end takes it out. Empty for a store without a client."""
+    return store._client.calls if isinstance(store, RemoteStore) else {}

@@ -22,6 +22,7 @@ from kvferry.store.base import Catalogue, Put, PutResult, ReadRange, StoreStat, 
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
 from kvferry.store.kinds import is_peer
+from kvferry.store.servers.remote import calls_of
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
@@ -92,6 +93,7 @@ class Tier:
         self.faults = Faults(given.url, observer, clock)
         self._health = Health(f"store {given.url}", clock, patience)
         self._reading: dict[object, float] = {}  # by read or trial under way, its deadline
+        self._calls: dict[object, tuple[str, float]] = {}  # see `calls_of`
         self._lock = threading.Lock()
         if not isinstance(given, Unopened):
             self.try_if_due()
@@ -155,6 +157,7 @@ class Tier:
                 self.opening.set_exception(error)
             return
         store.on_result(self._on_result)
+        self._calls = calls_of(store)
         with self._lock:
             self.store = store
         self._event(Health.opened)
@@ -185,11 +188,17 @@ class Tier:
 
     def find_overdue(self) -> None:
         """Report each read that hangs to the health. Such a read, as on a mount that hangs, is long
-        past its deadline and still holds its thread. Memory only."""
-        overdue = self.clock() - self.patience.hang_seconds
+        past its deadline and still holds its thread. Name each call of a client that does. Memory
+        only."""
+        overdue, why = self.clock() - self.patience.hang_seconds, _HANGS
+        for call, (said, deadline) in tuple(self._calls.items()) if self._calls else ():
+            if deadline < overdue and self._calls.pop(call, None) is not None:
+                why = Fault(FaultKind.BUG, f"{said} does not end")
+                logger.warning("store %s: %s; kvferry works without it", self.given.url, why)
+                self._event(partial(Health.failed, why=why))
         for call, deadline in tuple(self._reading.items()) if self._reading else ():
             if deadline < overdue and self._reading.pop(call, None) is not None:
-                self._event(partial(Health.is_lost, why=_HANGS))
+                self._event(partial(Health.is_lost, why=why))
 
     # -- calls ----------------------------------------------------------------------------------
 
