@@ -310,6 +310,7 @@ def test_what_the_library_says_has_a_kind(said, is_checked, make_client):
     client._is_checked = is_checked
     error = client._translate("read", GenericError(said))
     assert error.fault.kind is SAID[said]
+    assert str(error).count("\n") == 0
     is_set_up = SAID[said] in (FaultKind.LOGIN, FaultKind.UNUSABLE)
     assert isinstance(error, ConfigError) is (is_set_up and not is_checked)
 

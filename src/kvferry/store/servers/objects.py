@@ -24,6 +24,13 @@ from weakref import WeakSet
 from kvferry.errors import ConfigError, FaultKind, StoreError, install_hint
 from kvferry.store.base import Buffer, PutResult
 from kvferry.store.kind import PLAIN_NAME, Opening, StoreKind, StoreUrl, check_endpoint
+from kvferry.store.servers.object_faults import (
+    CREDENTIALS,
+    OF_SETUP,
+    fault_of,
+    is_denied,
+    is_without_bucket,
+)
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 
 try:
@@ -62,34 +69,11 @@ _RETRIES: RetryConfig = {
         "max_backoff": timedelta(milliseconds=500),
     },
 }
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
-_DENIED = re.compile(
-    r"status code: 40[13]|PermissionDenied|Unauthenticated|169\.254\.169\.254|metadata\.google"
-)
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _NO_RANGE = "status code: 416"
-_KINDS = {
-    FaultKind.UNUSABLE: re.compile(f"BadScheme|{_NO_BUCKET.pattern}"),
-    FaultKind.LOGIN: _DENIED,
-    FaultKind.PROTOCOL: re.compile(r"InvalidMessage|peer certificate|connection closed"),
-    FaultKind.AWAY: re.compile(r"connection refused|connection reset|dns error", re.I),
-    FaultKind.LATE: re.compile(r"timed ?out", re.I),
-}
-"""What is looked for in the text of obstore, in this order."""
 # Variables of the environment that obstore reads.
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = re.compile(r"AWS_ENDPOINT(_URL)?(_S3)?|AZURE_(STORAGE_)?ENDPOINT")
-# The parts of an error that may be shown. Its text can quote the request and its key id.
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_STATUS = re.compile(r"status code: (\d{3})")
-_CONNECTION = re.compile(
-    r"connection refused|connection reset|connection closed|dns error|timed ?out", re.IGNORECASE
-)
 
 
 def spans_of(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, int]]:
@@ -237,7 +221,7 @@ class ObjectClient(RemoteClient):
                 return await self._size(name), []
             found = await _gather(self._read_span(name, *span) for span in spans)
         except FileNotFoundError as error:
-            if _NO_BUCKET.search(str(error)):
+            if is_without_bucket(error):
                 raise
             return None
         # Sizes differ if the value was replaced between two requests.
@@ -273,7 +257,7 @@ class ObjectClient(RemoteClient):
             except FileNotFoundError:
                 return False
             except BaseError as error:
-                if not _DENIED.search(f"{type(error).__name__} {error}"):
+                if not is_denied(error):
                     raise
                 return error
             return True
@@ -341,24 +325,12 @@ class ObjectClient(RemoteClient):
             raise self._translate(what, error) from None
 
     def _translate(self, what: str, error: BaseException) -> ConfigError | StoreError:
-        """Make a one-line exception of an error. It shows only a code or cause from its text."""
-        text = str(error)
-        found = _CODE.search(text) or _STATUS.search(text) or _CONNECTION.search(text)
-        reason = found.group(found.lastindex or 0) if found else type(error).__name__
-        kind = next((kind for kind, said in _KINDS.items() if said.search(text)), FaultKind.REFUSED)
-        hint = ""
-        if "BadScheme" in text:
-            hint = "; an http:// endpoint belongs into the URL: ?endpoint=http://..."
-        elif kind is FaultKind.UNUSABLE:
-            hint = "; create it or correct its name"
-        elif kind is FaultKind.LOGIN:
-            hint = f"; check {_CREDENTIALS[self._scheme]} and the rights to list, get and put"
-        if not isinstance(error, Exception):  # a panic
-            kind = FaultKind.BUG
-        message = f"{self._where}: {what} failed: {reason}{hint}"
-        if hint and not self._is_checked:
-            return ConfigError(message, kind)
-        return StoreError(kind, message)
+        """Make a one-line exception of an error."""
+        fault = fault_of(error, self._scheme)
+        message = f"{self._where}: {what} failed: {fault}"
+        if fault.kind in OF_SETUP and not self._is_checked:
+            return ConfigError(message, fault.kind)
+        return StoreError(fault.kind, message)
 
 
 def _is_of_obstore(error: BaseException) -> bool:
@@ -457,7 +429,7 @@ def _open(scheme: str, bucket: str, given: ObjectOptions) -> ObjectStore:
             raise
         raise ConfigError(
             f"{scheme}://{bucket}: obstore refuses it ({type(error).__name__}); "
-            f"check {_CREDENTIALS[scheme]}"
+            f"check {CREDENTIALS[scheme]}"
         ) from None
     return store
 
