@@ -28,6 +28,7 @@ BENCHMARKS: Mapping[str, str] = {
     "peer": "records of another process's memory over TCP, beside a plain socket and memcpy",
     "proxied": "two vLLM servers behind vLLM's own proxy, with kvferry and with NixlConnector",
     "serving": "prefill while another process reads what was computed, beside nobody reading",
+    "states": "a Transformers model with states: starts, first tokens and bytes, beside no store",
     "step": "time inside our hooks on a decode step without hits",
     "stores": "stores beside the plain clients of their servers (--store URL)",
     "tier": "kvferry as a tier of vLLM's offloading, beside vLLM's own file tier",

@@ -25,6 +25,10 @@ ROWS = {
     "lookup": [1000, 2000],
     "peer": [16, 256, 2048],
     "serving": ["not read", "read once", "read without a pause"],
+    "states": [
+        *["first start", "later start", "computed and stored", "no store"],
+        *["first hit, audited", "later hit", "plain read of the files", "bytes"],
+    ],
     "stores": ["file", "file", "memory", "memory"],
     "step": [32],
 }

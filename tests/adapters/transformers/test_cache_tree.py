@@ -205,12 +205,6 @@ def test_a_cache_class_of_foreign_code_needs_a_name(tree_dir, load_model, store_
 # ---- the proof
 
 
-def _seconds_of_proof(model, store_url, **options):
-    counts = Counters()
-    with StoredKV(model, store_url, chunk_tokens=CHUNK, observer=counts, **options):
-        return counts.observed("proof")
-
-
 def test_a_proof_is_kept_for_the_same_code(tree_dir, load_model, store_url, monkeypatch):
     model, calls = load_model(tree_dir("qwen3_next")), []
     prove = proof.prove
