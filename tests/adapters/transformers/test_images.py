@@ -310,6 +310,104 @@ def test_a_class_that_cannot_go_on_behind_an_image_runs_without_the_store(
     assert caplog.text.count("are proven first") == 1
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+def test_chunks_of_images_are_audited_with_their_pixels(load, store_url, model_type):
+    picture = Picture(8, 6, 6)
+    prompt = image_prompt(model_type, 5, picture, *([3, C] if model_type == "gemma3" else []), 50)
+    hit = (prompt.input_ids.shape[1] - 1) // CHUNK * CHUNK
+    with open_kv(load(model_type), store_url) as kv:
+        generate(kv, prompt.input_ids, **prompt.inputs)
+    counts, num_others = Counters(), hit // CHUNK - 1
+    with open_kv(load(model_type), store_url, observer=counts, audit=1.0) as kv:
+        for number in range(num_others):
+            kv._auditor.draw = lambda number=number: number / num_others
+            generate(kv, prompt.input_ids, **prompt.inputs)
+            assert kv.num_loaded == hit
+    assert counts["audits"] == num_others
+    assert counts["audit_mismatch"] == counts["audit_doubtful"] == 0
+
+
+def _leave_state(model) -> None:
+    def leave(module, _, given):
+        if given.get("pixel_values") is not None or given.get("mm_encoder_outputs"):
+            module.num_images = getattr(module, "num_images", 0) + 1
+
+    model.model.register_forward_pre_hook(leave, with_kwargs=True)
+
+
+def _shift(model, is_shifted) -> None:
+    """Add to the embeddings of all tokens of some forwards."""
+    by = [0.0]
+
+    def see(_, __, given):
+        by[0] = 0.3 if is_shifted(given) else 0.0
+
+    model.model.register_forward_pre_hook(see, with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(lambda _, __, rows: rows + by[0])
+
+
+def _has_image(given) -> bool:
+    return given.get("pixel_values") is not None or bool(given.get("mm_encoder_outputs"))
+
+
+REFUSED = {
+    # What a class might do, and of what the refusal speaks.
+    "it keeps state of images": (_leave_state, "keeps state of a prompt in model.num_images"),
+    "text before an image depends on it": (
+        lambda model: _shift(model, lambda given: _has_image(given) and not given["cache"]),
+        "otherwise in pieces than in one",
+    ),
+    "text behind an image looks at it": (
+        lambda model: _shift(model, _has_image),
+        "otherwise in pieces than in one",
+    ),
+    "an image behind a cache is another": (
+        lambda model: _shift(model, lambda given: _has_image(given) and bool(given["cache"])),
+        "otherwise in pieces than in one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_class_that_computes_images_otherwise_behind_a_cache_is_refused(
+    load, store_url, case, caplog
+):
+    change, why = REFUSED[case]
+    model, counts = load("qwen3_vl"), Counters()
+    change(model)
+    prompt = image_prompt("qwen3_vl", 40, A, 50)
+    with (
+        caplog.at_level("INFO"),
+        open_kv(model, store_url, observer=counts, weights_version="mine") as kv,
+    ):
+        for _ in range(2):
+            generate(kv, prompt.input_ids, **prompt.inputs)
+            assert kv.num_loaded == 0
+        text = image_prompt("qwen3_vl", 90)
+        for hit in (0, 80):
+            kv.prefill(text.input_ids)
+            # Where an image leaves state, whatever follows may depend on it.
+            assert kv.num_loaded == (0 if case == "it keeps state of images" else hit)
+    assert counts["generated_without_store"] == 2
+    assert "(by image_grid_thw) cannot be served: " in caplog.text
+    assert why in caplog.text
+
+
+def test_wrong_images_of_some_calls_do_not_decide_for_a_class(load, store_url, caplog):
+    ids, inputs = image_prompt("qwen3_vl", 40, A, 50)
+    wrong = {**inputs, "pixel_values": inputs["pixel_values"][:, :-1]}
+    for num_wrong, hit in ((2, 96), (3, 0)):
+        caplog.clear()
+        with caplog.at_level("INFO"), open_kv(load("qwen3_vl"), f"{store_url}-{hit}") as kv:
+            for _ in range(num_wrong):
+                with pytest.raises(RuntimeError):
+                    generate(kv, ids, **wrong)
+            for _ in range(2):
+                generate(kv, ids, **inputs)
+            assert kv.num_loaded == hit
+        assert caplog.text.count("are proven first") == 3
+
+
 def test_a_set_of_arguments_is_proven_once(load, store_url, caplog):
     text = [image_prompt("gemma3", 40, each, 50) for each in (A, B)]
     with caplog.at_level("INFO"):

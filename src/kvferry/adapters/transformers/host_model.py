@@ -152,8 +152,8 @@ class HostModel:
         Raises:
             ConfigError: state that cannot be put back; names it.
         """
-        self._is_settled = False
-        self.reset_all()
+        self._find_hidden()
+        self.reset()
         self._samples = [(each, _sample(each)) for each in self._model.parameters()]
         self._next_sample = 0
         self._fingerprint = self._look()
@@ -338,11 +338,14 @@ class HostModel:
     def reset_all(self) -> None:
         """As `reset`, while the hidden state is not known yet."""
         if not self._is_settled:
-            known = {(id(module), name) for module, name, _ in self._hidden}
-            found = self._changed_attributes()
-            new = [each for each in found if (id(each[0]), each[1]) not in known]
-            self._hidden = (*self._hidden, *new)
+            self._find_hidden()
         self.reset()
+
+    def _find_hidden(self) -> None:
+        known = {(id(module), name) for module, name, _ in self._hidden}
+        found = self._changed_attributes()
+        new = [each for each in found if (id(each[0]), each[1]) not in known]
+        self._hidden = (*self._hidden, *new)
 
     def probe_ids(self, num_tokens: int, seed: int, num_rows: int = 1) -> torch.Tensor:
         """Return ids `[num_rows, num_tokens]` of text: none that the config gives a meaning."""
