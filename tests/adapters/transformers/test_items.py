@@ -94,6 +94,13 @@ LAWS = {
         [(3, 15)],
         {"pixel_values": [40]},
     ),
+    "grids that fit together, but not each": (
+        TWO,
+        {"pixel_values": pixels(40, 5), "image_grid_thw": grid((1, 2, 5), (1, 5, 6))},
+        "all",
+        [(3, 15)],
+        {"pixel_values": [40]},
+    ),
     "nothing that fits": (
         TWO,
         {"pixel_values": pixels(7, 5), "image_grid_thw": grid((1, 4, 4), (1, 4, 6))},
@@ -216,6 +223,8 @@ SHARED = {
         2,
     ),
     "pixels of another type": ({"pixel_values": PIXELS.double(), **GRIDS}, 1),
+    "bytes of another type": ({"pixel_values": PIXELS.view(torch.int32), **GRIDS}, 1),
+    "bytes of another shape": ({"pixel_values": PIXELS.reshape(40, 1, 5), **GRIDS}, 1),
     "another name": ({"pixel_values_videos": PIXELS, **GRIDS}, 1),
     "types of tokens": (
         {
@@ -239,9 +248,11 @@ def test_keys_are_those_of_tokens_and_of_the_items_that_begin_before_their_end(c
 
 def test_a_token_in_an_item_is_part_of_the_key_of_a_chunk_before_it():
     given = {"pixel_values": pixels(2, 3, 64, 96), "image_sizes": grid((64, 64), (32, 96))}
-    other = [*EACH_ROW]
-    other[3] = 8  # between two rows of the first image
-    assert keys(EACH_ROW, **given)[0] != keys(other, **given)[0]
+    ids = [TEXT, *EACH_ROW]
+    other = [*ids]
+    other[4] = 8  # between two rows of the first image, which begins in the first chunk
+    one, two = (keys(each, **given) for each in (ids, other))
+    assert one[0] != two[0]
 
 
 REFUSED = {
