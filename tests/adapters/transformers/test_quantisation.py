@@ -193,11 +193,19 @@ def test_another_commit_of_a_kernel_is_another_model(
     assert len(names) == 3
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_model_that_ran_before_has_the_same_name(packed_dir, load_model, store_url, name):
-    model = load_model(packed_dir(name))
+def test_a_model_that_ran_before_has_the_same_name(
+    packed_dir, load_model, store_url, name, attention
+):
+    def load():
+        return load_model(packed_dir(name), attn_implementation=attention)
+
+    if name == "mxfp4" and attention == "sdpa":
+        return  # gpt-oss has sinks, which it does not know
+    model = load()
     generate(model, prompt(20))  # from here on, compressed-tensors has unpacked its weights
-    assert namespace_of(model, store_url) == namespace_of(load_model(packed_dir(name)), store_url)
+    assert namespace_of(model, store_url) == namespace_of(load(), store_url)
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,6 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
 """Packages beside torch and Transformers whose code multiplies or unpacks weights, by the
 `quant_method` of a checkpoint."""
 
-_STATE = "quantization_status"
-"""Field of compressed-tensors that says whether the weights are unpacked now, which they are from
-the first forward on."""
-
 _OF_HUB = re.compile(
     r"--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})/build/(?P<kind>[^/]+)/"
 )
@@ -153,7 +149,7 @@ def quantisation_of(config: Any) -> Any:
 
 
 def comparable(quantisation: Any) -> Any:
-    """Return a `quantization_config` as Transformers completes it, without what is no setting."""
+    """Return a `quantization_config` as Transformers completes it."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     if not isinstance(quantisation, Mapping):
@@ -162,8 +158,7 @@ def comparable(quantisation: Any) -> Any:
         completed = AutoQuantizationConfig.from_dict(dict(quantisation)).to_dict()
     except (ImportError, ValueError, TypeError, KeyError, AttributeError):  # or it is not known
         completed = dict(quantisation)
-    plain = json.loads(json.dumps(completed, default=str))
-    return {name: value for name, value in plain.items() if name != _STATE}
+    return json.loads(json.dumps(completed, default=str))
 
 
 def _method_of(config: Any) -> str:
