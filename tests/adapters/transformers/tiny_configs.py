@@ -129,6 +129,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
     "dots3_note_text": _DOTS3,
+    "emu3": {"vocabulary_map": {"<image>": 255}},
     "ernie4_5_moe": {"moe_k": 2},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 56}},
     "gemma3_text": _SLIDING,

@@ -1,8 +1,9 @@
 """What `StoredKV` would serve of a model, by its config.json: before its weights are loaded.
 
 Nothing here reads weights: the model is made without values (on torch's meta device), and a few
-tokens show the shapes of its cache. What only values show (a cache that is wrong in pieces, changed
-weights, code that was replaced) is found when a `StoredKV` is made.
+tokens show the shapes of its cache. What only values show is found when a `StoredKV` is made: a
+cache that is wrong in pieces, tokens that are numbered otherwise than `generate` does (then records
+are its own), changed weights, replaced code.
 """
 
 # ruff: noqa: ANN401 - the models and configs of Transformers share no typed surface.
