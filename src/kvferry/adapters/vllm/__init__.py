@@ -7,6 +7,7 @@ The name is known to vLLM through the entry point `register`; without entry poin
 `"kv_connector_module_path": "kvferry.adapters.vllm"`. `docs/vllm.md` has the options.
 
 host.py       the types and functions of the installed vLLM; most differences between versions
+host_frames.py  what vLLM does not hand to its tiers, among the variables of their callers
 plugin.py     the class that vLLM constructs, on vLLM's own base class
 connector.py  what that class does, with the base class of any host; options, log at start
 kv_specs.py   the specs by which vLLM describes KV, and what each of their fields decides

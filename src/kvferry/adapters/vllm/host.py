@@ -228,34 +228,3 @@ def device_name() -> str:
     """The device, and whether its own kernels are installed: vLLM chooses kernels by both."""
     name = import_module("vllm.platforms").current_platform.get_device_name()
     return f"{name}, {'with' if find_spec('flashinfer') else 'without'} FlashInfer"
-
-
-def added_request() -> Any:  # noqa: ANN401 - the host's
-    """The request that is being added in this thread; None if it is not found among the callers'
-    variables. vLLM tells its tiers a request's id alone."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        request: Any = frame.f_locals.get("request")
-        if hasattr(request, "lora_request"):
-            return request
-        frame = frame.f_back
-    return None
-
-
-def constructing() -> tuple[Any, Any] | None:
-    """Return the configuration of the engine whose connector is being constructed in this thread,
-    and what became of its KV caches (a `KVCacheConfig`); None if none is.
-
-    vLLM hands a tier names and sizes, but neither the running model's configuration, nor where its
-    weights are, nor its KV specs. So this looks for the connector among the callers.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        names = frame.f_locals
-        is_connector = any(
-            base.__name__ == "KVConnectorBase_V1" for base in type(names.get("self")).__mro__
-        )
-        if is_connector and frame.f_code.co_name == "__init__" and names.get("kv_cache_config"):
-            return names["vllm_config"], names["kv_cache_config"]
-        frame = frame.f_back
-    return None

@@ -37,14 +37,13 @@ from vllm.version import __version__
 
 from kvferry.adapters.rows import CLOSE_SECONDS, RowsOptions, guarded, open_rows
 from kvferry.adapters.vllm.host import (
-    added_request,
-    constructing,
     has_whole_items,
     load_host,
     needs_all_tokens,
     offloads_a_part,
     prunes_items,
 )
+from kvferry.adapters.vllm.host_frames import added_request, constructing
 from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace, values_of_rows
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
