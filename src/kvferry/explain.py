@@ -20,7 +20,7 @@ from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import MissReason, RecordInfo
 from kvferry.store.base import Catalogue, Removal
 from kvferry.store.maintenance import read_header
-from kvferry.survey import Differences, Holding, chunk_tokens_of, survey
+from kvferry.survey import Differences, Holding, chunk_tokens_of, survey, unread
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class PromptAnswer:
             empty, it may also be the most similar namespace.
         without_extra: leading tokens that are stored for requests without salt and LoRA.
         away: why a tier did not answer, by its name.
-        num_late: namespaces whose descriptions were not read in time: one of them may be nearer.
+        unread: why descriptions of some namespaces are not known, of which one may be nearer.
     """
 
     num_tokens: int
@@ -117,7 +117,7 @@ class PromptAnswer:
     elsewhere: Nearest | None = None
     without_extra: int = 0
     away: Mapping[str, Fault] = field(default_factory=dict)
-    num_late: int = 0
+    unread: tuple[Fault, ...] = ()
 
     @property
     def hit_tokens(self) -> int:
@@ -165,7 +165,7 @@ class PromptSearch:
         token_ids: as given.
         away: why a tier does not answer, by its name. It grows.
         where: the stores, for messages.
-        num_late: how many descriptions `namespaces` had no time to read.
+        unread: why `namespaces` could not read descriptions, by tier.
 
     Raises:
         StoreError: no tier answers any more. All methods may raise it.
@@ -185,7 +185,7 @@ class PromptSearch:
         self._block_tokens = block_tokens
         self.away = {} if away is None else away
         self.where = ", ".join(store.url for store in tiers.values())
-        self.num_late = 0
+        self.unread: tuple[Fault, ...] = ()
         self._described: dict[Catalogue, frozenset[bytes]] = {}
         self._removed = dict(answer for _, answer in self.ask(_removed))
 
@@ -205,9 +205,10 @@ class PromptSearch:
         """Return the namespaces, `MAX_NAMESPACES` of each tier, whose digests start with `digits`;
         None for one without a sound description."""
         found: dict[bytes, Namespace | None] = {}
-        self.num_late = 0
+        self.unread = ()
         for _, holdings in self.ask(lambda store: self._surveyed(store, digits)):
-            self.num_late += sum(each.is_late for each in holdings)
+            if (why := unread(holdings)) is not None:
+                self.unread += (why,)
             for each in holdings:
                 found[each.digest] = found.get(each.digest) or each.namespace
         return found
@@ -218,6 +219,8 @@ class PromptSearch:
         digests = [bytes.fromhex(digits)] if is_whole else sorted(self._described_in(store))
         wanted = [each for each in digests if each.hex().startswith(digits)]
         found = survey(store, wanted[:MAX_NAMESPACES])
+        if is_whole and found[0].fault is not None:  # nothing can be said of this one
+            raise StoreError(*found[0].fault)
         if is_whole:  # which may be of no namespace
             found = [
                 each
@@ -247,7 +250,7 @@ class PromptSearch:
         found = [self.explain(space) for space in spaces]
         found.sort(key=_rank)
         answer = PromptAnswer(
-            num_tokens=len(self.token_ids), found=found, away=self.away, num_late=self.num_late
+            num_tokens=len(self.token_ids), found=found, away=self.away, unread=self.unread
         )
         if answer.reason is not LookupMiss.ABSENT:
             return answer
@@ -257,8 +260,7 @@ class PromptSearch:
         )
         without_extra = max(plain, default=0)
         nearest = self.nearest(others(), answer.hit_tokens)
-        late = self.num_late
-        return replace(answer, elsewhere=nearest, without_extra=without_extra, num_late=late)
+        return replace(answer, elsewhere=nearest, without_extra=without_extra, unread=self.unread)
 
     def explain(self, space: Space) -> Explanation:
         """Look every chunk of the prompt up in one namespace."""

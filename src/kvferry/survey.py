@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.keys import HOST_FIELDS, JsonValue, ModelIdentity, Namespace
 from kvferry.store.base import Catalogue
 
@@ -30,7 +31,8 @@ class Holding:
         digest: of the namespace; empty for records whose namespace the store does not know yet.
         is_described: whether the store has a description, sound or not.
         namespace: what the description says; None without a sound one of this digest.
-        is_late: whether there was no time to read the description, so that it is not known.
+        fault: why it is not known whether there is a description, and what it says: it could not be
+            read, or there was no time.
     """
 
     digest: bytes
@@ -38,7 +40,7 @@ class Holding:
     num_bytes: int
     is_described: bool
     namespace: Namespace | None = None
-    is_late: bool = False
+    fault: Fault | None = None
 
     @property
     def title(self) -> str | None:
@@ -81,17 +83,32 @@ def survey(
 
     Args:
         counts: the numbers of records and of bytes by namespace, as `Store.namespaces` has them.
-        seconds: time for reading descriptions; that of a later namespace is late.
+        seconds: time for reading descriptions; those of later namespaces are not known.
     """
     until = time.monotonic() + seconds
     found = []
     for digest in sorted(dict.fromkeys(digests), key=lambda each: -counts.get(each, (0, 0))[1]):
-        is_late = bool(digest) and time.monotonic() >= until
-        text = store.describe(digest) if digest and not is_late else None
+        text = fault = None
+        if digest and time.monotonic() >= until:
+            fault = Fault(FaultKind.LATE, f"not read within {seconds:g} s")
+        elif digest:
+            try:
+                text = store.describe(digest)
+            except StoreError as error:
+                fault = error.fault
         namespace = None if text is None else Namespace.from_text(digest, text)
         count = counts.get(digest, (0, 0))
-        found.append(Holding(digest, *count, text is not None, namespace, is_late))
+        found.append(Holding(digest, *count, text is not None, namespace, fault))
     return found
+
+
+def unread(holdings: Iterable[Holding]) -> Fault | None:
+    """Say how many descriptions are not known, and why the first is not; None if all are."""
+    faults = [each.fault for each in holdings if each.fault is not None]
+    if not faults:
+        return None
+    kind, text = faults[0]
+    return Fault(kind, f"{len(faults)} descriptions of namespaces are not known: {text}")
 
 
 def chunk_tokens_of(namespace: Namespace) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry import survey as survey_module
 from kvferry.cli import copy as copy_module
+from kvferry.errors import FaultKind
 from kvferry.explain import PromptSearch
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -66,7 +67,7 @@ def test_a_description_that_there_was_no_time_for_is_late_and_not_lacking(url):
         put_prompt(url, space)
     with open_one(url) as store:
         found = survey(store, [each.digest for each in spaces])
-    assert [each.is_late for each in found] == [False] * 2 + [True] * 4
+    assert [each.fault and each.fault.kind for each in found] == [None] * 2 + [FaultKind.LATE] * 4
     assert [each.is_described for each in found] == [True] * 2 + [False] * 4
 
 
@@ -79,7 +80,9 @@ def test_explain_states_nothing_of_namespaces_whose_descriptions_come_late(
     model = make_tiny_model(tmp_path / "model")
     ran = run("explain", url, "--model", model, "--tokens", tokens_file)
     assert ran.code == 0, ran.err
-    assert "descriptions of namespaces were not read within 10 s" in " ".join(ran.out.split())
+    assert "descriptions of namespaces are not known: not read within 10 s" in " ".join(
+        ran.out.split()
+    )
     with FileStore(url.removeprefix("file://")) as store:
         described = store.described()
     assert len(described) == 6
@@ -97,7 +100,7 @@ def test_explain_does_not_call_records_lost_whose_descriptions_come_late(
         ran = run("explain", url, *whose, "--tokens", tokens_file)
         assert ran.code == 2
         assert "without a description" not in ran.error_line
-        assert "1 descriptions of namespaces were not read within 10 s" in ran.error_line
+        assert "1 descriptions of namespaces are not known: not read within 10 s" in ran.error_line
 
 
 @pytest.mark.parametrize("when", ["before they are listed again", "before it is read"])

@@ -20,6 +20,7 @@ from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one
 from tests.cli.conftest import put_records
 from tests.cli.test_doctor import found, root, url
+from tests.cli.test_explain import SPACE, put_prompt
 from tests.store import toy
 from tests.store.errors import Odd, error, io
 from tests.store.servers.remote_client import DictClient
@@ -130,6 +131,21 @@ def test_a_check_that_fails_itself_is_a_finding(found, monkeypatch, error):
     monkeypatch.setattr(doctor_vllm, "check_installed", fail)
     (said,) = found("--vllm")
     assert said.startswith("bug vllm: ")
+
+
+def test_explain_has_what_a_client_raised_as_the_reason(run, tmp_path, odd, error, tokens_file):
+    near = (tmp_path / "near").as_uri()
+    for place in (near, "odd://host/kv"):
+        put_prompt(place)
+    odd.method, odd.error = "read", error
+    whose = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    ran = run("explain", "odd://host/kv", *whose)
+    assert ran.code == 2
+    assert "Odd.read failed: " in ran.error_line
+    value = json.loads(run("explain", near, "odd://host/kv", *whose, "--json", "-").out)
+    assert value["hit_tokens"] == 16
+    assert set(value["faults"].values()) <= {"bug"}
+    assert all("Odd.read failed: " in why for why in value["away"].values())
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

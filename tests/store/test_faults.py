@@ -69,6 +69,7 @@ DOORS = {
     "read": ("preadv", read, StoreError, "read"),
     "delete": ("unlink", lambda made: made.delete(make_key()), False, "delete"),
     "discard": ("rename", lambda made: made.discard(make_key(), "why"), None, "quarantine"),
+    "read a description": ("open", lambda made: made.describe(SPACE), StoreError, "describe"),
     "describe": ("open", lambda made: made.describe(SPACE, "text"), None, "describe"),
     "list": ("listdir", lambda made: list(made.stored()), StoreError, "list"),
     "facts": ("listdir", lambda made: made.facts(), StoreError, "list"),

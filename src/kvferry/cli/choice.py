@@ -28,7 +28,7 @@ from kvferry.cli.prompts import (
     check_digits,
     model_identity,
 )
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
 from kvferry.record.check import MissReason
 from kvferry.store import maintenance
@@ -231,6 +231,8 @@ def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
         digests = [each for each in digests if each.hex().startswith(choice.digits)]
     found: dict[bytes, Namespace | None] = {}
     for holding in survey(store, digests, seconds=math.inf):
+        if holding.fault is not None:  # it may be one of those chosen
+            raise StoreError(*holding.fault)
         space = holding.namespace
         if choice.identity is not None and (
             space is None or "weights" in differences_of_model(space, choice.identity)

@@ -42,7 +42,7 @@ from kvferry.cli.prompts import (
     model_identity,
 )
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
+from kvferry.errors import ConfigError, Fault, StoreError
 from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
 from kvferry.journal import JournalLine, read_journal
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
@@ -50,12 +50,12 @@ from kvferry.store.base import Catalogue
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
 from kvferry.survey import (
-    DESCRIBE_SECONDS,
     Differences,
     differences,
     differences_of_model,
     of_hosts,
     survey,
+    unread,
 )
 from kvferry.types import NO_EXTRA_KEYS
 
@@ -190,7 +190,7 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
         found=[],
         elsewhere=nearest,
         away=prompt.away,
-        num_late=prompt.num_late,
+        unread=prompt.unread,
     )
 
 
@@ -200,13 +200,9 @@ def _num_lost(store: Catalogue) -> int:
     store.described()  # raises where the descriptions cannot be listed: they may be there
     counts = stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
-    if num_late := sum(each.is_late for each in found):
-        raise StoreError(FaultKind.LATE, f"{store.url}: {_late(num_late)}")
+    if (why := unread(found)) is not None:
+        raise StoreError(why.kind, f"{store.url}: {why}")
     return sum(each.num_records for each in found if not each.is_described)
-
-
-def _late(number: int) -> str:
-    return f"{number} descriptions of namespaces were not read within {DESCRIBE_SECONDS:g} s"
 
 
 def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
@@ -234,8 +230,7 @@ def _ask_namespace(digits: str, prompt: PromptSearch) -> PromptAnswer:
 def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
     """Return hints where to look further."""
     notes = away_lines(answer.away)
-    if answer.num_late:
-        notes.append(f"{_late(answer.num_late)}, so another may be nearer")
+    notes += [f"{why}; one of these namespaces may be nearer" for why in answer.unread]
     other = [] if answer.elsewhere is None else [answer.elsewhere.space]
     of_kernels = {
         name
@@ -405,7 +400,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
         "elsewhere": answer.elsewhere and _about(*answer.elsewhere),
         "without_extra": answer.without_extra,
         "away": {name: fault.text for name, fault in answer.away.items()},
-        "late": answer.num_late,
+        "unread": [{"kind": kind, "why": why} for kind, why in answer.unread],
         "faults": {name: fault.kind for name, fault in answer.away.items()},
     }
 

@@ -34,7 +34,7 @@ from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
 from kvferry.store.servers.remote import RemoteClient, calls_of
 from kvferry.store.url import open_one, parse_store_url, read_options
-from kvferry.survey import differences, differences_of_model, of_hosts, survey
+from kvferry.survey import differences, differences_of_model, of_hosts, survey, unread
 from kvferry.types import ChunkKey, KVGroup
 
 ANSWER_SECONDS = 5.0
@@ -328,7 +328,10 @@ def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreR
 def _check_namespaces(store: Catalogue, model: Model | None, report: StoreReport) -> None:
     counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
     found = []
-    for holding in survey(store, counts, counts):
+    holdings = survey(store, counts, counts)
+    if (why := unread(holdings)) is not None and why.kind is not FaultKind.LATE:
+        report.add_fault(why)
+    for holding in holdings:
         space, row = holding.namespace, holding.row()
         if space is not None and not space.is_opaque:
             found.append(space)

@@ -373,7 +373,8 @@ class Catalogue(Store):
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
         The text is untrusted, and empty or cut if it is too long. A given `description` replaces
-        the stored one. Never raises."""
+        the stored one, later if not now, and then this never raises. Without one, it raises
+        StoreError if the medium failed."""
         return None
 
     def notice(self, text: str | None = None) -> str | None:

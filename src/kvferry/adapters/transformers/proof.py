@@ -43,7 +43,7 @@ from kvferry.blocks.tolerance import (
     TOLERANCE_OF_8_BITS_WITH_EXPERTS,
 )
 from kvferry.engine.model_config import first_line
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.store.base import Catalogue
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _kept(store: Catalogue, form: TreeForm) -> dict[str, Any]:
     """Return the description of the namespace with its proofs."""
     try:
         value = json.loads(store.describe(form.namespace.digest) or "{}")
-    except (ValueError, RecursionError):  # the text is untrusted
+    except (ValueError, RecursionError, StoreError):  # untrusted, or it cannot be read
         return {}
     return value if isinstance(value, dict) else {}
 

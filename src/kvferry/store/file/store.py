@@ -324,6 +324,9 @@ class FileStore(Catalogue):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}.json"
+        if description is None:
+            with self._faults.guard("describe", is_logged=False):
+                return self.directory.read_text(name, "namespaces")
         with suppress(StoreError), self._faults.guard("describe"):
             given = description if self._writes() else None
             if given is not None:  # so that it comes once the medium answers, if it does not now
@@ -331,7 +334,7 @@ class FileStore(Catalogue):
             said = self.directory.read_text(name, "namespaces")
             if given not in (None, said):
                 self.directory.keep_text(name, str(given), "namespaces")
-            return description or said
+            return description
         return None
 
     def notice(self, text: str | None = None) -> str | None:

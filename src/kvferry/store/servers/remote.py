@@ -315,12 +315,17 @@ class RemoteStore(ServerStore):
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
         name = f"{namespace.hex()}/{_ABOUT}"
-        if description is not None:
-            self._descriptions[name] = description
-        return self._text(name, description)
+        if description is None:
+            return self._text(name)
+        self._descriptions[name] = description
+        with suppress(StoreError):
+            self._text(name, description)
+        return description
 
     def notice(self, text: str | None = None) -> str | None:
-        return self._text(_NOTICE, text)
+        with suppress(StoreError):
+            return self._text(_NOTICE, text)
+        return text
 
     def _describe_again(self) -> None:
         """Write the descriptions again that the server has lost: it restarted empty, was emptied,
@@ -331,25 +336,25 @@ class RemoteStore(ServerStore):
         self._looks_at = now + _LOOK_SECONDS
         for name, text in tuple(self._descriptions.items()):
             # To read it also makes it one of the most recent, where the server evicts by use.
-            self._text(name, text, replaces=False)
+            with suppress(StoreError):
+                self._text(name, text, replaces=False)
 
-    def _text(self, name: str, given: str | None, *, replaces: bool = True) -> str | None:
+    def _text(self, name: str, given: str | None = None, *, replaces: bool = True) -> str | None:
         """Return the text under a name. Write the given one if there is none, or, with `replaces`,
-        another one."""
+        another one. Raises StoreError."""
+        if self._closed:
+            return given
         name = f"{self._prefix}{name}"
         until = self._clock() + self._bounds.quick_seconds
-        said = None
-        with suppress(StoreError):
-            size = None if self._closed else self._client.read(name, (), until)
-            if size is not None:
-                text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
-                self._client.read(name, [(0, memoryview(text))], until)
-                said = text.decode(errors="replace")
-            is_new = given not in (None, said) and (replaces or said is None)
-            if is_new and not self._closed:
-                if said is not None:
-                    self._client.delete(name, until)
-                self._client.put(name, [str(given).encode()], until)
+        said, size = None, self._client.read(name, (), until)
+        if size is not None:
+            text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
+            self._client.read(name, [(0, memoryview(text))], until)
+            said = text.decode(errors="replace")
+        if given not in (None, said) and (replaces or said is None):
+            if said is not None:
+                self._client.delete(name, until)
+            self._client.put(name, [str(given).encode()], until)
         return given or said
 
     def name_of(self, key: ChunkKey) -> str:

@@ -374,12 +374,25 @@ class TieredStore(Catalogue):
         return only.gc(max_bytes, older_than_seconds)
 
     def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """Describe the namespace in every tier that may be asked now. Give a new description to
-        every tier that is open: one that is away writes it once it is back."""
-        opened = [tier.store for tier in self._tiers if tier.store is not None]
-        asked = self._up() if description is None else opened
-        known = [store.describe(namespace, description) for store in asked]
-        return next(filter(None, known), None)
+        """The description in the nearest tier that has one. Raises what the last tier said that
+        could not be asked, if none has. Give a new description to every tier that is open: one that
+        is away writes it once it is back."""
+        if description is not None:
+            opened = [tier.store for tier in self._tiers if tier.store is not None]
+            known = [store.describe(namespace, description) for store in opened]
+            return next(filter(None, known), None)
+        fault: StoreError | None = None
+        for tier in self._tiers:
+            try:
+                if (store := tier.up) is None:
+                    raise tier.away
+                if text := store.describe(namespace):
+                    return text
+            except StoreError as error:
+                fault = error
+        if fault is not None:
+            raise fault
+        return None
 
     def stat(self) -> StoreStat:
         """Sums over the tiers; a value in two tiers counts twice."""
