@@ -5,7 +5,7 @@ belongs to which. Its identity is that of the processed tensors, as they reach t
 tokens. It enters the key of each chunk that it overlaps, and so of all behind (keys/chain.py).
 
 Nothing here knows a family of models. How tensors are divided is read off their shapes, as one of a
-few laws; `proof.ItemProofs` shows for each law and set of arguments that the model agrees.
+few laws; `item_proofs.ItemProofs` shows for each law and set of arguments that the model agrees.
 """
 
 # ruff: noqa: ANN401 - the configs of Transformers share no typed surface.

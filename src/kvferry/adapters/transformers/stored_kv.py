@@ -27,10 +27,11 @@ from kvferry.adapters.transformers.cache_copies import TreeForm, form_of
 from kvferry.adapters.transformers.cache_tree import Part
 from kvferry.adapters.transformers.call_journal import CallJournal
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.item_proofs import ItemProofs
 from kvferry.adapters.transformers.items import Items
 from kvferry.adapters.transformers.loading import Hit, Loader, Row
 from kvferry.adapters.transformers.prefill import Computed, TreePrefill, prefill_alone
-from kvferry.adapters.transformers.proof import NUM_CHUNKS, ItemProofs, ensure_proven
+from kvferry.adapters.transformers.proof import NUM_CHUNKS, ensure_proven
 from kvferry.adapters.transformers.states import StateRecords
 from kvferry.config import build_config
 from kvferry.engine.model_config import require_transformers
