@@ -78,6 +78,7 @@ ONLY_FROM = {
         "adapters/transformers",
         # Storage behind another host's cache keeps its rows without our roles.
         "adapters/rows.py",
+        "adapters/row_cache.py",
         "adapters/vllm/tier_rows.py",
         "adapters/sglang",
         "cli",

@@ -189,7 +189,7 @@ def run_sglang(path: Path, case: dict[str, Any]) -> str:
     try:
         pool = case.get("pool", sglang.HostPool)()
         backend.register_mem_pool_host(pool)
-        return backend._pools["kv"][1]._schema.namespace.hex()
+        return backend._pools["kv"][1]._cache.namespace.hex()
     finally:
         backend.close()
         sglang.RUNNING.arguments = None

@@ -104,7 +104,7 @@ def test_closing_ends_a_load_that_begins_meanwhile(gate, monkeypatch):
     assert Host(inner, load_seconds=60.0).store() == [True] * 3
     host = Host(StallingStore(inner, gate=gate, operations=("read",)), load_seconds=60.0)
     closing = threading.Thread(target=host.records.close, args=(0.05,))
-    get = host.records._client.get
+    get = host.records._cache._client.get
 
     def get_as_it_closes(*arguments):
         batch = get(*arguments)
@@ -115,7 +115,7 @@ def test_closing_ends_a_load_that_begins_meanwhile(gate, monkeypatch):
             gate.release()
         return batch
 
-    monkeypatch.setattr(host.records._client, "get", get_as_it_closes)
+    monkeypatch.setattr(host.records._cache._client, "get", get_as_it_closes)
     assert host.load() == [False] * 3
     closing.join(30.0)
     gate.release()

@@ -273,7 +273,7 @@ class Life(NamedTuple):
         memory = self.pool.kv_buffer.clone()
         self.store.is_sound = True
         self.store.thaw()
-        assert records._client.close(SECONDS), "an I/O thread does not end"
+        assert records._cache._client.close(SECONDS), "an I/O thread does not end"
         if not torch.equal(memory, self.pool.kv_buffer):
             self.pool.wrong.append("memory changed after the end")
 

@@ -14,37 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from kvferry.adapters.row_cache import STORE_SECONDS, Copy, RowCache
 from kvferry.errors import ConfigError, StoreError
-from kvferry.keys import opaque_key
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason, RecordInfo
+from kvferry.record.check import RecordInfo
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import ASK_SECONDS, Catalogue, Entry, PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear, inspect
-from kvferry.store.record_client import Batch, RecordClient
+from kvferry.store.record_client import Batch
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger("sglang.kvferry")
-
-STORE_SECONDS = 30.0
-"""After this, a page that is not stored yet is given up, and SGLang may use its memory again."""
 
 CLEAR_SECONDS = 30.0
 """How long `clear` waits; the rest is deleted in the background."""
 
 _POLL_SECONDS = 0.001
-
-R = TypeVar("R", bound=str)
-
-Copy = Callable[[int, memoryview], None]
-"""Copies from or to a payload. Gets the place of a record in its batch, and the record's payload,
-which is all but its head. Must not block."""
 
 
 def pages_of(pool: Any) -> Pages:
@@ -170,18 +161,19 @@ class PageRecords:
         load_seconds: float,
     ) -> None:
         self._store = store
-        self._schema = schema
         self._opened_for = schema.namespace
         self._observer = observer
         self._load_seconds = load_seconds
-        self._client = RecordClient(store, schema, observer, io_threads, "kvferry-pages")
+        self._cache = RowCache(
+            store, schema, observer, io_threads=io_threads, threads="kvferry-pages"
+        )
         self._clearing = IOPool(1, "kvferry-clear")
-        self._under_way: dict[Batch[Any], str] = {}  # and the result of what is given up
+        self._under_way: dict[Batch[Any], Callable[[Batch[Any]], None]] = {}  # what gives it up
         self._beginning = threading.Lock()  # so that `close` sees all that began before
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether the store says within `ASK_SECONDS` that it is there."""
-        if self._client.is_stalled:
+        if self._cache.is_stalled:
             return [False] * len(keys)
         records = self._records(keys)
         until = time.monotonic() + ASK_SECONDS
@@ -198,24 +190,15 @@ class PageRecords:
 
     def load(self, keys: Sequence[str], land: Copy) -> list[bool]:
         """Read pages, and give verified ones to `land`. Return for each whether it was right."""
-        if self._client.is_stalled:
+        if self._cache.is_stalled:
             self._observer.count("loads_skipped")
             return [False] * len(keys)
-        head = self._schema.head_bytes
-
-        def landed(place: int, image: memoryview) -> bool:
-            land(place, image[head:])
-            return False
-
         records = self._records(keys)
         deadline = time.monotonic() + self._load_seconds
         with self._beginning:
-            batch = self._client.get(records, [0] * len(records), landed, deadline)
-            self._under_way[batch] = MissReason.DEADLINE
-        if not self._wait(batch, deadline):
-            self._observer.count("loads_late")
-            if all(reason is MissReason.DEADLINE for reason in batch.results):
-                self._client.note_stall()
+            batch = self._cache.load(records, land, deadline)
+            self._under_way[batch] = self._cache.give_up_load
+        self._wait(batch, deadline)
         right = [reason is None for reason in batch.results]
         if not all(right):
             self._observer.count("loads_failed", right.count(False))
@@ -231,52 +214,39 @@ class PageRecords:
         self._store.touch(
             [record for record, is_there in zip(records, done, strict=True) if is_there]
         )
-        if not wanted:
-            return done
-        if self._store.accepts() is not None:
-            self._observer.count("stores_dropped", len(wanted))
-            return done
-        head = self._schema.head_bytes
 
-        def filled(number: int, image: memoryview) -> None:
-            fill(wanted[number], image[head:])
+        def filled(number: int, payload: memoryview) -> None:
+            fill(wanted[number], payload)
 
         deadline = time.monotonic() + STORE_SECONDS
         with self._beginning:
-            batch = self._client.put(
-                [records[place] for place in wanted], [0] * len(wanted), filled, deadline
-            )
-            self._under_way[batch] = PutResult.FAILED
-        if not self._wait(batch, deadline):
-            self._observer.count("stores_late")
+            batch = self._cache.store([records[place] for place in wanted], filled, deadline)
+            self._under_way[batch] = self._cache.give_up_store
+        self._wait(batch, deadline)
         for place, result in zip(wanted, batch.results, strict=True):
             done[place] = result in (PutResult.STORED, PutResult.EXISTS)
         return done
 
-    def _wait(self, batch: Batch[Any], deadline: float) -> bool:
-        """Wait for a batch under way, and give it up at its deadline; False if that was needed."""
+    def _wait(self, batch: Batch[Any], deadline: float) -> None:
+        """Wait for a batch under way, and give it up at its deadline."""
         try:
-            in_time = batch.wait(max(0.0, deadline - time.monotonic()))
-            if not in_time:
+            if not batch.wait(max(0.0, deadline - time.monotonic())):
                 _end(batch, self._under_way[batch])
         finally:
             del self._under_way[batch]
-        return in_time
 
     def _records(self, keys: Sequence[str]) -> list[ChunkKey]:
-        namespace = self._schema.namespace
-        return [opaque_key(namespace, key.encode()) for key in keys]
+        return [self._cache.record(key.encode()) for key in keys]
 
     def begin_epoch(self, namespace: bytes | None = None) -> None:
         """Switch to another namespace. To a random one because weights changed: nothing stored
         before is read from now on, and no other process reads what is stored from now on."""
-        self._schema = self._schema.with_namespace(namespace or secrets.token_bytes(32))
-        self._client.switch_namespace(self._schema)
+        self._cache.begin_epoch(namespace or secrets.token_bytes(32))
 
     def clear(self) -> None:
         """Delete all pages of this namespace; after `CLEAR_SECONDS`, the rest in the background.
         What fails is logged. Raises RuntimeError if the process can start no thread for it."""
-        namespace = self._schema.namespace
+        namespace = self._cache.namespace
 
         def run(_job: Job[None]) -> None:
             try:
@@ -309,16 +279,16 @@ class PageRecords:
         close the store."""
         self._clearing.close(0.0)
         try:
-            self._client.close(seconds)
+            self._cache.close(seconds)
             with self._beginning:
                 under_way = self._under_way.copy()
-            for batch, late in under_way.items():
-                _end(batch, late)
+            for batch, give_up in under_way.items():
+                _end(batch, give_up)
         finally:
             self._store.close()
 
 
-def _end(batch: Batch[R], result: R) -> None:
+def _end(batch: Batch[Any], give_up: Callable[[Batch[Any]], None]) -> None:
     """Give a batch up: once this returns, no thread of it touches the host's memory."""
-    batch.give_up(result)
+    give_up(batch)
     batch.wait(STORE_SECONDS)  # a copy under way; memory only

@@ -17,7 +17,7 @@ request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus
 events.py     stored and removed chunks, as vLLM's KV events
 tier.py       a tier of vLLM's own offloading: the class, its options
-tier_rows.py  the tier's work: look-ups, and jobs, each reported once
+tier_rows.py  the tier's work: look-ups, and jobs, each reported once, over `row_cache.py`
 tier_identity.py  what vLLM's block hashes leave out of a row's identity
 """
 

@@ -15,16 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.keys import opaque_key
+from kvferry.adapters.row_cache import STORE_SECONDS, RowCache
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import ASK_SECONDS, PutResult, Store
-from kvferry.store.record_client import Batch, RecordClient
+from kvferry.store.record_client import Batch
 from kvferry.types import ChunkKey
-
-STORE_SECONDS = 30.0
-"""After this, a row that is not stored yet is given up, and vLLM may use its memory again."""
 
 DRAIN_SECONDS = 5.0
 """How long a drain waits for rows under way before it gives them up."""
@@ -97,10 +93,11 @@ class TierRows:
         load_seconds: float = 5.0,
     ) -> None:
         self._store = store
-        self._schema = schema
         self._rows: np.ndarray | None = rows
         self._observer = observer
-        self._client = RecordClient(store, schema, observer, io_threads, "kvferry-tier")
+        self._cache = RowCache(
+            store, schema, observer, io_threads=io_threads, threads="kvferry-tier"
+        )
         self._load_seconds = load_seconds
         self._jobs: dict[int, _Transfer] = {}
         self._finished: list[Finished] = []
@@ -115,11 +112,11 @@ class TierRows:
         """Whether a row is there. None: the store is still being asked, look up again in the next
         step. A row that is not found `ASK_SECONDS` after the first None is a miss."""
         known = self._requests.setdefault(request, _RequestRows())
-        if key in known.missed or self._client.is_stalled:
+        if key in known.missed or self._cache.is_stalled:
             return False
         record = known.keys.get(key)
         if record is None:
-            record = known.keys[key] = self._key(key)
+            record = known.keys[key] = self._cache.record(key)
         found = self._store.contains(record)
         if found:
             return True
@@ -147,10 +144,7 @@ class TierRows:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that these rows were used."""
-        self._store.touch([self._key(key) for key in keys])
-
-    def _key(self, key: bytes) -> ChunkKey:
-        return opaque_key(self._schema.namespace, key)
+        self._store.touch([self._cache.record(key) for key in keys])
 
     # ---- jobs
 
@@ -160,41 +154,31 @@ class TierRows:
         wanted = [
             (key, place)
             for key, place in zip(keys, places, strict=True)
-            if not self._store.contains(self._key(key))
+            if not self._store.contains(self._cache.record(key))
         ]
-        head = self._schema.head_bytes
 
-        def fill(index: int, image: memoryview) -> None:
+        def fill(index: int, payload: memoryview) -> None:
             assert self._rows is not None, "closing gives every job up"
-            np.copyto(np.frombuffer(image, np.uint8)[head:], self._rows[wanted[index][1]])
+            np.copyto(np.frombuffer(payload, np.uint8), self._rows[wanted[index][1]])
 
         now = time.monotonic()
         deadline = now + STORE_SECONDS
-        batch: Batch[PutResult] = Batch(len(wanted))
-        if self._store.accepts() is None:
-            records = [self._key(key) for key, _ in wanted]
-            batch = self._client.put(records, [0] * len(records), fill, deadline)
-        else:
-            self._observer.count("stores_dropped", len(wanted))
-            batch.give_up(PutResult.FAILED)
+        batch = self._cache.store([self._cache.record(key) for key, _ in wanted], fill, deadline)
         self._jobs[job_id] = _Transfer([key for key, _ in wanted], None, batch, deadline, now)
 
     def load(
         self, job_id: int, keys: Collection[bytes], places: Sequence[int], request: str
     ) -> None:
         """Submit a job that fills rows. Each is verified before a byte of it is written."""
-        head = self._schema.head_bytes
 
-        def land(index: int, image: memoryview) -> bool:
+        def land(index: int, payload: memoryview) -> None:
             # No own reference to the rows: a read that hangs must not keep the host's memory.
             assert self._rows is not None, "closing gives every job up"
-            np.copyto(self._rows[places[index]], np.frombuffer(image, np.uint8)[head:])
-            return False
+            np.copyto(self._rows[places[index]], np.frombuffer(payload, np.uint8))
 
         now = time.monotonic()
         deadline = now + self._load_seconds
-        records = [self._key(key) for key in keys]
-        batch = self._client.get(records, [0] * len(records), land, deadline)
+        batch = self._cache.load([self._cache.record(key) for key in keys], land, deadline)
         self._jobs[job_id] = _Transfer(list(keys), request, batch, deadline, now)
 
     @property
@@ -220,14 +204,9 @@ class TierRows:
             return
         job.is_late = True
         if job.request is None:
-            job.batch.give_up(PutResult.FAILED)
-            self._observer.count("stores_late")
-            return
-        brought = any(job.batch.has_ended(place) for place in range(len(job.keys)))
-        job.batch.give_up(MissReason.DEADLINE)
-        self._observer.count("loads_late")
-        if not brought:
-            self._client.note_stall()
+            self._cache.give_up_store(job.batch)
+        else:
+            self._cache.give_up_load(job.batch)
 
     def _result(self, job_id: int, job: _Transfer, now: float) -> Finished:
         sound = (None,) if job.request is not None else (PutResult.STORED, PutResult.EXISTS)
@@ -248,7 +227,7 @@ class TierRows:
             len(moved) == len(pairs),
             moved,
             now - job.submitted,
-            len(moved) * (self._schema.record_bytes - self._schema.head_bytes),
+            len(moved) * self._cache.row_bytes,
         )
 
     # ---- events
@@ -258,7 +237,7 @@ class TierRows:
         removal is watched for."""
         stored, self._stored = self._stored, []
         for key in stored:
-            self._watch.add(self._key(key), key)
+            self._watch.add(self._cache.record(key), key)
         return stored
 
     def take_removed(self) -> list[bytes]:
@@ -279,8 +258,7 @@ class TierRows:
 
     def begin_epoch(self, namespace: bytes) -> None:
         """Read and write under another namespace from now on, after a `drain`."""
-        self._schema = self._schema.with_namespace(namespace)
-        self._client.switch_namespace(self._schema)
+        self._cache.begin_epoch(namespace)
         self._requests.clear()
         self._watch.clear()
         self._stored.clear()
@@ -290,7 +268,7 @@ class TierRows:
         self.drain(0.0)
         self._rows = None
         try:
-            self._client.close(seconds)
+            self._cache.close(seconds)
         finally:
             self._store.close()
 
