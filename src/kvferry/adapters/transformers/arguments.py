@@ -115,23 +115,24 @@ def read_call(
 
 
 def split_items(given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the arguments that describe images, videos or sounds, and the names of all others.
-    Types that only say that all tokens are text, as processors of models with images make them, are
-    neither, unless there is an image."""
+    """Return the arguments that describe images, videos or sounds, and the names of all others."""
     some = {name: value for name, value in given.items() if value is not None}
     items = {name: value for name, value in some.items() if is_of_items(name)}
-    if all(is_types(name) and _is_text(value) for name, value in items.items()):
-        return {}, some.keys() - items.keys()
     return items, some.keys() - items.keys()
 
 
-def _is_text(types: Any) -> bool:
-    return isinstance(types, torch.Tensor) and not types.any()
+def _are_of_text(model: HostModel, given: Mapping[str, Any]) -> bool:
+    """Whether arguments only say that all tokens are text, as processors of models with images make
+    them, and the model computes the same without them. Some learn an embedding of each type."""
+    return all(
+        is_types(name) and isinstance(types, torch.Tensor) and not types.any()
+        for name, types in given.items()
+    ) and all(map(model.ignores_types_of_text, given))
 
 
 def with_items(model: HostModel, prompts: Prompts, given: Mapping[str, Any]) -> Prompts | str:
     """Add items to the prompts of a call, or say why it has to run without the store."""
-    if not given:
+    if _are_of_text(model, given):
         return prompts
     named = f"it uses {', '.join(sorted(given))}"
     if len(prompts.rows) > 1:

@@ -24,9 +24,6 @@ from kvferry.errors import ConfigError
 NUM_GENERATED = 4
 """Tokens that are generated for a comparison."""
 
-_LOGITS = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
-"""Largest difference of logits, relative to the largest, that rounding explains."""
-
 
 class Limits(NamedTuple):
     """Limits of relative differences."""
@@ -52,7 +49,7 @@ def limits_of(host: HostModel) -> Limits:
         )
     dtype = str(host.model.dtype).removeprefix("torch.")
     leaves = host.tolerances.get(dtype, TOLERANCE.get(dtype, TOLERANCE["bfloat16"])).error
-    logits = _LOGITS.get(dtype, _LOGITS["bfloat16"])
+    logits = host.logits_limit
     if host.tolerances in (TOLERANCE_OF_8_BITS, TOLERANCE_OF_8_BITS_WITH_EXPERTS):
         # In other pieces, a value may be rounded to the next of 256.
         return Limits(leaves, leaves, logits / 10)

@@ -66,6 +66,9 @@ Hooks that collect outputs are installed by the first forward that asks for hidd
 _COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
 """Module of these hooks, which return nothing."""
 
+_LOGITS = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+"""Largest difference of logits, relative to the largest, that rounding explains."""
+
 _SAMPLES_PER_LOOK = 16
 """Number of parameters of which one look compares values; the next look goes on with others."""
 
@@ -120,6 +123,7 @@ class HostModel:
         self._is_settled = False
         self._empty_cache: tuple[Any] | None = None
         self._records_states = False
+        self._ignores_types: dict[str, bool] = {}
         self._refuses_code = weights_version is None
         self.identity = identify(
             directory,
@@ -267,6 +271,31 @@ class HostModel:
         if found is None or not hasattr(output, "logits"):
             raise ConfigError(f"{type(self._model).__name__} returns no cache beside its logits")
         return found, output.logits[:, -max(num_logits, 1) :]
+
+    @property
+    def logits_limit(self) -> float:
+        """The largest difference of logits, relative to the largest, that rounding explains."""
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return _LOGITS.get(dtype, _LOGITS["bfloat16"])
+
+    def ignores_types_of_text(self, name: str) -> bool:
+        """Whether the argument of this name, if it says that all tokens are text, changes nothing.
+        Runs a few tokens with and without it, once."""
+        if name not in self._ignores_types:
+            self._ignores_types[name] = self._computes_same_with(name)
+            self.reset()
+        return self._ignores_types[name]
+
+    def _computes_same_with(self, name: str) -> bool:
+        ids = self.probe_ids(9, 3)
+        try:
+            without, found = (
+                self.run(ids, None, 0, num_logits=ids.shape[1], inputs=inputs)[1]
+                for inputs in ({}, {name: torch.zeros_like(ids).to(self._model.device)})
+            )
+        except UNRUNNABLE:
+            return False
+        return bool((without - found).abs().max() <= self.logits_limit * without.abs().max())
 
     def cache_of_output(self, output: Any) -> Any:
         """Return the cache in an output of the model; None: it has none."""
