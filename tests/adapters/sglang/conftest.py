@@ -54,7 +54,6 @@ def attach(models: dict[str, Path], tmp_path: Path) -> Any:
             "model_path": str(models.get(str(model), model)),
             "load_format": "auto",
             "overrides": {},
-            "device": "cuda",
             **(arguments or {}),
         }
         given = {

@@ -29,6 +29,18 @@ ARGUMENTS = {
     "download_dir": None,
     "trust_remote_code": False,
     "kv_cache_dtype": None,
+    "custom_weight_loader": None,
+    "enable_quant_communications": None,
+    "model_impl": None,
+    "modelopt_quant": None,
+    "prefill_kv_cache_dequant_dtype": None,
+    "qsa_indexer_dtype": None,
+    "quantization_param_path": None,
+    "quantize_and_serve": None,
+    "rl_quant_profile": None,
+    "speculative_algorithm": None,
+    "speculative_draft_model_path": None,
+    "speculative_draft_model_revision": None,
     "device": "cuda",
 }
 """Server arguments as they are if nobody sets them."""

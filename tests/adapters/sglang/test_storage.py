@@ -454,3 +454,30 @@ def test_administration_does_not_raise_either(
     assert called == ["counts", "clear kv", "clear mamba", "close kv", "close mamba"]
     for close in closes.values():
         close(30.0)
+
+
+SAID = [
+    *(("an argument", name) for name in (*identity._NUMERIC, "quantization", "device")),
+    *(("a rank", name) for name in ("tp_rank", "pp_size", "attn_cp_rank", "dcp_size")),
+]
+
+
+@pytest.mark.parametrize(("what", "name"), SAID)
+def test_what_sglang_does_not_say_is_refused_by_name(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, what: str, name: str
+) -> None:
+    """It is not taken for its default: other KV would have the same namespace."""
+    if what == "an argument":
+        monkeypatch.delitem(host.ARGUMENTS, name)
+    else:
+        made = host.storage_config
+
+        def without(*arguments: Any, **changes: Any) -> Any:
+            config = made(*arguments, **changes)
+            delattr(config, name)
+            return config
+
+        monkeypatch.setattr(host, "storage_config", without)
+    with pytest.raises(ConfigError, match=f"'{name}'") as refusal:
+        attach()
+    assert "\n" not in str(refusal.value)

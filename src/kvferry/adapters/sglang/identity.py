@@ -52,11 +52,13 @@ _NUMERIC = (
     "speculative_algorithm",
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
-    "torchao_config",
 )
 """Server arguments that change the KV of the same weight files, beside those that `model_identity`
 reads and those of which the pool shows what came of them. Draft models count because their layers
 may lie in the pages of the model."""
+
+_GONE = "torchao_config"
+"""As those of `_NUMERIC`, of releases before 0.5.23."""
 
 _PREFIXES = ("SGLANG_", "FLASHINFER_", "DEEP_NORMAL_MODE_")
 """Of the names of variables that SGLang and its kernels read."""
@@ -119,7 +121,8 @@ class ServedModel:
             for variable, value in sorted(os.environ.items())
             if variable.startswith(_PREFIXES) and any(part in variable for part in _VARIABLES)
         }
-        numeric = {each: self._arguments.get(each) for each in _NUMERIC}
+        numeric = {each: _argument(self._arguments, each) for each in _NUMERIC}
+        numeric[_GONE] = self._arguments.get(_GONE)
         return opaque_namespace(
             self._identity,
             {
@@ -131,7 +134,7 @@ class ServedModel:
                 "ranks": _ranks(storage_config, name),
                 "arguments": {each: _plain(value) for each, value in numeric.items()},
                 "variables": variables,
-                "device": str(self._arguments.get("device")),
+                "device": str(_argument(self._arguments, "device")),
                 "adapters": self._adapters,
             },
             row_bytes=max(1, pages.num_bytes),
@@ -141,11 +144,21 @@ class ServedModel:
 
 
 def _ranks(storage_config: Any, name: str) -> JsonValue:
-    """Return the ranks that say which part of the model a page holds; equal parts share records."""
+    """Return the ranks that say which part of the model a page holds; equal parts share records.
+
+    Raises:
+        ConfigError: this SGLang does not say one of them.
+    """
     names = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size"]
     if not storage_config.is_mla_model or name == MAMBA:
         names += ["tp_rank", "tp_size"]
-    return {each: int(getattr(storage_config, each, 0)) for each in names}
+    for each in names:
+        if not hasattr(storage_config, each):
+            raise ConfigError(
+                f"this SGLang does not tell its storage {each!r}, so ranks may hold other pages; "
+                "use a release of kvferry that knows this SGLang's"
+            )
+    return {each: int(getattr(storage_config, each)) for each in names}
 
 
 def _plain(value: Any) -> JsonValue:
