@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from tests.adapters.transformers.image_configs import build_image_text, image_text_config
 from tests.adapters.transformers.tiny_configs import CHANGES, VISION, WITH_IMAGES, values_of
 
 IMAGE, VIDEO, START, END, BREAK = 250, 251, 252, 253, 254
@@ -44,10 +46,10 @@ class Processed(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def _grid(pictures: Sequence[Picture], patch: int = 16) -> Processed:
+def _grid(pictures: Sequence[Picture], frames: int = 2) -> Processed:
     """Patches of all pictures, and their grids (Qwen's kind)."""
     grids = torch.tensor([[1, 2 * each.height, 2 * each.width] for each in pictures])
-    size = 3 * 2 * patch**2
+    size = 3 * frames * 16**2
     pixels = [each.pixels(4 * each.height * each.width, size) for each in pictures]
     tokens = [[IMAGE] * (each.height * each.width) for each in pictures]
     return Processed(tokens, {"pixel_values": torch.cat(pixels), "image_grid_thw": grids})
@@ -129,7 +131,8 @@ def _shapes(pictures: Sequence[Picture]) -> Processed:
 class ImageModel(NamedTuple):
     """How a tiny model is made, and what its processor makes of pictures."""
 
-    changes: dict[str, Any]
+    changes: dict[str, Any] | None
+    """Of its config; None: those of image_configs.py."""
     process: Callable[[Sequence[Picture]], Processed]
     types: str | None = None
     """Name of the argument with the types of tokens."""
@@ -216,10 +219,38 @@ MODELS: dict[str, ImageModel] = {
 }
 
 
+_TYPES = "mm_token_type_ids"
+
+MORE: dict[str, ImageModel] = {
+    **dict.fromkeys(
+        ("cohere_compass", "cosmos3_omni", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "qwen2_vl"),
+        ImageModel(None, _grid, _TYPES),
+    ),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), ImageModel(None, _grid, _TYPES)),
+    "exaone4_5": ImageModel(None, _grid),
+    **dict.fromkeys(
+        ("cosmos3_edge", "ernie4_5_vl_moe"), ImageModel(None, partial(_grid, frames=1), _TYPES)
+    ),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "got_ocr2"), ImageModel(None, _tiles(32, 1))),
+}
+"""Classes of which a prompt with images is tried in one process."""
+
+
+def image_model(model_type: str) -> ImageModel:
+    """Return how a model is made."""
+    return MODELS[model_type] if model_type in MODELS else MORE[model_type]
+
+
 def build(model_type: str) -> Any:
     """Build a tiny model."""
     mend_llama4()
-    changes = {**MODELS[model_type].changes}
+    changes = image_model(model_type).changes
+    if changes is None:
+        config = image_text_config(model_type)
+        for name, value in _IDS.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        return build_image_text(config)
     config_class = CONFIG_MAPPING[model_type]
     values = values_of(config_class, changes)
     fields = config_class.__dataclass_fields__
@@ -244,7 +275,7 @@ class ImagePrompt(NamedTuple):
 
 def image_prompt(model_type: str, *parts: int | Picture, seed: int = 0) -> ImagePrompt:
     """Make a prompt of text of so many tokens, and pictures."""
-    model = MODELS[model_type]
+    model = image_model(model_type)
     pictures = [each for each in parts if isinstance(each, Picture)]
     processed = model.process(pictures) if pictures else Processed([], {})
     tokens = iter(processed.tokens)

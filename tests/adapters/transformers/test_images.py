@@ -19,12 +19,14 @@ from tests.adapters.transformers.image_models import (
     END,
     IMAGE,
     MODELS,
+    MORE,
     START,
     VIDEO,
     ImagePrompt,
     Picture,
     image_prompt,
 )
+from tests.adapters.transformers.sweep import PAGE
 
 WITHIN = 1e-5
 """Of the largest logit."""
@@ -66,7 +68,7 @@ def assert_right(
 
 ALL_MODELS = [
     *QUICK,
-    *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each not in QUICK),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in [*MODELS, *MORE] if each not in QUICK),
 ]
 
 
@@ -86,6 +88,12 @@ def test_a_prompt_with_images_is_served(load, store_url, model_type):
         assert counts["generated_without_store"] == 0
         assert counts["audits"] == bool(num_loaded)
         assert counts["audit_mismatch"] == 0
+
+
+def test_the_page_names_the_classes_that_are_tried():
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"- in another process: {', '.join(sorted(MODELS))};" in text
+    assert f"- in the same process: {', '.join(sorted(MORE))}." in text
 
 
 def _tensors_alone(prompt: Items, ids, number, span) -> str:

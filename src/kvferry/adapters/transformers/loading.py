@@ -163,7 +163,7 @@ class Loader:
             whole = items.aligned_cut(max(most, 0), self._size) // self._size
             row = StoredRow(0, images[:whole])
             if self._states is not None:
-                row = self._up_to_a_state(keys, row.images, items, deadline, states)
+                row = self._up_to_a_state(keys, row.images, deadline, states)
             is_behind = len(row.images) < whole
             missed = LookupMiss.BEHIND if is_behind else LookupMiss.ABSENT
             stored.append(_Stored(row, len(row.images) * self._size, missed))
@@ -185,19 +185,16 @@ class Loader:
         self,
         keys: list[ChunkKey],
         images: list[memoryview],
-        items: Items,
         deadline: float,
         known: dict[ChunkKey, bytes | None],
     ) -> StoredRow:
         """Return the leading chunks at whose end a state is stored, and that state. A prompt leaves
-        one behind its last chunk, and others where every prompt may."""
+        one behind its last chunk, and others where every prompt may; none in an item."""
         assert self._states is not None  # the caller asks it
         assert isinstance(self._form, TreeForm)  # only a tree has states
         tree = self._form.tree
         for number in range(len(images), 0, -1):
             chunk, num_tokens = keys[number - 1], number * self._size
-            if items.cut(num_tokens) != num_tokens:
-                continue
             may_be = number == len(images) or num_tokens % tree.snapshot_tokens == 0
             if chunk not in known and (may_be or self._states.is_known(chunk)):
                 state = self._states.read(chunk, num_tokens, deadline)
