@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,27 +207,28 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def is_library_code(function: object) -> bool:
-    """Whether a function and all that it wraps come from files of Transformers or torch. A caller's
-    replacement may have the name of a function of theirs, but not its file."""
-    import transformers
-
+def is_library_code(function: object, others: tuple[str, ...] = ()) -> bool:
+    """Whether a function and all that it wraps come from files of Transformers, torch or the
+    packages `others`. A caller's replacement may have the name of a function of theirs, but not its
+    file."""
+    roots = ("torch", "transformers", *others)
+    files = (getattr(sys.modules.get(each), "__file__", None) for each in roots)
+    places = tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
     while True:
         code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(
-            tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (torch, transformers))
-        ):
+        if code is None or not code.co_filename.startswith(places):
             return False
         if not hasattr(function, "__wrapped__"):
             return True
         function = function.__wrapped__
 
 
-def is_library_class(module_class: type) -> bool:
-    """Whether a class of modules and its `forward` come from Transformers or torch."""
+def is_library_class(module_class: type, others: tuple[str, ...] = ()) -> bool:
+    """Whether a class of modules and its `forward` come from Transformers, torch or the packages
+    `others`."""
     root = module_class.__module__.partition(".")[0]
-    return root in ("torch", "transformers") and is_library_code(
-        getattr(module_class, "forward", None)
+    return root in ("torch", "transformers", *others) and is_library_code(
+        getattr(module_class, "forward", None), others
     )
 
 

@@ -3,6 +3,7 @@ numbers, or refused."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 
 from kvferry.adapters.transformers import StoredKV, quantisation
 from kvferry.adapters.transformers.host_model import HostModel
+from kvferry.adapters.transformers.identity import refuse_other_code
 from kvferry.blocks.tolerance import (
     TOLERANCE,
     TOLERANCE_OF_8_BITS,
@@ -24,7 +28,7 @@ from kvferry.blocks.tolerance import (
 from kvferry.engine import LLM
 from kvferry.errors import ConfigError
 from kvferry.testing.models import write_random_model
-from tests.adapters.transformers.generating import CHUNK, generate, prompt, reuse
+from tests.adapters.transformers.generating import CHUNK, generate, loaded, prompt, reuse
 from tests.adapters.transformers.quantised import FORMATS, change_config, pack, write_quantised
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
 
@@ -222,6 +226,41 @@ def test_audits_allow_what_the_activations_that_run_explain(packed_dir, load_mod
     assert HostModel(load_model(packed_dir(name)), None, None).tolerances == expected
 
 
+class _Packed(torch.Tensor):
+    """A tensor as torchao's: of parts, and without most of what a tensor can do."""
+
+    @staticmethod
+    def __new__(cls, part):
+        return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+
+    def __init__(self, part):
+        self.part = part
+
+    def __tensor_flatten__(self):
+        return ["part"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "detach":
+            return cls(args[0].part)
+        if name in ("view", "slice", "flatten"):
+            raise NotImplementedError(name)
+        return func(*tree_map(lambda each: getattr(each, "part", each), args), **(kwargs or {}))
+
+
+def test_a_tensor_of_a_library_is_watched_by_its_parts(load_model, store_url):
+    model = load_model()
+    projection = model.model.layers[1].mlp.up_proj
+    weight = projection.weight.detach().clone()
+    projection.weight = torch.nn.Parameter(_Packed(weight), requires_grad=False)
+    with StoredKV(model, store_url, weights_version="packed", chunk_tokens=CHUNK) as kv:
+        for num_loaded in (0, HIT):
+            assert loaded(kv, prompt(LENGTH)) == num_loaded
+        weight.mul_(0.5)  # what only its part shows
+        assert loaded(kv, prompt(LENGTH)) == 0
+
+
 # ---- what is refused
 
 
@@ -264,6 +303,21 @@ def test_the_engine_refuses_what_it_has_no_name_for(packed_dir, store_url):
     for name in FORMATS:
         with pytest.raises(ConfigError, match="published quantised"):
             LLM(packed_dir(name), store=store_url, dtype="float32")
+
+
+def test_code_of_a_library_counts_by_its_file(load_model, packed_dir, store_url, monkeypatch):
+    """Of a checkpoint in a format of that library alone; a replacement has another file."""
+    linear = type("Linear", (torch.nn.Linear,), {"__module__": "compressed_tensors.nn"})
+    for name, has_its_file in (("int4", True), ("bitnet", True), ("int4", False)):
+        model = load_model(packed_dir(name))
+        code = quantize if has_its_file else functools.wraps(quantize)(lambda x: x)
+        monkeypatch.setattr(linear, "forward", code, raising=False)
+        model.lm_head.__class__ = linear
+        if name == "int4" and has_its_file:
+            refuse_other_code(model)
+        else:
+            with pytest.raises(ConfigError, match=r"class nn\.Linear computes the model"):
+                refuse_other_code(model)
 
 
 @pytest.mark.parametrize("is_in_config", [True, False])

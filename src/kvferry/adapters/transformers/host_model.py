@@ -34,6 +34,7 @@ from kvferry.adapters.transformers.plain_kv import (
     plain_kv,
 )
 from kvferry.adapters.transformers.quantisation import (
+    parts_of,
     quantisation_of,
     refuse_other_quantisation,
     warm_up,
@@ -158,7 +159,8 @@ class HostModel:
         """
         self._find_hidden()
         self.reset()
-        self._samples = [(each, _sample(each)) for each in self._model.parameters()]
+        parts = (part for each in self._model.parameters() for part in parts_of(each))
+        self._samples = [(each, _sample(each)) for each in parts]
         self._next_sample = 0
         self._fingerprint = self._look()
         self._is_settled = True
@@ -407,8 +409,9 @@ class HostModel:
             tuple(_settings(each, hidden) for each in self._model.modules()),
             called_functions(self._model),
             tuple(
-                (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+                (name, part.data_ptr(), 0 if part.is_inference() else part._version)
                 for name, tensor in tensors
+                for part in parts_of(tensor)
             ),
         )
 

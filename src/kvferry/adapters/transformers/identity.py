@@ -184,7 +184,7 @@ def _other_code(model: Any) -> Iterator[str]:
     """Yield names of functions and classes that compute the model and are not Transformers' own."""
     libraries = libraries_of(model)  # which the identity names
     for kind in dict.fromkeys(map(type, model.modules())):
-        if not is_library_class(kind) and kind.__module__.partition(".")[0] not in libraries:
+        if not is_library_class(kind, libraries):
             yield f"class {_name(kind)}"
     if type(model.config).__module__.partition(".")[0] != "transformers":
         yield f"config class {_name(type(model.config))}"
@@ -193,7 +193,7 @@ def _other_code(model: Any) -> Iterator[str]:
     for (_, place, name), function in _called(model).items():
         if place == "function":
             root = str(function.__module__).partition(".")[0]
-            is_known = is_library_code(function) or root in sys.stdlib_module_names
+            is_known = is_library_code(function, libraries) or root in sys.stdlib_module_names
         elif place == "experts":
             is_known = is_library_code(function)
         elif function is None:  # the implementation has no such function

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,17 @@ def quantisation_of(config: Any) -> Any:
     looks for it; None or empty without one."""
     found = getattr(config, "quantization_config", None)
     return found or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor consists of: itself, or what a library's class of
+    tensors packs it into (torchao)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from parts_of(getattr(tensor, name))
 
 
 def comparable(quantisation: Any) -> Any:
