@@ -114,6 +114,8 @@ KNOWS_HOSTS = (
     "v1/",
     "adapters/",
     "doctor/findings.py",  # reads what vLLM is started with
+    "cli/doctor.py",  # says what `StoredKV` would do with a model
+    "engine/model.py",  # refuses a model that `StoredKV` serves
     "engine/model_config.py",  # says which models `StoredKV` serves
     "testing/connector/",  # runs connectors as vLLM does
 )
