@@ -90,6 +90,18 @@ def test_state_that_an_image_left_in_the_model_is_put_back(
     assert counts["model_changed"] == 0
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "qwen2_5_vl"])
+def test_state_that_an_image_left_before_is_no_part_of_the_model(load, store_url, model_type):
+    model = load(model_type)
+    expected, logits = generate(model, text())
+    for num_loaded in (0, HIT):
+        model.model.rope_deltas = torch.tensor([[-30]])
+        found = reuse(model, store_url, text())
+        assert found.num_loaded == num_loaded
+        assert found.token_ids == expected[0].tolist()
+        assert (found.logits - logits).abs().max() <= WITHIN * logits.abs().max()
+
+
 @pytest.mark.parametrize(
     ("arguments", "is_served"),
     [

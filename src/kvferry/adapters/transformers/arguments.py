@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.host_model import HostModel
-from kvferry.adapters.transformers.items import NO_ITEMS, Items, is_of_items, is_types, items_of
+from kvferry.adapters.transformers.items import (
+    NO_ITEMS,
+    Items,
+    is_of_items,
+    is_types,
+    items_of,
+    placeholders,
+)
 from kvferry.config import ChunkOptions
 from kvferry.errors import ConfigError
 
@@ -108,7 +115,7 @@ def read_call(
         asked.append(mode)
     if others or asked:
         return f"it uses {', '.join([*sorted(others), *asked])}"
-    rows = read_rows(input_ids, model.vocab_size)
+    rows = read_rows(input_ids, model)
     mask = read_mask(rest.get("attention_mask"), rows, config)
     prompts = Prompts(rows, mask, max(config.num_beams or 1, config.num_return_sequences or 1))
     return with_items(model, prompts, given_items)
@@ -145,7 +152,7 @@ def with_items(model: HostModel, prompts: Prompts, given: Mapping[str, Any]) -> 
     return found if isinstance(found, str) else prompts._replace(items=found)
 
 
-def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
+def read_rows(given: Any, model: HostModel) -> list[list[int]]:
     """Return ids by row, all of one length, from `[rows, num_tokens]`, `[num_tokens]` or lists.
 
     Raises:
@@ -167,10 +174,10 @@ def read_rows(given: Any, vocab_size: int) -> list[list[int]]:
             f"the rows have {min(lengths)} to {max(lengths)} tokens; pad them on the left, and "
             "give the attention_mask"
         )
-    for row in token_ids:
-        for extreme in (min(row, default=0), max(row, default=0)):
-            if not 0 <= extreme < vocab_size:
-                raise ConfigError(f"token id {extreme} is given; the vocabulary has {vocab_size}")
+    size = model.vocab_size
+    for each in set().union(*token_ids) - placeholders(model.model.config):
+        if not 0 <= each < size:
+            raise ConfigError(f"token id {each} is given; the vocabulary has {size}")
     return token_ids
 
 

@@ -25,6 +25,7 @@ from kvferry.adapters.transformers.identity import (
     deviations,
     is_library_cache,
     refuse_other_code,
+    states_of_prompts,
 )
 from kvferry.adapters.transformers.items import Items
 from kvferry.adapters.transformers.plain_kv import (
@@ -86,7 +87,6 @@ class HostModel:
             served as a tree (cache_tree.py), if that can be proven.
         why_not_plain: why `plain` is None, in words.
         tolerances: tolerances for comparisons of KV.
-        vocab_size: bound that all token ids are below.
         cache_argument: the name of the argument that takes a cache.
 
     Raises:
@@ -115,7 +115,8 @@ class HostModel:
             del state
         warm_up(model)
         dtype = str(model.dtype).removeprefix("torch.")
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        for module, name in states_of_prompts(model):
+            setattr(module, name, None)
         self._first_attributes = _attributes(model)
         self._empty_attributes = tuple(
             place for place, (value, _) in self._first_attributes.items() if value is None
@@ -149,6 +150,11 @@ class HostModel:
     def model(self) -> Any:
         """The model of Transformers."""
         return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        """The bound that the ids of all tokens of text are below, also after a change of it."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
 
     def settle(self) -> None:
         """Take the model as it is now for unchanged: after probes, which may have left state in its

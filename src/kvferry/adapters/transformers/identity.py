@@ -314,7 +314,8 @@ def _changed_buffers(model: Any) -> str | None:
     rotary frequencies, `from_pretrained(dtype=torch.bfloat16)` does not."""
     in_files = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name not in in_files}
-    expected = _made_buffers(model) if buffers else {}
+    made = _made(model) if buffers else None
+    expected = {} if made is None else dict(made.named_buffers())
     hasher = None
     for name, buffer in sorted(buffers.items()):
         value = buffer.detach().cpu()
@@ -325,20 +326,41 @@ def _changed_buffers(model: Any) -> str | None:
     return None if hasher is None else hasher.hexdigest()
 
 
-def _made_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Make a model of this class, config and dtype, and return its buffers; none if that fails."""
+def _made(model: Any) -> Any:
+    """Make a model of this class, config and dtype without parameters; None if that fails."""
     try:
         with LOADING, quiet_transformers(), torch.random.fork_rng(devices=[]), _EmptyOnMeta():
-            made = type(model)._from_config(
+            return type(model)._from_config(
                 copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager"
             )
     except _UNMAKEABLE:
-        return {}
-    return {name: each for name, each in made.named_buffers() if not each.is_meta}
+        return None
+
+
+def states_of_prompts(model: Any) -> list[tuple[Any, str]]:
+    """Return the modules and attributes in which a run before left a tensor that a model of this
+    class starts without, such as the `rope_deltas` of an image."""
+    held = [
+        (place, module, name)
+        for place, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    made = _made(model) if held else None
+    if made is None:
+        return []
+    modules = dict(made.named_modules())
+    return [
+        (module, name)
+        for place, module, name in held
+        if place in modules and vars(modules[place]).get(name, module) is None
+    ]
 
 
 def _is_same(value: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    if expected is None or value.dtype != expected.dtype or value.shape != expected.shape:
+    if expected is None or expected.is_meta:
+        return False
+    if value.dtype != expected.dtype or value.shape != expected.shape:
         return False
     if not value.is_floating_point():
         return torch.equal(value, expected)

@@ -145,6 +145,16 @@ class Items:
 NO_ITEMS = Items()
 
 
+def placeholders(config: Any) -> set[int]:
+    """Return the ids of the tokens that a config names for features to replace. Some are outside
+    the vocabulary."""
+    return {
+        value
+        for name, value in vars(config).items()
+        if _PLACEHOLDER.fullmatch(name) and isinstance(value, int)
+    }
+
+
 def items_of(config: Any, ids: Sequence[int], given: Mapping[str, Any]) -> Items | str:
     """Find the items of a prompt.
 
@@ -167,11 +177,7 @@ def items_of(config: Any, ids: Sequence[int], given: Mapping[str, Any]) -> Items
         return named
     if any(value.shape != (1, len(ids)) for value in types.values()):
         return f"{named}, of other shapes than the input_ids"
-    kinds = {
-        value
-        for name, value in vars(config).items()
-        if _PLACEHOLDER.fullmatch(name) and isinstance(value, int)
-    }
+    kinds = placeholders(config)
     marks = [0] * len(ids)
     for value in types.values():
         marks = [max(pair) for pair in zip(marks, value[0].tolist(), strict=True)]

@@ -226,7 +226,7 @@ class StoredKV:
         """
         self._check_open()
         self.num_loaded = 0
-        rows = read_rows(input_ids, self._model.vocab_size)
+        rows = read_rows(input_ids, self._model)
         config, _ = self._model.prepare_generation(None, {})
         given, others = split_items(inputs)
         if others:
