@@ -24,7 +24,7 @@ from benchmarks.report import Row
 from kvferry.errors import ConfigError
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import PutResult, Store
+from kvferry.store.base import PutResult, Store, Where
 from kvferry.store.kind import StoreUrl
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.store.servers.mooncake import own_address
@@ -160,10 +160,10 @@ def _ask_us(store: Store, keys: Sequence[ChunkKey]) -> float | None:
     """Return the microseconds per key of the answer to a probe; None if memory answers at once."""
     strange = [ChunkKey(os.urandom(32)) for _ in keys]
     store.probe(strange)
-    if store.contains(strange[-1]) is not None:
+    if store.where(strange[-1]) is not Where.ASKED:
         return None
     started = time.perf_counter()
-    while store.contains(strange[-1]) is None and time.perf_counter() - started < ASK_SECONDS:
+    while store.where(strange[-1]) is Where.ASKED and time.perf_counter() - started < ASK_SECONDS:
         time.sleep(0)
     return 1e6 * (time.perf_counter() - started) / len(strange)
 

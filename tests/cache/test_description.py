@@ -15,6 +15,7 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
+from kvferry.store.base import Where
 from kvferry.store.file.store import FileStore
 from tests.cache.hosts import make_groups
 
@@ -123,6 +124,6 @@ def test_a_medium_that_hangs_in_describe_delays_no_start(tmp_path, monkeypatch):
     parts = opened(tmp_path / "store", start_timeout_seconds=0.05)
     assert time.monotonic() - started < 30
     assert threads.get(timeout=20) is not threading.main_thread()
-    assert not parts.store.contains(bytes(32))
+    assert parts.store.where(bytes(32)) is not Where.HERE
     go.set()
     parts.close()

@@ -22,6 +22,7 @@ from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStor
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import RepairedPlan, WorkerOutput
 from kvferry.errors import TransferError
+from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
@@ -80,7 +81,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_taken_out(make_host, damage: Callable)
     assert host.observer["store_quarantined"] + store.stat().num_records >= 4
     # What was computed again was stored again, so the next one hits all of it.
     host.settle()
-    assert store.contains(keys[2])
+    assert store.where(keys[2]) is Where.HERE
 
 
 def test_records_under_each_others_names_are_misses(make_host):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
@@ -90,7 +91,7 @@ def stored(groups: Sequence[KVGroup], prompt: Sequence[int]) -> tuple[MemoryStor
         host.admit(request)
         host.complete(request)
         host.settle()
-    assert all(store.contains(key) for key in keys)
+    assert all(store.where(key) is Where.HERE for key in keys)
     return store, keys
 
 

@@ -24,7 +24,7 @@ from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import FaultKind, StoreError
 from kvferry.explain import PromptSearch, Space
-from kvferry.store.base import NO_DEADLINE
+from kvferry.store.base import NO_DEADLINE, Where
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -167,7 +167,7 @@ def removed_under_the_engine(engines):
     host = engines.recording()
     store, keys = host.parts[0].store, keys_of(host)
     store.probe(keys)
-    wait_for(lambda: all(map(store.contains, keys)))
+    wait_for(lambda: all(store.where(each) is Where.HERE for each in keys))
     if engines.kind == "file":
         FileStore(Path(engines.url.removeprefix("file://"))).directory.remove(keys[2])
     else:
@@ -267,7 +267,7 @@ def of_another_model(engines):
     for prompt in (PROMPT, SECOND, THIRD):  # a look-up waits no longer than it must
         keys = keys_of(host, prompt)
         store.probe(keys)
-        wait_for(lambda keys=keys: all(map(store.contains, keys)))
+        wait_for(lambda keys=keys: all(store.where(each) is Where.HERE for each in keys))
     be_another_model(host)
     for name, prompt in (("1", PROMPT), ("2", PROMPT), ("3", SECOND), ("asked", THIRD)):
         settled_run(host, name, prompt)

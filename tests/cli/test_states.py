@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvferry.adapters.transformers import StoredKV
 from kvferry.engine.model import quiet_transformers
 from kvferry.keys import ChunkKeys, Namespace, state_keys
+from kvferry.store.base import Where
 from kvferry.store.url import open_store
 from kvferry.testing.models import write_random_model
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
@@ -97,4 +98,4 @@ def test_a_prompt_is_copied_and_removed_with_its_states(url, run, tmp_path, mode
     for store_url, are_there in ((url, False), (copy, True)):
         with open_store(store_url) as store:
             assert store.wait_indexed(60.0)
-            assert {store.contains(key) for key in (*chunks, *states)} == {are_there}
+            assert {store.where(key) is Where.HERE for key in (*chunks, *states)} == {are_there}

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvferry.store.base import Where
+
 Json = dict[str, Any]
 
 freeze = gc.freeze
@@ -177,7 +179,7 @@ class Driver:
     def unknown(self, keys: list[str]) -> Json:
         """Count the given records that the connector's look-ups would not find now."""
         store = self._scheduler().connector._cache.store
-        return {"count": sum(not store.contains(bytes.fromhex(key)) for key in keys)}
+        return {"count": sum(store.where(bytes.fromhex(key)) is not Where.HERE for key in keys)}
 
     def metrics(self) -> Json:
         return {"metrics": metrics()}

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.errors import FaultKind, StoreError
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.faults import Faults
 from kvferry.store.file import database, directory, store
 from kvferry.store.file.store import FileStore
@@ -140,7 +140,7 @@ def test_an_error_in_one_shard_leaves_the_others_compared(tmp_path, monkeypatch,
     monkeypatch.setattr(directory.Directory, "find", fail)
     with FileStore(tmp_path / "kv", background=False) as made:
         made.maintain()
-        there = {key for key in keys if made.contains(key)}
+        there = {key for key in keys if made.where(key) is Where.HERE}
     assert there == {key for key in keys if directory.shard_of(key) != bad}
     assert len([line for line in caplog.messages if "upkeep failed" in line]) == 1
 
@@ -189,7 +189,7 @@ def use(made: TieredStore, call: str) -> None:
         assert made.put(make_key(1), [b"value"]).result is PutResult.FAILED
     elif call == "exists":
         made.probe([make_key(2)])
-        wait_until(lambda: made.contains(make_key(2)) is False, "it is answered")
+        wait_until(lambda: made.where(make_key(2)) is Where.ABSENT, "it is answered")
     elif call == "delete":
         assert made.delete(make_key()) is False
     else:

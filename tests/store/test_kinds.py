@@ -13,6 +13,7 @@ import pytest
 import kvferry
 from kvferry.errors import ConfigError, StoreError
 from kvferry.store import kinds
+from kvferry.store.base import Where
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store, parse_store_url
 from kvferry.testing.stores import make_key, read_value
@@ -179,7 +180,7 @@ def test_what_an_opener_does_wrong_is_named_with_it_and_the_engine_serves_on(
 ) -> None:
     code = f"""
 from dataclasses import replace
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Catalogue, Where
 from tests.store import toy
 from tests.store.toy import ToyClient
 class Half(Catalogue):
@@ -196,6 +197,6 @@ KIND = replace(toy.KIND, open=open_it)
     # A start does not wait for it: it goes on without the store.
     with open_store("blobs://shelf", start_seconds=0.2) as store:
         assert not store.put(make_key(), [b"value"]).is_there
-        assert store.contains(make_key()) is False
+        assert store.where(make_key()) is Where.ABSENT
     assert any(said in line for line in caplog.messages)
     assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))

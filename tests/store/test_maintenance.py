@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvferry.store.base import Entry
+from kvferry.store.base import Entry, Where
 from kvferry.store.maintenance import estimate, shrink
 from kvferry.store.memory import MemoryStore
 from kvferry.types import ChunkKey
@@ -33,7 +33,7 @@ class Listed(MemoryStore):
         return iter(self.entries)
 
     def left(self) -> list[int]:
-        return [n for n, each in enumerate(self.entries) if self.contains(each.key)]
+        return [n for n, each in enumerate(self.entries) if self.where(each.key) is Where.HERE]
 
 
 @pytest.mark.parametrize(

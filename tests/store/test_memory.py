@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key, make_value, read_value
@@ -31,7 +31,7 @@ def test_evictions_are_counted_in_values_and_bytes():
         assert counters["store_evicted_records"] == 2
         assert counters["store_evicted_bytes"] == 7
         assert store.stat().used_bytes == 10
-        assert [store.contains(make_key(number)) for number in range(4)] == [
+        assert [store.where(make_key(number)) is Where.HERE for number in range(4)] == [
             False,
             False,
             True,

@@ -15,7 +15,7 @@ from kvferry.record import schema as schemas
 from kvferry.record.check import MissReason
 from kvferry.record.schema import SAFETENSORS_DTYPE, RecordSchema, leaf_digests
 from kvferry.store import maintenance
-from kvferry.store.base import Entry, PutResult
+from kvferry.store.base import Entry, PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import RecordRead, put_record, read_record, value_check
@@ -102,7 +102,7 @@ def by_put_all(schema, image, target):
     good = image_of(schema, b"")
     num = client.put_all([(KEY, 0, image), (NEXT, 5, good)], time.monotonic() + SECONDS)
     assert client.close(SECONDS)
-    assert target.contains(NEXT)  # one bad record costs no other
+    assert target.where(NEXT) is Where.HERE  # one bad record costs no other
     assert num == counts["put_stored"] == 2 - counts["save_not_finite"]
 
 
@@ -120,7 +120,9 @@ def by_tiers(schema, image, target):
     with TieredStore([target, far], observer=counts, check=value_check(schema)) as tiers:
         tiers.read(KEY, [(0, memoryview(bytearray(len(image))))])
         wait_until(lambda: counts["tier_copies"] or counts["records_corrupt"], "the copy")
-    assert far.contains(KEY) == target.contains(KEY)  # a wrong one goes there, too
+    assert (far.where(KEY) is Where.HERE) == (
+        target.where(KEY) is Where.HERE
+    )  # a wrong one goes there, too
 
 
 WAYS = {way.__name__: way for way in (by_put, by_put_all, by_copy, by_tiers)}
@@ -133,7 +135,7 @@ def test_no_way_brings_kv_that_is_not_finite_into_a_store(dtype, value, way):
     bits, is_finite = bits_of(dtype, VALUES[value])
     schema, target = kv_schema(dtype), Target("memory://target")
     WAYS[way](schema, image_of(schema, bits), target)
-    assert target.contains(KEY) == is_finite
+    assert (target.where(KEY) is Where.HERE) == is_finite
 
 
 @pytest.mark.parametrize("way", ["by_put", "by_tiers"])
@@ -143,7 +145,7 @@ def test_rows_of_a_host_are_refused_where_it_is_known_what_they_hold(dtype, valu
     bits, is_finite = bits_of(dtype, VALUES[value])
     schema, target = row_schema(dtype), Target("memory://target")
     WAYS[way](schema, image_of(schema, bits), target)
-    assert target.contains(KEY) == is_finite
+    assert (target.where(KEY) is Where.HERE) == is_finite
 
 
 def test_what_a_row_holds_changes_no_byte_of_its_record():
@@ -180,7 +182,7 @@ def test_verify_and_audited_reads_find_what_older_releases_stored(
         )
         reason = read_record(store, schema, read, counts)
         assert reason == (expected if looks else None)
-    assert store.contains(KEY) == is_finite
+    assert (store.where(KEY) is Where.HERE) == is_finite
     assert counts["records_corrupt"] == counts["miss_not_finite"] == (not is_finite)
 
 

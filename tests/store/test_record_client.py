@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileStore
 from kvferry.store.memory import MemoryStore
 from kvferry.store.record_client import Batch, RecordClient
@@ -69,7 +69,7 @@ def test_what_was_put_is_brought(caller):
     batch = one.put()
     assert batch.wait(SECONDS)
     assert batch.results == [PutResult.STORED] * 5
-    assert all(map(store.contains, KEYS))
+    assert all(store.where(each) is Where.HERE for each in KEYS)
     batch = one.get()
     assert batch.wait(SECONDS)
     assert batch.results == [None] * 5

@@ -9,6 +9,7 @@ import pytest
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RowRange, leaf_digests
+from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, put_record, read_record
 from kvferry.store.wrappers import WrapperStore
@@ -88,7 +89,7 @@ def test_a_wrong_leaf_at_the_end_is_a_miss_and_the_record_goes():
     store.put(KEY, [image])
     assert read(store, RowRange(0, 0, 17))[0] is None
     assert read(store, EVERY)[0] is MissReason.BAD_CHECKSUM
-    assert not store.contains(KEY)
+    assert store.where(KEY) is not Where.HERE
 
 
 def test_a_value_shorter_than_its_head_is_a_miss():
@@ -125,7 +126,7 @@ def test_a_right_record_that_replaced_a_wrong_one_is_served_and_stays():
     store.delete(KEY)
     store.put(KEY, [right[:-1] + bytes([right[-1] ^ 1])])
     assert read(ReplacedMeanwhile(store, right), EVERY) == (None, payload)
-    assert store.contains(KEY)
+    assert store.where(KEY) is Where.HERE
 
 
 def test_a_medium_that_fails_says_nothing_against_the_record():

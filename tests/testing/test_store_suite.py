@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.errors import FaultKind, StoreError
-from kvferry.store.base import EXISTS, STORED, Entry, PutResult
+from kvferry.store.base import EXISTS, STORED, Entry, PutResult, Where
 from kvferry.store.memory import MemoryStore, _Value, copy_ranges
 from kvferry.testing.stores import ScanTests, StoreTests, make_key, store_machine
 from tests.store.memory_hooks import MemoryHooks
@@ -156,8 +156,8 @@ class Stubborn(MemoryStore):
         super().__init__(*args, **kwargs)
         self.seen = set()
 
-    def contains(self, key):
-        return key in self.seen
+    def where(self, key):
+        return Where.HERE if key in self.seen else Where.ABSENT
 
     def put(self, key, buffers, *deadline):
         self.seen.add(key)

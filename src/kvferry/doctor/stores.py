@@ -25,7 +25,7 @@ from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import Catalogue, Entry, Store
+from kvferry.store.base import Catalogue, Entry, Store, Where
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
@@ -273,15 +273,15 @@ def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
     other.on_result(lambda fault: faults.append(fault) if fault is not None else None)
     other.probe([key])
     until = time.monotonic() + ANSWER_SECONDS
-    while (found := other.contains(key)) is None and time.monotonic() < until:
+    while (found := other.where(key)) is Where.ASKED and time.monotonic() < until:
         time.sleep(0.01)
     if faults:
         report.add_fault(faults[0].fault, "looking it up")
-    elif found is None:
+    elif found is Where.ASKED:
         calls = "".join(f", in {call}" for call, _ in tuple(calls_of(other).values()))
         said = f"looking it up took more than {ANSWER_SECONDS:g} s{calls}"
         report.add_fault(Fault(FaultKind.LATE, said))
-    elif not found:
+    elif found is not Where.HERE:
         report.add(Problem.NOT_FOUND)
 
 

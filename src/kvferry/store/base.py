@@ -3,8 +3,8 @@
 Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
 of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
 
-`accepts`, `values_per_put`, `contains`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
-`awaits`, `note_stored`, `on_result`, `tier_of`, `erased_since` and `tiers` do no I/O. All others
+`accepts`, `values_per_put`, `where`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
+`note_stored`, `on_result`, `tier_of`, `erased_since` and `tiers` do no I/O. All others
 may block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call
 with a deadline
 (`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore it, and a
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import NamedTuple, Self
 
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
@@ -112,6 +112,17 @@ class TierStatus(NamedTuple):
     last call succeeded."""
 
 
+class Where(Enum):
+    """What a store knows of a key."""
+
+    HERE = "here"
+    ABSENT = "absent"
+    ASKED = "asked"
+    """The medium is being asked."""
+    COMING = "coming"
+    """The medium said that it is about to have it, as a peer may."""
+
+
 class Entry(NamedTuple):
     """One stored value, as `scan` finds it."""
 
@@ -171,7 +182,7 @@ class Store(ABC):
     """Whole values under content keys. A value appears and goes, but never changes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
-    call: `put` is FAILED, `read` None, `contains` and `delete` False, `stat` works, `gc` and `pin`
+    call: `put` is FAILED, `read` None, `where` ABSENT, `delete` False, `stat` works, `gc` and `pin`
     may raise StoreError, all else finds and does nothing.
 
     In a directory and in memory, the least recent value is evicted first. `put` and `touch` update
@@ -198,12 +209,12 @@ class Store(ABC):
         return 1
 
     @abstractmethod
-    def contains(self, key: ChunkKey) -> bool | None:
-        """Whether `key` is known to be here; None while a `probe` asks the medium. A hint, which
-        may be stale. Never blocks.
+    def where(self, key: ChunkKey) -> Where:
+        """What is known of `key`. A hint, which may be stale. Never blocks.
 
-        True at once after a `put` of this store returned STORED, False after its own `delete`.
-        What other processes did shows later. A `read` that finds nothing corrects the answer.
+        HERE at once after a `put` of this store returned STORED, ABSENT after its own `delete`.
+        What other processes did shows later, of some stores only after a `probe`. A `read` that
+        finds nothing corrects the answer.
         """
 
     @abstractmethod
@@ -275,12 +286,12 @@ class Store(ABC):
 
     @property
     def needs_probes(self) -> bool:
-        """Whether `contains` learns only by a `probe` what others stored. It is None meanwhile."""
+        """Whether `where` learns only by a `probe` what others stored. It is ASKED meanwhile."""
         return False
 
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
-        later `contains`. Dropped when too many probes wait.
+        later `where`. Dropped when too many probes wait.
 
         Args:
             again: ask also for keys whose answer is known, as of a producer that stores them one
@@ -294,10 +305,6 @@ class Store(ABC):
     def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
         """Take it that `peer` has `keys` in memory, if this store reads from there. Whether it
         does."""
-        return False
-
-    def awaits(self, key: ChunkKey) -> bool:
-        """Whether the medium said that it is about to have `key`, as a peer may."""
         return False
 
     def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once

@@ -26,6 +26,7 @@ from kvferry.store.base import (
     Put,
     ReadRange,
     StoreStat,
+    Where,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.types import ChunkKey
@@ -102,8 +103,8 @@ class MemoryStore(Catalogue):
         self._used_bytes = 0
         self._closed = False
 
-    def contains(self, key: ChunkKey) -> bool:
-        return key in self._values
+    def where(self, key: ChunkKey) -> Where:
+        return Where.HERE if key in self._values else Where.ABSENT
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE

@@ -11,7 +11,7 @@ from kvferry.adapters.sglang.pages import PageRecords
 from kvferry.errors import FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import CLOSED
+from kvferry.store.base import CLOSED, Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -184,8 +184,8 @@ def test_clearing_without_a_thread_raises(monkeypatch):
 class Unanswered(MemoryStore):
     """Asks its medium, which does not answer."""
 
-    def contains(self, key):
-        return None
+    def where(self, key):
+        return Where.ASKED
 
 
 def test_a_question_without_an_answer_is_a_miss():
@@ -199,9 +199,9 @@ class Late(MemoryStore):
 
     asked = 0
 
-    def contains(self, key):
+    def where(self, key):
         self.asked += 1
-        return None if self.asked <= len(KEYS) else super().contains(key)
+        return Where.ASKED if self.asked <= len(KEYS) else super().where(key)
 
 
 def test_an_answer_that_comes_later_is_waited_for():

@@ -17,6 +17,7 @@ import torch
 from kvferry.adapters.sglang import identity, storage
 from kvferry.errors import FaultKind, StoreError
 from kvferry.record.schema import RecordSchema
+from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore, copy_ranges
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import flip_bit
@@ -69,11 +70,11 @@ class Moody(WrapperStore):
         for gate in gates:
             gate.set()
 
-    def contains(self, key):
+    def where(self, key):
         mood = self._mood()
         if mood == "hangs":
-            return None
-        return mood != "absent" and self.inner.contains(key)
+            return Where.ASKED
+        return Where.ABSENT if mood == "absent" else self.inner.where(key)
 
     def read(self, key, ranges, deadline=float("inf")):
         mood = self._mood()

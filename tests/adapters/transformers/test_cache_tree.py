@@ -18,6 +18,7 @@ from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.errors import ConfigError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.observe import Counters
+from kvferry.store.base import Where
 from kvferry.store.url import open_store
 from kvferry.testing.faults import flip_bit
 from kvferry.testing.models import write_random_model
@@ -327,7 +328,10 @@ def test_a_state_is_stored_at_the_end_and_where_every_prompt_has_one(
     with open_store(store_url) as store:
         assert store.wait_indexed(60.0)
         parts = Namespace.from_text(namespace, store.describe(namespace)).state_parts
-        known = [all(map(store.contains, state_keys(key, parts))) for key in keys.keys]
+        known = [
+            all(store.where(each) is Where.HERE for each in state_keys(key, parts))
+            for key in keys.keys
+        ]
     assert [CHUNK * (n + 1) for n, each in enumerate(known) if each] == [256, 320, 384]
 
 

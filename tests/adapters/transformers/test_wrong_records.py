@@ -10,6 +10,7 @@ from kvferry.adapters.transformers import StoredKV
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.engine import LLM, SamplingParams
 from kvferry.observe import Counters
+from kvferry.store.base import Where
 from kvferry.store.url import open_store
 from tests.adapters.transformers.generating import CHUNK, RecordWriter, generate, prompt
 
@@ -106,7 +107,9 @@ def test_the_record_that_differs_is_taken_out(model, store_url, wrong, draw):
     assert read(model, store_url, [1, 1], draw=draw)[0] == [0, 0]
     with open_store(store_url) as store:
         assert store.wait_indexed(60.0)
-        assert [store.contains(key) for key in chain] == [n != wrong for n in range(NUM_CHUNKS)]
+        assert [store.where(key) is Where.HERE for key in chain] == [
+            n != wrong for n in range(NUM_CHUNKS)
+        ]
     assert read(model, store_url, [1])[0] == [wrong * CHUNK]
 
 

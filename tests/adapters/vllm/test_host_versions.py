@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.errors import ConfigError
+from kvferry.store.base import Where
 from kvferry.types import ChunkKey
 
 from .released import Release, calls_of, number, versions
@@ -108,7 +109,10 @@ def test_only_the_scheduler_keeps_track_of_what_is_stored(engine, tmp_path):
     stores = [one._cache.store for one in (host.scheduler, *host.workers)]
     assert stores[0].wait_indexed(60)
     assert keys
-    assert [{store.contains(key) for key in keys} for store in stores] == [{True}, {False}]
+    assert [{store.where(key) is Where.HERE for key in keys} for store in stores] == [
+        {True},
+        {False},
+    ]
 
 
 def test_hits_inside_a_multi_connector_too(engine):

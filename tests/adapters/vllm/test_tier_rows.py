@@ -19,7 +19,7 @@ from kvferry.config import build_config
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import CLOSED, PutResult
+from kvferry.store.base import CLOSED, PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
@@ -293,26 +293,26 @@ def test_an_epoch_reads_nothing_of_the_one_before(host, filled):
 
 
 def test_a_store_that_asks_its_medium_is_waited_for(host):
-    answers: dict[bytes, bool | None] = {}
+    answers: dict[bytes, Where] = {}
 
     class Server(WrapperStore):
         needs_probes = True
         probed = 0
 
-        def contains(self, asked):
-            return answers.get(asked, False)
+        def where(self, asked):
+            return answers.get(asked, Where.ABSENT)
 
         def probe(self, keys, **_how):
             Server.probed += 1
             for each in keys:
-                answers.setdefault(each, None)
+                answers.setdefault(each, Where.ASKED)
 
     one = host(Server(MemoryStore()))
     assert [one.tier.lookup(key(each), "r") for each in range(5)] == [None] * 5
     one.tier.flush()
     assert Server.probed == 1  # for each step
     first, second = list(answers)[:2]
-    answers[first], answers[second] = True, False
+    answers[first], answers[second] = Where.HERE, Where.ABSENT
     assert [one.tier.lookup(key(each), "r") for each in range(2)] == [True, False]
     wait_until(lambda: one.tier.lookup(key(4), "r") is not None, "an answer", SECONDS)
     assert one.tier.lookup(key(4), "r") is False

@@ -14,6 +14,7 @@ from kvferry.cache.messages import RankReport, SharedStorageMeta
 from kvferry.cache.moving.comparisons import Comparisons
 from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError
+from kvferry.store.base import Where
 from kvferry.store.recordio import seal_record
 from kvferry.testing.faults import FaultyStore, Gate, StallingStore
 from kvferry.types import ExtraKeys
@@ -332,8 +333,8 @@ def test_after_a_mismatch_nothing_is_read_or_written(
     store = host.scheduler.context.store
     for part in (f"record {bad.hex()} of {store.url}", "weights_version", "taken out"):
         assert part in said
-    wait_for(lambda: not store.contains(bad))
-    assert all(store.contains(key) for key in right)
+    wait_for(lambda: store.where(bad) is not Where.HERE)
+    assert all(store.where(key) is Where.HERE for key in right)
     # Others use what is left.
     other = reader()
     assert settled_run(other, "first").num_external_tokens == SHORT - CHUNK
@@ -414,8 +415,8 @@ def test_a_wrong_beginning_is_found_at_the_first_hit_and_taken_out(
     assert counts(host) == (0, 1, 0)
     bad, *others = keys_of(host, SECOND)
     store = host.scheduler.context.store
-    wait_for(lambda: not store.contains(bad))
-    assert all(store.contains(key) for key in others)
+    wait_for(lambda: store.where(bad) is not Where.HERE)
+    assert all(store.where(key) is Where.HERE for key in others)
 
 
 class HangsOnDiscard(FaultyStore):
@@ -441,12 +442,12 @@ def test_a_store_that_hangs_while_a_record_is_taken_out_delays_neither_steps_nor
     settled_run(host, "wrong", SECOND)
     assert settled_run(host, "later").num_external_tokens == 0
     *_, bad = keys_of(host, SECOND)
-    assert store.contains(bad)
+    assert store.where(bad) is Where.HERE
     host.scheduler.close()
     assert time.monotonic() - started < 30
     assert "not taken out" in caplog.text
     gate.release()
-    wait_for(lambda: not store.contains(bad))
+    wait_for(lambda: store.where(bad) is not Where.HERE)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.cache.deciding.lookup import Asking, Fetching, Settled
 from kvferry.contract.messages import LookupMiss
-from kvferry.store.base import ASK_SECONDS
+from kvferry.store.base import ASK_SECONDS, Where
 from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.types import ChunkKey
@@ -18,8 +18,8 @@ class AsksLong(WrapperStore):
 
     asks = False
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        return None if self.asks else self.inner.contains(key)
+    def where(self, key: ChunkKey) -> Where:
+        return Where.ASKED if self.asks else self.inner.where(key)
 
 
 def waiting(host: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
-from kvferry.store.base import ASK_SECONDS, Address
+from kvferry.store.base import ASK_SECONDS, Address, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.types import ChunkKey, Handover, KVSource, ProducerStamp, RequestOptions
@@ -59,15 +59,18 @@ class Fickle(MemoryStore):
     def __init__(self) -> None:
         super().__init__("memory://fickle")
         self.says: dict[ChunkKey, bool | None] = {}
+        self.has_peer = True
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        return self.says.get(key, False)
+    def where(self, key: ChunkKey) -> Where:
+        said = self.says.get(key, False)
+        if said is None:
+            return Where.ASKED
+        if said:
+            return Where.HERE
+        return Where.COMING if self.has_peer and key[1] % 2 == 0 else Where.ABSENT
 
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         return True
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return key[1] % 2 == 0
 
     def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
         return peer == PEER
@@ -194,7 +197,7 @@ class Events:
         state, plan = search.state, search.wanted.plan
         if isinstance(state, Asking):
             is_last = state.before is not None and state.before.until <= self.clock()
-            assert is_last or None in map(self.store.contains, search.wanted.keys)
+            assert is_last or Where.ASKED in map(self.store.where, search.wanted.keys)
         if isinstance(state, Fetching):
             assert search.is_filling or self.role.pool.num_taken > len(search.pinned)
         if isinstance(state, Awaiting):
@@ -213,8 +216,8 @@ class Events:
     def may_come(self, search: Search) -> bool:
         """Whether the store may still get the first chunk that nothing has."""
         for key in search.wanted.keys[search.num_local // CHUNK :]:
-            if self.role.pool.find(key) is None and not self.store.contains(key):
-                return self.store.contains(key) is None or self.store.awaits(key)
+            if self.role.pool.find(key) is None and self.store.where(key) is not Where.HERE:
+                return self.store.where(key) is not Where.ABSENT
         return False
 
     def check_end(self, request: HostRequest, local: int) -> None:
@@ -491,7 +494,7 @@ def test_nothing_is_awaited_while_there_is_no_store_to_ask():
 
 def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
     events = Events(None, "off", 0)
-    events.store.awaits = lambda key: False
+    events.store.has_peer = False
     events.arrive(0, 3)
     (request,) = events.requests
     assert events.role.lookup(request, 0).num_tokens is None

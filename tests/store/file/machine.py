@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from kvferry.errors import StoreError
+from kvferry.store.base import Where
 from kvferry.store.file import FileStore
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, read_value
@@ -47,7 +48,7 @@ class Machine:
         return finish(self._store, self._writing).name
 
     def contains(self, number: int) -> bool:
-        return self._store.contains(make_key(number))
+        return self._store.where(make_key(number)) is Where.HERE
 
     def probe(self, numbers: list[int]) -> None:
         self._store.probe([make_key(number) for number in numbers])
@@ -98,7 +99,7 @@ class Machine:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for call in (
-                lambda: [self._store.contains(key) for key in keys],
+                lambda: [self._store.where(key) is Where.HERE for key in keys],
                 lambda: self._store.probe(keys),
                 lambda: self._store.touch(keys),
                 self._store.stat,

@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import closing
 
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileStore
 from kvferry.testing.stores import make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
@@ -24,8 +24,8 @@ CHILD_SECONDS = 30
 def use_as_child(store):
     """What a child may try, none of which may hang, write or raise."""
     assert read_value(store, make_key(0)) == make_value(1000)
-    assert store.contains(make_key(0))
-    assert not store.contains(make_key(10**6))
+    assert store.where(make_key(0)) is Where.HERE
+    assert store.where(make_key(10**6)) is not Where.HERE
     assert store.put(make_key(10**6), [b"value"]).result is PutResult.FAILED
     assert not store.delete(make_key(0))
     store.discard(make_key(1), "bad_checksum")
@@ -191,5 +191,5 @@ def test_a_child_may_open_the_store_again(tmp_path):
         store.put(make_key(0), [make_value(1000)])
         assert run_child(put_as_child) == 0
         assert store.put(make_key(2), [make_value(1000)]).result is PutResult.STORED
-        wait_until(lambda: store.contains(make_key(1)), "what the child stored is known")
+        wait_until(lambda: store.where(make_key(1)) is Where.HERE, "what the child stored is known")
         assert_sound(store, root)

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvferry.errors import ConfigError, StoreError
-from kvferry.store.base import Put, PutResult
+from kvferry.store.base import Put, PutResult, Where
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
@@ -203,7 +203,7 @@ def test_an_index_that_is_no_database_is_rebuilt(bench, outside, name, make):
     make(bench.root / name, outside)
     store = bench.open(max_bytes=100_000)
     store.maintain()
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
     assert store.put(make_key(1), [make_value(1000)]).result is PutResult.STORED
     assert store.stat().used_bytes == 2000
     for path in bench.root.glob("index.sqlite3*"):

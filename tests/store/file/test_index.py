@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileStore
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.settings import FileBounds
@@ -290,7 +290,7 @@ class Traffic:
                 elif action < 0.97:
                     self._store.probe([key])
                 else:
-                    self._store.contains(key)
+                    self._store.where(key)
                     self._store.stat()
             except Exception as error:  # any is one too many
                 self.errors.append(error)
@@ -362,7 +362,7 @@ def assert_right(store: FileStore, root: Path) -> None:
     assert read_back(store, number, MAX_VALUE)
     files = {path.name[:64] for path in root.glob("records/*/*")}
     for number in range(NUM_KEYS + 1):
-        assert store.contains(key_of(number)) == (key_of(number).hex() in files)
+        assert (store.where(key_of(number)) is Where.HERE) == (key_of(number).hex() in files)
     assert store.stat().index_complete
     assert store.stat().num_records == len(files) == len(list(store.scan()))
     assert store.stat().used_bytes == disk_bytes(root) <= QUOTA
@@ -544,7 +544,7 @@ def test_a_process_that_stops_with_a_lock_does_not_block_others(
         assert time.monotonic() - started <= 2 * FAST.bounds.lock_seconds + LATE_SECONDS
         for number in range(NUM_KEYS):
             there = key_of(number).hex() in files
-            assert store.contains(key_of(number)) == there
+            assert (store.where(key_of(number)) is Where.HERE) == there
             assert read_back(store, number, MAX_VALUE) == there
         started = time.monotonic()
         open_again(root, max_bytes=QUOTA, background=False).close()
@@ -612,7 +612,7 @@ for mode in (0o444, 0o000):
     os.chmod(index, mode)
     with FileStore(root, max_bytes=100_000, settings=settings) as store:
         wait_until(lambda: is_stored(bytes([mode % 255 + 1]) * 32), "it can be written again")
-        wait_until(lambda: store.contains(bytes(32)), "what is there is known")
+        wait_until(lambda: store.where(bytes(32)) is Where.HERE, "what is there is known")
 """
 
 
@@ -722,7 +722,7 @@ def test_what_could_not_be_compared_is_compared_later(bench, monkeypatch):
         store.upkeep.step(rests=False)
     assert store.index.totals.is_complete
     assert store.stat().num_records == 1
-    assert store.contains(make_key(1))
+    assert store.where(make_key(1)) is Where.HERE
 
 
 @pytest.mark.parametrize("where", ["records/00", "records/1f", "quarantine"])
@@ -749,7 +749,7 @@ def test_what_could_not_be_followed_is_followed_later(bench, monkeypatch):
         patch.setattr(store.index, "follow", locked)
         store.upkeep.step()
     store.upkeep.step()
-    assert store.contains(make_key(1))
+    assert store.where(make_key(1)) is Where.HERE
 
 
 FEW_REMOVALS = FileBounds(max_removals=20)
@@ -787,13 +787,15 @@ def test_a_follower_is_right_when_more_went_than_is_kept(bench, num_gone):
     for key in keys:
         other.put(key, [b"value"])
     store.maintain()
-    assert all(store.contains(key) for key in keys)
+    assert all(store.where(key) is Where.HERE for key in keys)
     for key in keys[:num_gone]:
         other.delete(key)
     other.put(make_key(77), [b"value"])
     store.maintain()
-    assert [store.contains(key) for key in keys] == [False] * num_gone + [True] * (50 - num_gone)
-    assert store.contains(make_key(77))
+    assert [store.where(key) is Where.HERE for key in keys] == [False] * num_gone + [True] * (
+        50 - num_gone
+    )
+    assert store.where(make_key(77)) is Where.HERE
 
 
 def test_what_went_and_came_again_is_followed_in_parts(bench):
@@ -803,14 +805,16 @@ def test_what_went_and_came_again_is_followed_in_parts(bench):
     for key in keys:
         other.put(key, [b"value"])
     store.maintain()
-    assert all(store.contains(key) for key in keys)
+    assert all(store.where(key) is Where.HERE for key in keys)
     for key in keys[:2500]:
         other.delete(key)
     for key in keys[:100]:
         other.put(key, [b"value"])
     while store.index.follow():
         pass
-    assert [store.contains(key) for key in keys] == [True] * 100 + [False] * 2400 + [True] * 500
+    assert [store.where(key) is Where.HERE for key in keys] == [True] * 100 + [False] * 2400 + [
+        True
+    ] * 500
 
 
 def test_namespaces_count_what_has_none_together(bench):
@@ -827,7 +831,7 @@ def test_values_are_right_with_no_index_at_all(bench):
     store.put(make_key(), [b"value"])
     store.index.close()
     assert read_value(store, make_key()) == b"value"
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
     assert store.delete(make_key())
     with pytest.raises(StoreError):
         store.removals(1)

@@ -10,6 +10,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.record.check import MissReason
 from kvferry.record.schema import Component, RecordSchema, leaf_digests
+from kvferry.store.base import Where
 from kvferry.store.maintenance import verify
 from kvferry.testing.stores import make_key, make_value, read_value
 
@@ -86,7 +87,7 @@ def test_bad_records_are_named_and_quarantined(bench, content, reason):
     store.put(make_key(1), [make_record(make_key(1))])
     report = verify(store, store.stored())
     assert [(entry.key, why) for entry, why in report.bad] == [(make_key(0), reason)]
-    assert not store.contains(make_key(0))
+    assert store.where(make_key(0)) is not Where.HERE
     assert store.read(make_key(0), ()) is None
     assert len(os.listdir(bench.root / "quarantine")) == 1
     assert verify(store, store.stored()).bad == ()
@@ -125,7 +126,7 @@ def test_gc_removes_what_is_old_and_then_what_does_not_fit(bench):
     assert report.used_bytes == 2000
     assert {entry.key for entry in store.scan()} == {make_key(0), make_key(1)}
     assert not bench.path(make_key(3)).exists()
-    assert not any(store.contains(make_key(number)) for number in (2, 3, 5))
+    assert not any(store.where(make_key(number)) is Where.HERE for number in (2, 3, 5))
     store.touch([make_key(1)])
     assert store.gc(max_bytes=1000).used_bytes == 1000
     assert read_value(store, make_key(1)) is not None, "what waited to be written back counted"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileSettings, FileStore
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.settings import FileBounds
@@ -85,13 +85,17 @@ def test_space_of_folders_that_were_removed_under_a_running_store_comes_back(tmp
         for number in range(10, 20):  # fit at once
             assert store.put(key_in(number, number), [make_value(1000)]).result is PutResult.STORED
         wait_until(lambda: store.stat().used_bytes <= 18_000, "the space came back", 60)
-        wait_until(lambda: not store.contains(key_in(31, 3)), "all that is gone is forgotten", 60)
+        wait_until(
+            lambda: store.where(key_in(31, 3)) is not Where.HERE,
+            "all that is gone is forgotten",
+            60,
+        )
         assert time.monotonic() - started < 40
         wait_until(
             lambda: used_and_stored(store) == (store.stat().num_records * 1000,) * 2,
             "what is counted is what is there",
         )
-        assert store.contains(key_in(19, 19))
+        assert store.where(key_in(19, 19)) is Where.HERE
 
 
 def test_a_record_grown_to_a_tebibyte_does_not_void_the_quota(bench):
@@ -214,7 +218,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_itself(bench):
     bench.io.listdir = fail
     again = bench.open(max_bytes=1_000_000)
     again.maintain()
-    assert [shard for shard in range(32) if not again.contains(key_in(shard))] == [7]
+    assert [shard for shard in range(32) if again.where(key_in(shard)) is not Where.HERE] == [7]
     assert again.put(key_in(8, 1), [make_value(100)]).result is PutResult.STORED
     assert read_value(again, key_in(7)) == make_value(100)
     bench.path(key_in(9)).unlink()
@@ -222,11 +226,11 @@ def test_a_folder_that_cannot_be_listed_hides_only_itself(bench):
         bench.clock.advance(60)
         bench.wall.advance(60)
         again.upkeep.step()
-    assert not again.contains(key_in(9))
+    assert again.where(key_in(9)) is not Where.HERE
     del bench.io.listdir
     bench.clock.advance(3600)
     again.maintain()
-    assert again.contains(key_in(7))
+    assert again.where(key_in(7)) is Where.HERE
 
 
 def test_threads_that_put_at_once_into_a_small_store_all_find_room(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry import filesystem
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileSettings, FileStore, directory
 from kvferry.store.file.settings import FileBounds
 from kvferry.testing.clock import FakeClock
@@ -55,7 +55,7 @@ def test_each_machine_finds_by_listing_what_the_other_stored(machine, bench):
     look(one, bench)
     look(other, bench)
     for store in (one, other):
-        assert all(store.contains(make_key(number)) for number in range(10))
+        assert all(store.where(make_key(number)) is Where.HERE for number in range(10))
         assert store.stat().used_bytes == 10_000
         assert store.put(make_key(3), [make_value(1000)]).result is PutResult.EXISTS
 
@@ -77,10 +77,12 @@ def test_each_machine_finds_what_the_other_stored_within_seconds(tmp_path):
             writer, reader = (one, other) if number % 2 else (other, one)
             assert writer.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
             started = time.monotonic()
-            wait_until(lambda n=number, r=reader: r.contains(make_key(n)), "found", 60)
+            wait_until(lambda n=number, r=reader: r.where(make_key(n)) is Where.HERE, "found", 60)
             slowest = max(slowest, time.monotonic() - started)
             writer.delete(make_key(number))
-            wait_until(lambda n=number, r=reader: not r.contains(make_key(n)), "forgotten", 60)
+            wait_until(
+                lambda n=number, r=reader: r.where(make_key(n)) is not Where.HERE, "forgotten", 60
+            )
         assert slowest < 30  # on a machine that is four times slower, too
 
 
@@ -92,7 +94,9 @@ def test_a_probe_finds_at_once_what_the_other_stored(machine, bench):
         one.put(make_key(number), [make_value(1000)])
     other.probe([make_key(number) for number in range(4)])
     other.upkeep.step()
-    assert [other.contains(make_key(number)) for number in range(4)] == [True] * 3 + [False]
+    assert [other.where(make_key(number)) is Where.HERE for number in range(4)] == [True] * 3 + [
+        False
+    ]
 
 
 def test_keys_that_are_asked_for_again_come_as_the_other_stores_them(machine, bench):
@@ -106,7 +110,7 @@ def test_keys_that_are_asked_for_again_come_as_the_other_stores_them(machine, be
     def has_come(number):
         assert one.probe(keys[number:], again=True)
         one.upkeep.step()
-        return one.contains(keys[number])
+        return one.where(keys[number]) is Where.HERE
 
     for number, key in enumerate(keys):
         assert not has_come(number)
@@ -124,9 +128,9 @@ def test_an_old_listing_beside_a_new_time_is_not_the_last(machine, bench, monkey
     with monkeypatch.context() as cached:
         cached.setattr(directory.Directory, "list_shard", lambda *_: set())
         look(other, bench)
-        assert not other.contains(make_key())
+        assert other.where(make_key()) is not Where.HERE
     look(other, bench)
-    assert other.contains(make_key())
+    assert other.where(make_key()) is Where.HERE
 
 
 def test_a_lock_of_another_mount_of_this_machine_is_not_believed(machine, bench, monkeypatch):
@@ -165,11 +169,11 @@ def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way)
         for number in range(1, 4):
             bench.wall.advance(10)
             assert other.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
-    assert one.contains(make_key())  # nobody told it
+    assert one.where(make_key()) is Where.HERE  # nobody told it
     assert one.read(make_key(), ()) is None
-    assert not one.contains(make_key())
+    assert one.where(make_key()) is not Where.HERE
     look(one, bench)
-    assert not one.contains(make_key())
+    assert one.where(make_key()) is not Where.HERE
     assert make_key() not in {entry.key for entry in one.scan()}
     one.maintain()
     assert one.stat().used_bytes == stored_bytes(bench.root)
@@ -215,9 +219,9 @@ def test_a_clock_that_goes_wrong_harms_no_live_writer(machine, bench, ahead):
     assert os.path.exists(dead)
     assert finish(one, writing) is PutResult.STORED
     other.maintain()
-    assert other.contains(make_key())
+    assert other.where(make_key()) is Where.HERE
     assert other.put(make_key(2), [make_value(1000)]).result is PutResult.STORED
-    assert not other.contains(make_key(1))
+    assert other.where(make_key(1)) is not Where.HERE
 
 
 def test_what_a_dead_machine_was_writing_goes_after_an_hour(machine, bench):
@@ -316,12 +320,12 @@ def test_without_a_place_for_its_index_a_store_keeps_it_in_memory(
     store.maintain()
     for number in range(10):
         assert store.put(make_key(number), [make_value(4000)]).result is PutResult.STORED
-    assert store.contains(make_key(9))
+    assert store.where(make_key(9)) is Where.HERE
     assert counters["store_open_failed"] == (cause is not an_unknown_home)
     for options in ({"max_bytes": quota}, {"read_only": True}):
         again = bench.open(**options)
         again.maintain()
-        assert again.contains(make_key(9))
+        assert again.where(make_key(9)) is Where.HERE
         assert again.stat().used_bytes == stored_bytes(bench.root)
     assert set(os.listdir(tmp_path)) - before <= {bench.root.name}
     assert not (bench.root / "index.sqlite3").exists()

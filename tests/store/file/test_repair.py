@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import index as index_module
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.settings import FileBounds
@@ -126,7 +126,7 @@ def test_records_that_may_not_be_listed_are_no_reason_not_to_open(bench, monkeyp
     bench.io.fail["listdir"] = errno.EACCES
     store = bench.open(read_only=read_only)
     store.maintain()
-    assert not store.contains(make_key())
+    assert store.where(make_key()) is not Where.HERE
 
 
 def test_notes_may_come_while_others_are_written(bench):
@@ -220,7 +220,7 @@ def test_what_the_index_cannot_count_is_not_stored(bench, monkeypatch, what):
     with monkeypatch.context() as patch:
         patch.setattr(patched, what, failing)
         assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
-    assert not store.contains(make_key())
+    assert store.where(make_key()) is not Where.HERE
     assert disk_bytes(bench.root) == 0
     assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     assert_index_agrees(bench.root)
@@ -306,7 +306,7 @@ def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypat
         patch.undo()
         other.put(make_key(), [b"value"])
         store.maintain()
-        assert store.contains(make_key())
+        assert store.where(make_key()) is Where.HERE
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
@@ -314,7 +314,7 @@ def test_a_failed_put_does_not_hide_what_another_process_stored(bench, monkeypat
         full_write = store.put(make_key(), [b"value"])
     assert full_write.result is PutResult.NO_SPACE
     store.maintain()
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
 
 
 class TestAKeyThatAnotherProcessRemovesMeanwhile:
@@ -341,14 +341,14 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         add_written = store.index.add_written
         monkeypatch.setattr(store.index, "add_written", removed_by(add_written, store))
         assert store.put(make_key(), [b"value"]).result is PutResult.STORED
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
 
     def test_nor_when_it_was_stored_before_the_first_look(self, bench):
         store, other = bench.open(), bench.open()
         assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert other.delete(make_key())
         store.maintain()
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
 
     def test_nor_when_it_was_there_before(self, bench, monkeypatch, removed_by):
         store = bench.open()
@@ -357,7 +357,7 @@ class TestAKeyThatAnotherProcessRemovesMeanwhile:
         assert store.put(make_key(), [b"value"]).result is PutResult.EXISTS
         monkeypatch.undo()
         store.maintain()
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
 
 
 def test_a_key_that_was_gone_and_is_stored_again_is_known(bench, monkeypatch):
@@ -377,7 +377,7 @@ def test_a_key_that_was_gone_and_is_stored_again_is_known(bench, monkeypatch):
     assert store.read(make_key(), ()) is None
     monkeypatch.undo()
     store.maintain()
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
 
 
 def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch):

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileStore
 from kvferry.store.file.index import KnownKeys
 from kvferry.store.file.settings import FileBounds, FileSettings
@@ -45,18 +45,18 @@ def test_opening_does_not_wait_for_the_index(bench):
     store = bench.open()
     assert not store.stat().index_complete
     assert not store.wait_indexed(0.0)
-    assert not store.contains(make_key())
+    assert store.where(make_key()) is not Where.HERE
     store.maintain()
     assert store.wait_indexed(0.0)
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
 
 
 def test_contains_touch_and_stat_make_no_system_call(bench):
     store = bench.open(max_bytes=100_000)
     store.put(make_key(1), [b"value"])
     before = bench.io.calls.total()
-    store.contains(make_key(1))
-    store.contains(make_key(2))
+    store.where(make_key(1))
+    store.where(make_key(2))
     store.touch([make_key(1)])
     store.probe([make_key(1)])
     store.stat()
@@ -145,7 +145,7 @@ def test_counts_are_corrected_when_files_were_taken_from_outside(bench):
     assert again.stat().used_bytes == 4000
     assert bench.counters["store_index_corrected"] == 1
     assert [removal.reason for removal in again.removals(9)] == ["vanished"]
-    assert not again.contains(make_key(0))
+    assert again.where(make_key(0)) is not Where.HERE
 
 
 def test_a_store_that_only_seems_full_has_room(bench):
@@ -169,7 +169,7 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
     bench.clock.advance(60)
     store.maintain()
     assert bench.io.calls["listdir"] <= 3  # what is being written, and quarantine twice
-    assert not any(map(store.contains, keys))
+    assert not any(store.where(each) is Where.HERE for each in keys)
     assert all(map(store.lists, keys))
     assert not store.lists(bytes(32))
     assert store.wait_indexed(0.1)
@@ -203,7 +203,7 @@ def test_the_thread_goes_on_after_a_job_failed(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(store.upkeep, "_flush", fail)
         wait_until(lambda: "a bug" in caplog.text, "a job has failed")
         other.put(make_key(), [b"value"])
-        wait_until(lambda: store.contains(make_key()), "the other's value is known")
+        wait_until(lambda: store.where(make_key()) is Where.HERE, "the other's value is known")
     assert "RuntimeError: a bug" in caplog.text
 
 

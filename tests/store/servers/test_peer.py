@@ -13,7 +13,7 @@ import pytest
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import CLOSED, Put, PutResult
+from kvferry.store.base import CLOSED, Put, PutResult, Where
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
@@ -160,9 +160,9 @@ def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(serving, caplog):
     with TieredStore([near, peer, far], counters) as tiers:
         assert tiers.accepts() is None
         assert tiers.put(make_key(1), [b"own"]).result is PutResult.STORED
-        wait_until(lambda: far.contains(make_key(1)), "the far tier has it")
+        wait_until(lambda: far.where(make_key(1)) is Where.HERE, "the far tier has it")
         assert read_value(tiers, make_key()) == b"value"
-        wait_until(lambda: near.contains(make_key()), "it is brought nearer")
+        wait_until(lambda: near.where(make_key()) is Where.HERE, "it is brought nearer")
     with TieredStore([peer]) as alone:
         assert alone.accepts().kind is FaultKind.READ_ONLY
         assert alone.put(make_key(2), [b"own"]).result is PutResult.FAILED
@@ -182,13 +182,13 @@ def test_pending_is_neither_a_hit_nor_an_absence_that_is_remembered(serving):
     memory.put(make_key(), [b"value"])
     peer = serving.open(serving.start(memory).address[1])
     peer.probe([make_key(), make_key(1)])
-    wait_until(lambda: peer.contains(make_key()) is False, "the answer is there")
-    assert [peer.awaits(make_key(number)) for number in range(3)] == [True, False, False]
+    wait_until(lambda: peer.where(make_key()) is not Where.ASKED, "the answer is there")
+    said = [peer.where(make_key(number)) for number in range(3)]
+    assert said == [Where.COMING, Where.ABSENT, Where.ABSENT]
     assert peer.read(make_key(), ()) is None
     memory.is_made = True
     peer.probe([make_key()])  # once: of an absence that is remembered, nothing would be asked
-    wait_until(lambda: peer.contains(make_key()) is True, "it is found")
-    assert not peer.awaits(make_key())
+    wait_until(lambda: peer.where(make_key()) is Where.HERE, "it is found")
 
 
 def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(serving):
@@ -196,13 +196,13 @@ def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(servi
     with TieredStore([MemoryStore(), serving.open(port)]) as tiers:
         keys = [make_key(number) for number in range(3)]
         assert not tiers.assume(keys, ("127.0.0.1", port + 1))
-        assert not any(map(tiers.contains, keys))
+        assert not any(tiers.where(each) is Where.HERE for each in keys)
         assert tiers.assume(keys, ("127.0.0.1", port))
-        assert all(map(tiers.contains, keys))
+        assert all(tiers.where(each) is Where.HERE for each in keys)
         assert tiers.read(keys[0], ()) is None
         assert tiers.probe(keys[1:2], again=True)
-        wait_until(lambda: tiers.contains(keys[1]) is False, "the peer says what it lacks")
-        assert list(map(tiers.contains, keys)) == [False, False, True]
+        wait_until(lambda: tiers.where(keys[1]) is Where.ABSENT, "the peer says what it lacks")
+        assert [tiers.where(key) is Where.HERE for key in keys] == [False, False, True]
 
 
 def assert_fails_until_it_is_left_alone(peers):
@@ -230,7 +230,7 @@ def test_of_several_peers_each_is_asked_for_what_it_has(serving):
     for _ in range(20):
         assert read_value(peers, make_key(1)) == make_value(1000, 1)
     peers.probe([make_key(1)])
-    wait_until(lambda: peers.contains(make_key(1)), "it is known")
+    wait_until(lambda: peers.where(make_key(1)) is Where.HERE, "it is known")
 
 
 def test_of_several_peers_the_one_that_has_a_value_is_named(serving):
@@ -242,7 +242,9 @@ def test_of_several_peers_the_one_that_has_a_value_is_named(serving):
     urls = ["memory://", serving.url(*ports)]
     with open_store(urls, namespace=SPACE, observer=counts) as store:
         store.probe([make_key(0), make_key(1)])
-        wait_until(lambda: all(store.contains(make_key(n)) for n in range(2)), "both are known")
+        wait_until(
+            lambda: all(store.where(make_key(n)) is Where.HERE for n in range(2)), "both are known"
+        )
         for number, port in enumerate(ports):
             name = f"peer 127.0.0.1:{port}"
             assert store.tier_of(make_key(number)) == name
@@ -292,7 +294,7 @@ def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):
 
         def is_back():
             peer.probe([make_key()])
-            return peer.contains(make_key()) is True
+            return peer.where(make_key()) is Where.HERE
 
         wait_until(is_back, "it is used again")
         wait_until(lambda: len(caplog.messages) == 2, "both are logged")
@@ -508,7 +510,7 @@ def test_a_url_that_is_no_peer_is_refused(url, part, tmp_path, monkeypatch):
 def test_a_peer_that_does_not_exist_is_no_error_at_the_start(serving):
     (port,) = free_ports(1)
     with open_store(serving.url(port)) as store:
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
     unresolved = serving.url(port).replace("127.0.0.1", "no.such.host.invalid")
     with open_store(unresolved) as store, pytest.raises(StoreError, match=r"no\.such\.host"):
         store.read(make_key(), (), soon())

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters, Observer
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.kind import Opening, ServerBounds
 from kvferry.store.servers.remote import _REMEMBERED_NAMES, RemoteStore
 from kvferry.store.servers.server_keys import FRESH_SECONDS, MAX_PROBES
@@ -83,10 +83,10 @@ def test_a_key_is_asked_for_once_and_again_when_it_is_old(make_store, client):
     store, key, absent = make_store(clock=clock), make_key(), make_key(1)
     client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     for num_asked in (1, 2):
-        assert store.contains(key) is False
+        assert store.where(key) is Where.ABSENT
         store.probe([key, absent])
-        wait_until(lambda: store.contains(absent) is False, "the question ends")
-        assert store.contains(key) is True
+        wait_until(lambda: store.where(absent) is Where.ABSENT, "the question ends")
+        assert store.where(key) is Where.HERE
         store.probe([key])
         assert len(client.asked) == num_asked
         clock.advance(FRESH_SECONDS + 1)
@@ -97,12 +97,12 @@ def test_while_a_probe_asks_a_key_is_neither_there_nor_not(make_store, client):
     store = make_store(clock=clock)
     client.gate.clear()
     store.probe([make_key()])
-    assert store.contains(make_key()) is None
-    assert store.contains(make_key(1)) is False
+    assert store.where(make_key()) is Where.ASKED
+    assert store.where(make_key(1)) is Where.ABSENT
     clock.advance(1.0)  # longer than a look-up waits, which knows that itself
-    assert store.contains(make_key()) is None
+    assert store.where(make_key()) is Where.ASKED
     client.gate.set()
-    wait_until(lambda: store.contains(make_key()) is False, "it is answered")
+    wait_until(lambda: store.where(make_key()) is Where.ABSENT, "it is answered")
 
 
 def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
@@ -117,14 +117,14 @@ def test_an_answer_that_comes_between_two_looks_is_no_miss(make_store, client):
             self.num_looks += 1
             if self.num_looks == 2:
                 client.gate.set()
-                wait_until(lambda: store.contains(last) is False, "the question ends")
+                wait_until(lambda: store.where(last) is Where.ABSENT, "the question ends")
             return super().__hash__()
 
     client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     client.gate.clear()
     store.probe([key, last])
-    assert store.contains(AnsweredMeanwhile(key)) is not False
-    assert store.contains(key) is True
+    assert store.where(AnsweredMeanwhile(key)) is not Where.ABSENT
+    assert store.where(key) is Where.HERE
 
 
 class HeldClient(DictClient):
@@ -166,8 +166,8 @@ def test_a_call_that_began_before_a_key_was_removed_teaches_nothing(way, is_stor
         assert store.put(key, [b"right"]).result is PutResult.STORED
     client.gate.set()
     thread.join(60)
-    wait_until(lambda: store.contains(last) is False, "the probe ends")
-    assert store.contains(key) is is_stored_again
+    wait_until(lambda: store.where(last) is Where.ABSENT, "the probe ends")
+    assert (store.where(key) is Where.HERE) is is_stored_again
     store.close()
 
 
@@ -176,8 +176,8 @@ def test_a_server_that_is_down_has_no_key(make_store, client):
     store = make_store(observer=counts, clock=FakeClock())  # a look-up waits for the probe
     client.down = True
     store.probe([make_key()])
-    wait_until(lambda: store.contains(make_key()) is not None, "the probe ends")
-    assert store.contains(make_key()) is False
+    wait_until(lambda: store.where(make_key()) is not Where.ASKED, "the probe ends")
+    assert store.where(make_key()) is Where.ABSENT
     assert counts["store_probe_failed"] == 1
     assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert store.delete(make_key()) is False
@@ -192,9 +192,9 @@ def test_no_more_is_asked_than_can_hit(make_store, client):
     for key in keys[:100]:
         client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     store.probe(keys)
-    wait_until(lambda: store.contains(keys[999]) is not None, "the probe ends")
-    assert store.contains(keys[999]) is False
-    assert [store.contains(key) for key in keys[:101]] == [True] * 100 + [False]
+    wait_until(lambda: store.where(keys[999]) is not Where.ASKED, "the probe ends")
+    assert store.where(keys[999]) is Where.ABSENT
+    assert [store.where(key) is Where.HERE for key in keys[:101]] == [True] * 100 + [False]
     assert [len(names) for names in client.asked] == [32, 64, 128, 256]
 
 
@@ -204,9 +204,13 @@ def test_a_prefix_with_gaps_is_found(make_store, client):
     for key in keys[1:60] + keys[61:]:
         client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
     store.probe(keys)
-    wait_until(lambda: store.contains(keys[0]) is False, "the probe ends")
-    assert store.contains(keys[99]) is True
-    assert [store.contains(key) for key in (keys[0], keys[1], keys[60])] == [False, True, False]
+    wait_until(lambda: store.where(keys[0]) is Where.ABSENT, "the probe ends")
+    assert store.where(keys[99]) is Where.HERE
+    assert [store.where(key) is Where.HERE for key in (keys[0], keys[1], keys[60])] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
@@ -215,7 +219,7 @@ def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
     for seconds in (0.0, 0.5, 1.5):
         clock.advance(seconds)
         store.probe([make_key()])
-        wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
+        wait_until(lambda: store.where(make_key()) is Where.ABSENT, "the probe ends")
     assert len(client.asked) == 2
 
 
@@ -228,7 +232,7 @@ def test_what_is_under_way_is_not_asked_for_again(make_store, client, again):
         store.probe([make_key()], again=again)
     assert counts["store_probe_dropped"] == 0
     client.gate.set()
-    wait_until(lambda: store.contains(make_key()) is False, "the probe ends")
+    wait_until(lambda: store.where(make_key()) is Where.ABSENT, "the probe ends")
     assert len(client.asked) == 1
 
 
@@ -241,11 +245,11 @@ def test_keys_that_are_asked_for_again_are_asked_for_from_the_first_on(make_stor
             client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
         client.asked.clear()
         assert store.probe(keys, again=True)
-        wait_until(lambda: store.contains(keys[99]) is False, "the question ends")
+        wait_until(lambda: store.where(keys[99]) is Where.ABSENT, "the question ends")
         assert [len(names) for names in client.asked] == num_asked
-        assert [store.contains(key) for key in keys[:6]] == [True] * num_there + [False] * (
-            6 - num_there
-        )
+        assert [store.where(key) is Where.HERE for key in keys[:6]] == [True] * num_there + [
+            False
+        ] * (6 - num_there)
 
 
 def test_a_server_that_does_not_answer_once_is_asked_again(make_store, client):
@@ -253,10 +257,10 @@ def test_a_server_that_does_not_answer_once_is_asked_again(make_store, client):
     client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
     client.down = True
     store.probe([make_key()], again=True)
-    wait_until(lambda: store.contains(make_key()) is False, "the question ends")
+    wait_until(lambda: store.where(make_key()) is Where.ABSENT, "the question ends")
     client.down = False
     store.probe([make_key()], again=True)
-    wait_until(lambda: store.contains(make_key()) is True, "it has come")
+    wait_until(lambda: store.where(make_key()) is Where.HERE, "it has come")
 
 
 def test_probes_for_which_there_is_no_thread_take_no_place_from_later_ones(
@@ -271,11 +275,11 @@ def test_probes_for_which_there_is_no_thread_take_no_place_from_later_ones(
         full.setattr(threading.Thread, "start", lambda _thread: raises(RuntimeError))
         for key in keys:
             store.probe([key])
-            assert store.contains(key) is False
+            assert store.where(key) is Where.ABSENT
     assert counts["store_probe_dropped"] == 0
     for key in (keys[0], keys[-1]):
         store.probe([key])
-        wait_until(lambda key=key: store.contains(key) is True, "it is asked for")
+        wait_until(lambda key=key: store.where(key) is Where.HERE, "it is asked for")
 
 
 def raises(error):
@@ -292,7 +296,7 @@ def test_prompts_that_wait_are_asked_for_together(make_store, client):
     for key in keys:
         store.probe([key])
     client.gate.set()
-    wait_until(lambda: all(map(store.contains, keys)), "all are known")
+    wait_until(lambda: all(store.where(each) is Where.HERE for each in keys), "all are known")
     assert len(client.asked) <= 4
     assert counts["store_probe_dropped"] == 0
     assert counts["store_probe_failed"] == 0

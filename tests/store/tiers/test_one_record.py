@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening, ServerBounds
 from kvferry.store.servers.objects import ObjectClient, ObjectOptions
@@ -107,8 +107,8 @@ def test_a_bucket_that_refuses_one_key_is_up(tier_of, monkeypatch, scope, status
             assert tiered.read(GOOD, [(0, memoryview(bytearray(16)))]) == SIZE
             # The whole prompt is asked for at once: the other keys of it are found.
             tiered.probe([GOOD, BAD, make_key(3)])
-            wait_until(lambda: tiered.contains(make_key(3)) is not None, "it is answered")
-            found = [tiered.contains(key) for key in (GOOD, BAD, make_key(3))]
+            wait_until(lambda: tiered.where(make_key(3)) is not Where.ASKED, "it is answered")
+            found = [tiered.where(key) is Where.HERE for key in (GOOD, BAD, make_key(3))]
             assert found == [True, False, True]
         elif status == "403":
             with pytest.raises(StoreError):
@@ -141,8 +141,8 @@ def test_a_server_that_refuses_one_key_is_up(tier_of):
         assert tiered.read(GOOD, ()) == 5
         other = tier_of(RemoteStore("valkey://h", client, OPENING, prefix="kv/"))
         other.probe([GOOD, BAD, make_key(3)])
-        wait_until(lambda: other.contains(make_key(3)) is not None, "it is answered")
-        found = [other.contains(key) for key in (GOOD, BAD, make_key(3))]
+        wait_until(lambda: other.where(make_key(3)) is not Where.ASKED, "it is answered")
+        found = [other.where(key) is Where.HERE for key in (GOOD, BAD, make_key(3))]
         assert found == [True, False, True]
         server.ask("ACL", "SETUSER", "kv", "resetkeys")
         read_bad(tiered)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import ConfigError, FaultKind, StoreError, StorePlaceError
-from kvferry.store.base import PutResult
+from kvferry.store.base import PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers import valkey
 from kvferry.store.tiers.health import Patience
@@ -98,7 +98,7 @@ def test_until_it_is_open_nothing_is_there(opened, caplog):
     opening = Opening()
     late = opened(opening, 0.01)
     assert "did not open within 0.01 s" in caplog.text
-    assert late.contains(KEY) is False
+    assert late.where(KEY) is Where.ABSENT
     with pytest.raises(StoreError, match=r"^memory opening: does not answer$"):
         late.read(KEY, ())
     assert late.put(KEY, [b"x"]).result is PutResult.FAILED
@@ -123,7 +123,7 @@ def test_once_it_is_open_it_is_used(opened):
     opening.go.set()
     wait_until(lambda: is_open(late), "it is open")
     assert late.put(KEY, [b"bytes"]).result is PutResult.STORED
-    assert late.contains(KEY)
+    assert late.where(KEY) is Where.HERE
     assert late.stat().num_records == 1
     late.close()
     assert opening.store.put(KEY, [b"x"]).result is PutResult.FAILED
@@ -218,7 +218,7 @@ def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog)
         clock.advance(5.0)
         wait_until(lambda: tier.up is not None, "it is open")
         assert store.put(KEY, [b"x"]).result is PutResult.STORED
-        assert place.store.contains(KEY)
+        assert place.store.where(KEY) is Where.HERE
     assert set(place.tries) == {True}, "people may have emptied it"
     assert [line.split(": ")[-1] for line in caplog.messages] == [
         "serving without it until it can",

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
-from kvferry.store.base import NO_DEADLINE, Put, PutResult
+from kvferry.store.base import NO_DEADLINE, Put, PutResult, Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -184,7 +184,7 @@ def test_what_only_a_far_tier_has_is_read_and_brought_nearer(make_tiers):
     far.put(make_key(), [make_value()])
     counts = Counters()
     store = make_tiers(near, far, observer=counts)
-    assert store.contains(make_key())
+    assert store.where(make_key()) is Where.HERE
     assert read_value(store, make_key()) == make_value()
     wait_until(lambda: held(near), "it is near")
     assert read_value(store, make_key()) == make_value()
@@ -289,7 +289,7 @@ def test_trials_that_hang_do_not_pile_up(make_tiers):
     assert gate.wait_for_arrival()
     for _ in range(100):
         clock.advance(6.0)
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
     assert not gate.wait_for_arrival(0.0)
     gate.release()
     wait_until(lambda: state(store) == "up", "it is used again")
@@ -529,11 +529,11 @@ def test_probes_that_fail_leave_a_server_alone_and_one_that_answers_takes_it_bac
     client.down = True
     for number in range(MAX_FAILURES):
         store.probe([make_key(number)])
-        wait_until(lambda at=number: store.contains(make_key(at)) is False, "the probe ends")
+        wait_until(lambda at=number: store.where(make_key(at)) is Where.ABSENT, "the probe ends")
     wait_until(lambda: state(store) == "away", "it is left alone")
     asked = len(client.asked)
     store.probe([make_key()])
-    assert store.contains(make_key()) is False
+    assert store.where(make_key()) is Where.ABSENT
     assert len(client.asked) == asked
     client.down = False
     clock.advance(6.0)
@@ -823,7 +823,7 @@ def test_a_read_that_never_returns_leaves_the_tier_alone(make_tiers):
     clock.advance(1.5)
     store.probe([make_key(1)])
     assert state(store, 1) == "away"
-    assert not store.contains(make_key(1))
+    assert store.where(make_key(1)) is not Where.HERE
     assert held(store)
     assert store.read(make_key(), ()) == 5
     with pytest.raises(StoreError, match="memory1 away: a read does not end"):

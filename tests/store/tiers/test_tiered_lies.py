@@ -9,6 +9,7 @@ import pytest
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason, check_record
 from kvferry.record.schema import leaf_digests
+from kvferry.store.base import Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -88,10 +89,12 @@ def test_a_lie_of_a_far_tier_is_not_copied_and_evicts_nothing(tmp_path, num_byte
         finally:
             tracemalloc.stop()
         assert peak < 64 << 20
-        assert [near.contains(make_key(number)) for number in range(NUM_NEAR)] == [True] * NUM_NEAR
-        assert not near.contains(LIAR)
+        assert [near.where(make_key(number)) is Where.HERE for number in range(NUM_NEAR)] == [
+            True
+        ] * NUM_NEAR
+        assert near.where(LIAR) is not Where.HERE
         assert counts["records_corrupt"] == 1
-        assert not inner.contains(LIAR)
+        assert inner.where(LIAR) is not Where.HERE
 
 
 def test_a_right_record_is_copied(tmp_path):
@@ -99,7 +102,7 @@ def test_a_right_record_is_copied(tmp_path):
     image = put(far, LIAR)
     with TieredStore([near, far], check=value_check(SCHEMA)) as store:
         assert read_value(store, LIAR) == image
-        wait_until(lambda: near.contains(LIAR), "it is near")
+        wait_until(lambda: near.where(LIAR) is Where.HERE, "it is near")
         assert read_value(near, LIAR) == image
 
 

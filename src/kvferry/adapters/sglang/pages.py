@@ -24,7 +24,7 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import RecordInfo
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, Catalogue, Entry, PutResult
+from kvferry.store.base import ASK_SECONDS, Catalogue, Entry, PutResult, Where
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear, inspect
 from kvferry.store.record_client import Batch
@@ -178,15 +178,15 @@ class PageRecords:
         records = self._records(keys)
         until = time.monotonic() + ASK_SECONDS
         self._store.probe(records)
-        found = [self._store.contains(record) for record in records]
+        found = [self._store.where(record) for record in records]
         # Only leading pages are of use, so do not wait for answers behind the first absent page.
-        while None in takewhile(lambda each: each is not False, found):
+        while Where.ASKED in takewhile(lambda each: each in (Where.HERE, Where.ASKED), found):
             if time.monotonic() >= until:
                 self._observer.count("lookup_deadline")
                 break
             time.sleep(_POLL_SECONDS)
-            found = [self._store.contains(record) for record in records]
-        return [each is True for each in found]
+            found = [self._store.where(record) for record in records]
+        return [each is Where.HERE for each in found]
 
     def load(self, keys: Sequence[str], land: Copy) -> list[bool]:
         """Read pages, and give verified ones to `land`. Return for each whether it was right."""
@@ -209,7 +209,7 @@ class PageRecords:
         """Store the pages that are not there; `fill` copies them. Return for each whether it is now
         there."""
         records = self._records(keys)
-        done = [self._store.contains(record) is True for record in records]
+        done = [self._store.where(record) is Where.HERE for record in records]
         wanted = [place for place, is_there in enumerate(done) if not is_there]
         self._store.touch(
             [record for record, is_there in zip(records, done, strict=True) if is_there]

@@ -16,7 +16,7 @@ from kvferry.keys import state_keys
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store
+from kvferry.store.base import Store, Where
 from kvferry.store.record_client import RecordClient
 from kvferry.types import ChunkKey
 
@@ -48,7 +48,7 @@ class StateRecords:
 
     def is_known(self, chunk: ChunkKey) -> bool:
         """Whether the store knows the state behind a chunk. A hint."""
-        return all(map(self._store.contains, self.keys(chunk)))
+        return all(self._store.where(key) is Where.HERE for key in self.keys(chunk))
 
     def read(self, chunk: ChunkKey, num_tokens: int, deadline: float) -> bytes | None:
         """Return the state behind a chunk, which ends after `num_tokens` of its prompt; None if it
@@ -79,7 +79,7 @@ class StateRecords:
         payload, head = self._schema.payload_bytes, self._schema.head_bytes
         for chunk, (num_tokens, state) in states.items():
             for part, key in enumerate(self.keys(chunk)):
-                if not self._store.contains(key):
+                if self._store.where(key) is not Where.HERE:
                     image = memoryview(mmap.mmap(-1, self._schema.record_bytes))
                     piece = state[part * payload : (part + 1) * payload]
                     image[head : head + len(piece)] = piece

@@ -38,7 +38,7 @@ from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Catalogue, Where
 from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
@@ -343,7 +343,8 @@ class StoredKV:
         wanted: dict[ChunkKey, tuple[int, int, int]] = {}
         for place, (prompt, keys) in enumerate(rows):
             for number in range(self._num_saved(computed, prompt)):
-                if keys[number] not in wanted and not self._store.contains(keys[number]):
+                is_here = self._store.where(keys[number]) is Where.HERE
+                if keys[number] not in wanted and not is_here:
                     first = number * size
                     wanted[keys[number]] = place * num_copies, prompt.num_padding + first, first
         images = (

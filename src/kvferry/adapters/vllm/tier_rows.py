@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.adapters.row_cache import STORE_SECONDS, RowCache
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, PutResult, Store
+from kvferry.store.base import ASK_SECONDS, PutResult, Store, Where
 from kvferry.store.record_client import Batch
 from kvferry.types import ChunkKey
 
@@ -117,20 +117,21 @@ class TierRows:
         record = known.keys.get(key)
         if record is None:
             record = known.keys[key] = self._cache.record(key)
-        found = self._store.contains(record)
-        if found:
+        where = self._store.where(record)
+        if where is Where.HERE:
             return True
         asked = known.asked.get(key)
         if asked is None:
             known.asked[key] = time.monotonic()
             self._to_ask.append(record)
-            found = None if self._store.needs_probes else False
+            if self._store.needs_probes:
+                return None
         elif time.monotonic() >= asked + ASK_SECONDS:
-            found = False
             self._observer.count("lookup_deadline")
-        if found is False:
-            known.missed.add(key)
-        return found
+        elif where is Where.ASKED:
+            return None
+        known.missed.add(key)
+        return False
 
     def flush(self) -> None:
         """End the step's look-ups: ask the store about the keys that it does not know."""
@@ -154,7 +155,7 @@ class TierRows:
         wanted = [
             (key, place)
             for key, place in zip(keys, places, strict=True)
-            if not self._store.contains(self._cache.record(key))
+            if self._store.where(self._cache.record(key)) is not Where.HERE
         ]
 
         def fill(index: int, payload: memoryview) -> None:
@@ -291,7 +292,7 @@ class _Watch:
         gone = []
         for _ in range(min(len(self._known), _WATCHED_PER_STEP)):
             record, key = self._known.popleft()
-            if self._store.contains(record) is False:
+            if self._store.where(record) is Where.ABSENT:
                 gone.append(key)
             else:
                 self._known.append((record, key))

@@ -37,6 +37,7 @@ from kvferry.store.base import (
     Removal,
     StoreStat,
     Value,
+    Where,
 )
 from kvferry.store.faults import Faults, fault_kind
 from kvferry.store.file.database import IndexUnavailable
@@ -213,8 +214,8 @@ class FileStore(Catalogue):
         """Whether writes are refused until the index knows how much of the quota is used."""
         return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
-    def contains(self, key: ChunkKey) -> bool:
-        return self._known.contains(key)
+    def where(self, key: ChunkKey) -> Where:
+        return Where.HERE if self._known.contains(key) else Where.ABSENT
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE

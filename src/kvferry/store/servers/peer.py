@@ -22,6 +22,7 @@ from kvferry.store.base import (
     Catalogue,
     Put,
     ReadRange,
+    Where,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
 from kvferry.store.servers.server_keys import ServerStore
@@ -37,7 +38,11 @@ _MAX_SERVED = 1024
 """Number of records remembered as served, in case their readers find them wrong."""
 
 _READ_ONLY = Fault(FaultKind.READ_ONLY, "a peer is only read")
-_IS_HERE = {KeyState.HELD: True, KeyState.ABSENT: False, KeyState.PENDING: None}
+_WHERE = {
+    KeyState.HELD: Where.HERE,
+    KeyState.ABSENT: Where.ABSENT,
+    KeyState.PENDING: Where.COMING,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +95,11 @@ class PeerStore(ServerStore):
             self._keys.learn(key)
         return is_here
 
-    def _find(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
+    def _find(self, keys: Sequence[ChunkKey]) -> list[Where]:
         deadline = self._clock() + self._bounds.probe_seconds
         self._check_trust(deadline)
         states = self._client.states_of(keys, deadline)
-        return [_IS_HERE[state] for state in states]
+        return [_WHERE[state] for state in states]
 
     def _check_trust(self, deadline: float) -> None:
         """Raise StoreError if the peer is the process that sent too many wrong records."""

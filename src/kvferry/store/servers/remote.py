@@ -28,6 +28,7 @@ from kvferry.store.base import (
     Put,
     PutResult,
     ReadRange,
+    Where,
 )
 from kvferry.store.faults import Faults
 from kvferry.store.kind import Opening, StoreUrl
@@ -266,9 +267,10 @@ class RemoteStore(ServerStore):
 
     # -- what is there --------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def _find(self, keys: Sequence[ChunkKey]) -> list[Where]:
         until = self._clock() + self._bounds.probe_seconds
-        return self._client.exists([self.name_of(key) for key in keys], until)
+        found = self._client.exists([self.name_of(key) for key in keys], until)
+        return [Where.HERE if each else Where.ABSENT for each in found]
 
     def of(self, namespace: bytes) -> Catalogue:
         if namespace == self._namespace:

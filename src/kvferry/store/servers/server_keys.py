@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, StoreStat
+from kvferry.store.base import Catalogue, StoreStat, Where
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
 from kvferry.types import ChunkKey
@@ -52,10 +52,6 @@ class _Known(NamedTuple):
 _NEVER = _Known(0.0, 0)
 
 
-_SOON = 0.0
-"""In the place of the time of a negative answer: the server is about to have the key."""
-
-
 class _Question(NamedTuple):
     keys: list[ChunkKey]
     """Of one prompt."""
@@ -66,11 +62,11 @@ class _Question(NamedTuple):
 class ServerKeys:
     """The known keys of one server, and the threads that ask for others.
 
-    Thread-safe. `contains` answers from memory and takes no lock.
+    Thread-safe. `where` answers from memory and takes no lock.
 
     Args:
-        find: asks the server which keys it has; None stands for a key that it is about to have.
-            Bounded in time. Raises StoreError.
+        find: asks the server which keys it has: each is HERE, ABSENT or COMING. Bounded in time.
+            Raises StoreError.
         learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
 
@@ -81,7 +77,7 @@ class ServerKeys:
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChunkKey]], Sequence[bool | None]],
+        find: Callable[[Sequence[ChunkKey]], Sequence[Where]],
         observer: Observer,
         *,
         learns: bool,
@@ -94,6 +90,7 @@ class ServerKeys:
         self._known: OrderedDict[ChunkKey, _Known] = OrderedDict()
         self._asked: set[ChunkKey] = set()  # without an answer yet
         self._absent: dict[ChunkKey, float] = {}  # and until when the negative answer is valid
+        self._coming: set[ChunkKey] = set()
         # For each server call in progress, the keys forgotten since it began.
         self._calls: dict[int, set[ChunkKey]] = {}
         self._lock = threading.Lock()  # of `_calls`; look-ups take none
@@ -102,24 +99,23 @@ class ServerKeys:
         self.on_result: Callable[[StoreError | None], None] = lambda _fault: None
         self.after_answer: Callable[[], None] = lambda: None
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        """See `Store.contains`."""
+    def where(self, key: ChunkKey) -> Where:
+        """See `Store.where`."""
         # Read `_asked` before `_known`: an answer enters `_known` before its key leaves `_asked`.
         is_asked = key in self._asked
         known = self._known.get(key)
         if known is not None and self._clock() < known.until:
-            return True
-        return None if is_asked else False
-
-    def awaits(self, key: ChunkKey) -> bool:
-        """See `Store.awaits`."""
-        return self._absent.get(key) == _SOON
+            return Where.HERE
+        if is_asked:
+            return Where.ASKED
+        return Where.COMING if key in self._coming else Where.ABSENT
 
     def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
         """Note that the server has a key. 0 stands for an unknown size."""
         if not self._learns:
             return
         self._absent.pop(key, None)
+        self._coming.discard(key)
         size = num_bytes or self._known.get(key, _NEVER).num_bytes
         self._known[key] = _Known(self._clock() + FRESH_SECONDS, size)
         with suppress(KeyError):  # another thread forgot it
@@ -227,14 +223,20 @@ class ServerKeys:
         with self.call() as learn:
             found = self._find(keys)
             self.on_result(None)
-            if len(self._absent) > MAX_KNOWN:
-                self._absent.clear()
+            for answers in (self._absent, self._coming):
+                if len(answers) > MAX_KNOWN:
+                    answers.clear()
             until = self._clock() + ABSENT_SECONDS
-            for key, before, is_there in zip(keys, known, found, strict=True):
-                if is_there:
+            for key, before, where in zip(keys, known, found, strict=True):
+                if where is Where.HERE:
                     learn(key, 0)
                     continue
-                self._absent[key] = _SOON if is_there is None else until
+                if where is Where.COMING:  # it is asked for again
+                    self._absent.pop(key, None)
+                    self._coming.add(key)
+                else:
+                    self._absent[key] = until
+                    self._coming.discard(key)
                 if before is not None and self._known.get(key) is before:
                     self._known.pop(key, None)  # not if it was stored meanwhile
 
@@ -262,11 +264,11 @@ class ServerStore(Catalogue):
         self._keys = ServerKeys(self._find, self._observer, learns=opening.index, clock=clock)
 
     @abstractmethod
-    def _find(self, keys: Sequence[ChunkKey]) -> Sequence[bool | None]:
+    def _find(self, keys: Sequence[ChunkKey]) -> Sequence[Where]:
         """See `find` of `ServerKeys`."""
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        return False if self._closed else self._keys.contains(key)
+    def where(self, key: ChunkKey) -> Where:
+        return Where.ABSENT if self._closed else self._keys.where(key)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         pass
@@ -284,9 +286,6 @@ class ServerStore(Catalogue):
         if not self._closed:
             self._keys.probe(keys, again=again)
         return not self._closed
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return self._keys.awaits(key)
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard

@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, Put, PutResult, ReadRange, StoreStat, TierStatus, Value
+from kvferry.store.base import (
+    Catalogue,
+    Put,
+    PutResult,
+    ReadRange,
+    StoreStat,
+    TierStatus,
+    Value,
+    Where,
+)
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
 from kvferry.store.kinds import is_peer
@@ -307,7 +316,7 @@ class Tier:
 
     def has(self, key: ChunkKey) -> bool:
         """Whether the store is up and known to have `key`. Memory only."""
-        return (store := self.up) is not None and bool(store.contains(key))
+        return (store := self.up) is not None and store.where(key) is Where.HERE
 
     def stat(self) -> StoreStat:
         """See `Store.stat`."""

@@ -33,6 +33,7 @@ from kvferry.store.base import (
     TierStatus,
     Value,
     ValueCheck,
+    Where,
 )
 from kvferry.store.erasures import Erasures
 from kvferry.store.io_pool import end_when_dropped
@@ -126,15 +127,14 @@ class TieredStore(Catalogue):
 
     # -- reads ----------------------------------------------------------------------------------
 
-    def contains(self, key: ChunkKey) -> bool | None:
-        answer: bool | None = False
-        for tier in self._tiers:
-            store = tier.up
-            found = store is not None and store.contains(key)
-            if found:
-                return True
-            if found is None:
-                answer = None
+    def where(self, key: ChunkKey) -> Where:
+        answer = Where.ABSENT
+        for store in self._up():
+            found = store.where(key)
+            if found is Where.HERE:
+                return found
+            if found is Where.ASKED or answer is Where.ABSENT:
+                answer = found
         return answer
 
     def read(
@@ -284,9 +284,6 @@ class TieredStore(Catalogue):
         stores = [tier.store for tier in self._tiers if tier.store is not None]
         found = [store.assume(keys, peer) for store in stores]
         return any(found)
-
-    def awaits(self, key: ChunkKey) -> bool:
-        return any(store.awaits(key) for store in self._up())
 
     def note_stored(self, key: ChunkKey) -> None:
         """Tell the nearest tier that several processes share: the value was written there."""

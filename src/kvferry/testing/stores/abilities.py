@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.store.base import Catalogue, Entry, PutResult
+from kvferry.store.base import Catalogue, Entry, PutResult, Where
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     can_scan,
@@ -97,11 +97,11 @@ class ProbeTests(StoreHooks):
 
             def are_known() -> bool:
                 reader.probe(keys)  # once more if a server is late, as the next request does
-                return all(reader.contains(key) for key in keys[:3])
+                return all(reader.where(key) is Where.HERE for key in keys[:3])
 
             wait_until(are_known, "probed keys become known", self.patience_seconds)
-            assert not reader.contains(keys[3])
-            assert not reader.contains(keys[4])
+            assert reader.where(keys[3]) is not Where.HERE
+            assert reader.where(keys[4]) is not Where.HERE
 
     def test_keys_that_are_asked_for_again_are_found_as_another_instance_stores_them(
         self, tmp_path: Path
@@ -112,7 +112,7 @@ class ProbeTests(StoreHooks):
 
             def has_come(number: int) -> bool:
                 assert reader.probe(keys[number:], again=True), "another instance may store them"
-                return reader.contains(keys[number]) is True
+                return reader.where(keys[number]) is Where.HERE
 
             assert not any(has_come(number) for number in range(5))
             for number, key in enumerate(keys):
@@ -126,7 +126,7 @@ class ProbeTests(StoreHooks):
             writer.put(make_key(), [b"value"])
 
             def says(is_there: bool) -> bool:
-                found = reader.contains(make_key())
+                found = reader.where(make_key()) is Where.HERE
                 if found is not None:  # else it is being asked for
                     reader.probe([make_key()], again=True)
                 return found is is_there
@@ -141,7 +141,7 @@ class ProbeTests(StoreHooks):
             store.probe([make_key(number), make_key(number + 1)])
         assert time.monotonic() - started < self.patience_seconds
         store.put(make_key(0), [b"value"])
-        assert store.contains(make_key(0))
+        assert store.where(make_key(0)) is Where.HERE
 
 
 class IndexTests(StoreHooks):
@@ -155,7 +155,7 @@ class IndexTests(StoreHooks):
             assert again.wait_indexed(self.patience_seconds)
             assert again.stat().index_complete
             assert again.stat().num_records == 7
-            assert all(again.contains(make_key(number)) for number in range(7))
+            assert all(again.where(make_key(number)) is Where.HERE for number in range(7))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -208,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.hooks.settle(self.store)
             result = self.store.put(key, buffers).result
         assert result is PutResult.STORED
-        assert self.store.contains(key)
+        assert self.store.where(key) is Where.HERE
         if may_evict:
             for evicted in [k for k in self.model if self.hooks.peek(self.store, k) is None]:
                 assert self.store.read(evicted, ()) is None
@@ -261,7 +261,7 @@ class StoreMachine(RuleBasedStateMachine):
             key = make_key(number)
             assert same_bytes(read_value(self.store, key), self.model.get(key))
             if key not in self.model:  # the read above found nothing, so the index knows
-                assert not self.store.contains(key)
+                assert self.store.where(key) is not Where.HERE
 
     @invariant()
     def counts_are_right(self) -> None:

@@ -18,6 +18,7 @@ from kvferry.store.base import (
     Buffer,
     PutResult,
     Store,
+    Where,
 )
 from kvferry.testing.stores.abilities import ProbeTests, ScanTests
 from kvferry.testing.stores.hooks import (
@@ -47,7 +48,7 @@ class ValueTests(StoreHooks):
     def test_a_value_comes_back_as_it_was_put(self, store: Store, num_bytes: int) -> None:
         key, value = make_key(), make_value(num_bytes)
         assert store.put(key, [value]).result is PutResult.STORED
-        assert store.contains(key)
+        assert store.where(key) is Where.HERE
         assert same_bytes(self.peek(store, key), value)
         assert same_bytes(read_value(store, key), value)
 
@@ -94,7 +95,7 @@ class ValueTests(StoreHooks):
         assert same_bytes(buffers[2], b"?" * 100)
 
     def test_an_absent_key_is_none_and_false(self, store: Store) -> None:
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
         assert store.read(make_key(), ()) is None
         assert store.delete(make_key()) is False
         store.discard(make_key(), "test")
@@ -125,7 +126,7 @@ class ValueTests(StoreHooks):
         store.put(make_key(), [b"old"])
         assert store.delete(make_key()) is True
         assert store.delete(make_key()) is False
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
         assert store.read(make_key(), ()) is None
         assert self.peek(store, make_key()) is None
         assert store.put(make_key(), [b"new"]).result is PutResult.STORED
@@ -137,7 +138,7 @@ class ValueTests(StoreHooks):
             store.put(make_key(), [b"rotten"])
             store.discard(make_key(), "bad_checksum")
             store.discard(make_key(), "bad_checksum")
-            assert not store.contains(make_key())
+            assert store.where(make_key()) is not Where.HERE
             assert store.read(make_key(), ()) is None
             assert counters["store_quarantined"] == 1
             assert store.put(make_key(), [b"sound"]).result is PutResult.STORED
@@ -180,7 +181,7 @@ class ValueTests(StoreHooks):
         store.put(make_key(), [b"value"])
         self.poke(store, make_key(), None)
         assert store.read(make_key(), ()) is None
-        assert not store.contains(make_key())
+        assert store.where(make_key()) is not Where.HERE
 
     def test_a_store_verifies_nothing(self, store: Store) -> None:
         store.put(make_key(), [make_value(4097)])
@@ -228,7 +229,7 @@ class QuotaTests(StoreHooks):
         with self._full_store(tmp_path) as store:
             assert store.put(make_key(3), [make_value(SIZE)]).result is PutResult.STORED
             assert store.read(make_key(0), ()) is None
-            assert not store.contains(make_key(0))
+            assert store.where(make_key(0)) is not Where.HERE
             assert same_bytes(read_value(store, make_key(3)), make_value(SIZE))
 
     def test_a_touched_value_outlives_an_untouched_one(self, tmp_path: Path) -> None:
@@ -437,7 +438,7 @@ class LifecycleTests(StoreHooks):
         assert [each.result for each in late] == [PutResult.FAILED] * 3
         assert all(each is not None and "\n" not in each.text for each in faults)
         assert store.read(make_key(), ()) is None
-        assert store.contains(make_key()) is False
+        assert store.where(make_key()) is Where.ABSENT
         assert store.delete(make_key()) is False
         store.discard(make_key(), "late")
         store.touch([make_key()])
@@ -454,7 +455,7 @@ class LifecycleTests(StoreHooks):
             assert list(store.scan()) == []
         store.probe([make_key()])
         store.note_stored(make_key(3))
-        assert store.contains(make_key(3)) is False
+        assert store.where(make_key(3)) is Where.ABSENT
         assert store.wait_indexed(0.0) in (True, False)
 
     def test_a_store_opened_again_holds_what_its_kind_promises(self, tmp_path: Path) -> None:
@@ -473,7 +474,7 @@ class EmptyValueTests(StoreHooks):
         self.poke(store, key, b"")
         assert not store.read(key, [])
         assert store.put(key, [value]).result is PutResult.STORED
-        assert store.contains(key)
+        assert store.where(key) is Where.HERE
         assert same_bytes(read_value(store, key), value)
 
     def test_one_of_racing_writers_replaces_an_empty_value(self, store: Store) -> None:
