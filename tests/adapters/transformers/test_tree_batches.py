@@ -188,6 +188,22 @@ def test_without_the_proof_padding_would_be_served_wrongly(
     assert (logits[:2] - cold[:2]).abs().max() > 100 * WITHIN * cold.abs().max()
 
 
+@pytest.mark.parametrize("model_type", ["blenderbot", "minimax_m3_vl_text"])
+def test_padded_rows_that_differ_from_the_rows_alone_are_not_stored(
+    tree_dir, load_model, store_url, caplog, model_type
+):
+    """Positions that count padding, and blocks of keys that begin with it."""
+    model, ids = load_model(tree_dir(model_type)), ids_of(100, seed=1)
+    largest, counts, why = _told(model, store_url, rows_of(ids_of(120), ids), caplog)
+    assert largest == 0
+    assert (counts["generated_without_store"], counts["put_stored"]) == (1, 0)
+    assert "with hidden tokens, leaf layers." in why
+    found = reuse(model, store_url, ids)
+    assert found.num_loaded == 0
+    assert_right(model, ids, found)
+    assert _told(model, store_url, rows_of(ids_of(100), ids), caplog)[0] <= WITHIN
+
+
 def test_a_state_whose_size_depends_on_tokens_is_refused_for_padding_alone(
     tree_dir, load_model, store_url, caplog
 ):
