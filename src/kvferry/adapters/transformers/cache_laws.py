@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.transformers.cache_leaves import Path
-from kvferry.record.schema import SAFETENSORS_DTYPE
+from kvferry.record.schema import SAFETENSORS_DTYPE, Component
 
 _MAX_COUNTS = 64
 """Most elements of a tensor of numbers that may count tokens."""
@@ -48,6 +48,18 @@ class Count(NamedTuple):
     path: Path
     first: int
     step: int
+
+
+class Laws(NamedTuple):
+    """The laws of all leaves of a cache; those that are in none are constants."""
+
+    rows: tuple[Rows, ...]
+    states: tuple[State, ...]
+    counts: tuple[Count, ...]
+    components: tuple[Component, ...]
+    """One for all leaves of rows of one shape and dtype."""
+    aliases: dict[Path, Path]
+    """Leaves that are the same tensor as another."""
 
 
 def are_constant(values: Sequence[Any]) -> bool:

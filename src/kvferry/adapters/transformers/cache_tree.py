@@ -10,7 +10,7 @@ law, which probes find:
     count       a number that grows by the same step for every chunk.
     constant    equal after every chunk and for all prompts.
 
-Nothing here knows a family of models. `CacheTree.learn` makes the tree of one model;
+Nothing here knows a family of models. `learning.learn` makes the tree of one model;
 `proof.prove` shows that a cache restored by it computes what the cache in memory computes.
 """
 
@@ -22,70 +22,38 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from kvferry.adapters.transformers.cache_laws import (
     Count,
+    Laws,
     Rows,
     State,
-    are_constant,
-    batch_axis,
     canonical,
-    count_of,
-    form_of_leaf,
     is_all,
     natural,
-    rows_of,
 )
 from kvferry.adapters.transformers.cache_leaves import (
     Path,
     Slot,
-    aliases_of,
     described,
     kinds,
     name_of,
     slots,
-    snapshot,
 )
 from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue
-from kvferry.record.schema import CHUNK_BYTES, Component
 
 TREE_VERSION = 1
 """Of the laws and of the layout of records and states; part of every namespace of a tree."""
-
-_ROUNDING = 0.02
-"""Tolerance relative to the largest value; above bfloat16's error from reordered additions."""
-
-_DEFAULT_CHUNK_TOKENS, _FEWEST_TOKENS = 64, 16
 
 _FEWEST_SNAPSHOT_TOKENS, _MOST_SNAPSHOT_TOKENS = 256, 4096
 """Shorter pieces of a prompt would be computed slowly; longer ones lose much at a branch."""
 
 _ALIGNED_TOKENS = 64
 """Recurrent layers compute blocks of so many tokens: pieces of other sizes round otherwise."""
-
-
-class NoRowsError(ConfigError):
-    """A cache of states alone."""
-
-
-class ModelRun(Protocol):
-    """What learning needs of a model."""
-
-    def run(
-        self, input_ids: torch.Tensor, cache: Any, num_cached: int, *, num_logits: int = 0
-    ) -> tuple[Any, torch.Tensor]:
-        """Append tokens to a cache of `num_cached` tokens (None: to a new one of the model). Return
-        the cache, and the logits of the last `num_logits` tokens, or of more."""
-
-    def new_cache(self) -> Any:
-        """Return an empty cache that keeps as many tokens as it can; None: the model makes one."""
-
-    def probe_ids(self, num_tokens: int, seed: int, num_rows: int = 1) -> torch.Tensor:
-        """Return ids `[num_rows, num_tokens]` of text, the same for one seed."""
 
 
 class Part(NamedTuple):
@@ -101,6 +69,10 @@ class Part(NamedTuple):
 class CacheTree:
     """The laws of the leaves of one model's cache, for chunks of one size.
 
+    Args:
+        template: a cache of one chunk.
+        seen: its leaves then, and after more chunks.
+
     Attributes:
         chunk_tokens: tokens of a chunk.
         kinds: classes of the objects that the cache consists of.
@@ -113,116 +85,18 @@ class CacheTree:
             before; None: there is none.
     """
 
-    def __init__(self, chunk_tokens: int, template: Any, seen: list[dict[Path, Any]]) -> None:
+    def __init__(
+        self, chunk_tokens: int, template: Any, seen: Sequence[Mapping[Path, Any]], laws: Laws
+    ) -> None:
         self.chunk_tokens = chunk_tokens
         self.kinds = kinds(template)
         self._template = template
         self._first = seen[0]
-        self.rows: tuple[Rows, ...] = ()
-        self.states: tuple[State, ...] = ()
-        self.counts: tuple[Count, ...] = ()
-        self.components: tuple[Component, ...] = ()
-        self._aliases: dict[Path, Path] = {}
-        self.state_bytes = 0
+        self.rows, self.states, self.counts, self.components, self._aliases = laws
+        self.state_bytes = max(map(self._num_bytes, seen)) if self.states else 0
 
-    @classmethod
-    def learn(cls, model: ModelRun, chunk_tokens: int | None) -> CacheTree:
-        """Run a model, and learn the laws of its cache.
-
-        Args:
-            chunk_tokens: None: by the size of the leaves.
-
-        Raises:
-            ConfigError: a leaf without a law, or one that depends on later tokens.
-        """
-        size = chunk_tokens or _default_chunk_tokens(model)
-        ids = model.probe_ids(3 * size, 1)
-        cache, seen, template = model.new_cache(), [], None
-        for stop in (size, 2 * size, 3 * size):
-            cache, _ = model.run(ids[:, stop - size : stop], cache, stop - size)
-            seen.append(snapshot(cache))
-            template = copy.deepcopy(cache) if template is None else template
-        tree = cls(size, template, seen)
-        pair, _ = model.run(model.probe_ids(size, 2, 2), model.new_cache(), 0)
-        tree._find_laws(seen, snapshot(pair), aliases_of(cache))
-        tree._refuse_later_tokens(model, ids)
-        if not tree.rows:
-            raise NoRowsError(
-                "no leaf of its cache grows by token, so generate() cannot see where to go on"
-            )
-        return tree
-
-    # ---- learning
-
-    def _find_laws(
-        self, seen: list[dict[Path, Any]], pair: Mapping[Path, Any], aliases: dict[Path, Path]
-    ) -> None:
-        """Find the law of each leaf. `seen` are the leaves after one, two and three chunks, `pair`
-        those of two other prompts of one chunk."""
-        if not seen[0].keys() == seen[1].keys() == seen[2].keys() == pair.keys():
-            names = [frozenset(each) for each in (*seen, pair)]
-            gone = frozenset().union(*names) - names[0].intersection(*names)
-            raise ConfigError(f"leaf {name_of(min(gone))} of its cache comes and goes")
-        shapes: dict[tuple[str, int, int, int], int] = {}
-        layers: list[int] = []
-        rows, states, counts = [], [], []
-        for path in seen[0]:
-            values = [each[path] for each in seen]
-            if path in aliases and all(are_constant([v[path], v[aliases[path]]]) for v in seen):
-                self._aliases[path] = aliases[path]
-                continue
-            batch = batch_axis(values[0], pair[path])
-            if are_constant([*values, pair[path]]):
-                continue
-            if (count := count_of(path, values, pair[path])) is not None:
-                counts.append(count)
-            elif (found := rows_of(values)) is not None:
-                axis, size = found
-                if not values[0].numel():
-                    rows.append(Rows(path, axis, batch, size, None, 0))
-                    continue
-                shape = form_of_leaf(values[0], axis, batch, size)
-                component = shapes.setdefault(shape, len(shapes))
-                layers += [0] * (len(shapes) - len(layers))
-                rows.append(Rows(path, axis, batch, size, component, layers[component]))
-                layers[component] += 1
-            elif all(isinstance(each, torch.Tensor) for each in values):
-                dtype = str(values[0].dtype).removeprefix("torch.")
-                states.append(State(path, dtype, values[0].dim(), batch))
-            else:
-                raise ConfigError(
-                    f"leaf {name_of(path)} of its cache is {', '.join(map(repr, values))} after "
-                    "one, two and three chunks, which follows no law"
-                )
-        self.rows, self.states, self.counts = tuple(rows), tuple(states), tuple(counts)
-        self.components = tuple(
-            Component(
-                name=f"kv.{number}", dtype=dtype, shape=(layers[number], heads, size, content)
-            )
-            for (dtype, heads, size, content), number in shapes.items()
-        )
-        self.state_bytes = max(len(self._state_of(each)) for each in seen) if states else 0
-
-    def _refuse_later_tokens(self, model: ModelRun, ids: torch.Tensor) -> None:
-        """Refuse rows of a token that depend on tokens behind it."""
-        size = self.chunk_tokens
-        other = ids[:, : 2 * size].clone()
-        other[:, -1] = ids[:, 0] if ids[0, 0] != other[0, -1] else ids[:, 1]
-        runs = [
-            snapshot(model.run(each, model.new_cache(), 0)[0])
-            for each in (ids[:, : 2 * size], other)
-        ]
-        for law in self.rows:
-            if law.component is None:
-                continue
-            # Where a chunk has as many rows as tokens, all but the last token's are compared.
-            num_rows = 2 * size - 1 if law.size == size else law.size
-            one, two = (each[law.path].narrow(law.axis, 0, num_rows).float() for each in runs)
-            if (one - two).abs().max() > _ROUNDING * one.abs().max():
-                raise ConfigError(
-                    f"is not causal: rows of a token in leaf {name_of(law.path)} of its cache "
-                    "depend on later tokens, so the KV of a prefix cannot be reused"
-                )
+    def _num_bytes(self, leaves: Mapping[Path, Any]) -> int:
+        return len(self._state_of(leaves))
 
     @property
     def _laws(self) -> list[Rows | State]:
@@ -512,17 +386,6 @@ class CacheTree:
 
     def _count(self, law: Count, num_tokens: int) -> int:
         return law.first + law.step * (num_tokens - self.chunk_tokens) // self.chunk_tokens
-
-
-def _default_chunk_tokens(model: ModelRun) -> int:
-    """Return the tokens of a chunk where no option sets them: at most `CHUNK_BYTES` of rows."""
-    size = _DEFAULT_CHUNK_TOKENS
-    cache, _ = model.run(model.probe_ids(size, 1), model.new_cache(), 0)
-    tensors = [each for each in snapshot(cache).values() if isinstance(each, torch.Tensor)]
-    num_bytes = sum(each.numel() * each.element_size() for each in tensors if size in each.shape)
-    while size > _FEWEST_TOKENS and num_bytes > CHUNK_BYTES:
-        size, num_bytes = size // 2, num_bytes // 2
-    return size
 
 
 def _row_of(value: torch.Tensor, batch: int | None, row: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvferry.adapters.transformers.cache_tree import CacheTree, NoRowsError
+from kvferry.adapters.transformers.cache_tree import CacheTree
 from kvferry.adapters.transformers.identity import (
     called_functions,
     deviations,
@@ -28,6 +28,7 @@ from kvferry.adapters.transformers.identity import (
     states_of_prompts,
 )
 from kvferry.adapters.transformers.items import Items
+from kvferry.adapters.transformers.learning import NoRowsError, learn
 from kvferry.adapters.transformers.plain_kv import (
     UNRUNNABLE,
     NotCausalError,
@@ -366,11 +367,11 @@ class HostModel:
 
     def _learnt(self, chunk_tokens: int | None) -> CacheTree:
         try:
-            return CacheTree.learn(self, chunk_tokens)
+            return learn(self, chunk_tokens)
         except NoRowsError:
             # All attention may be in windows beside states: keep their tokens, too.
             self._records_states, self._empty_cache = True, None
-            return CacheTree.learn(self, chunk_tokens)
+            return learn(self, chunk_tokens)
 
     def reset_all(self) -> None:
         """As `reset`, while the hidden state is not known yet."""
