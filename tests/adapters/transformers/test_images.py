@@ -230,6 +230,17 @@ def test_images_anywhere_in_a_prompt(load, store_url, case, model_type, is_whole
     assert counts["generated_without_store"] == counts["cache_law_broken"] == 0
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl"])
+def test_a_prefill_stops_in_no_image(load, store_url, model_type):
+    prompt = image_prompt(model_type, 40, Picture(8, 6, 6), 1)  # the last chunk ends in it
+    with open_kv(load(model_type), store_url) as kv:
+        for _ in range(2):
+            cache = kv.prefill(prompt.input_ids, **prompt.inputs)
+            assert cache.get_seq_length() == prompt.input_ids.shape[1] - 1
+        assert_right(kv, load, model_type, prompt)
+        assert kv.num_loaded in (32, 41)
+
+
 VIDEOS = {
     # Frames are apart, with text between them, or in one run; and how tensors are divided.
     "qwen3_5": ([[VIDEO] * 6, [VIDEO] * 6], "by video_grid_thw"),
