@@ -203,6 +203,8 @@ LAZY = {
     # The host itself, and the hub that it loads models with.
     "adapters/transformers": {"transformers"},
     "adapters/vllm": {"vllm", "kvferry.adapters.vllm.plugin"},
+    # Its time, in every process, for the few that ask a web server.
+    "network.py": {"urllib"},
     # The hub whose snapshot a host runs.
     "identity/running.py": {"huggingface_hub"},
     "testing": {"transformers"},

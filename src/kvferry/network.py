@@ -59,6 +59,29 @@ def call_ends(deadline: float) -> float:
     return min(deadline, time.monotonic() + CALL_SECONDS)
 
 
+def http(url: str, seconds: float, max_bytes: int, *, body: bytes | None = None) -> bytes:
+    """Return what a web server answers to a GET, or to a POST of JSON, whole.
+
+    Raises:
+        OSError: no answer, none within `seconds` (TimeoutError), one that does not end by then or
+            within `max_bytes`, or a status of refusal (HTTPError).
+        HTTPException, ValueError: no answer of HTTP, or no URL.
+    """
+    # Loaded when it is used: few processes ask a web server, and all of them load this module.
+    import urllib.request
+
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    until, parts, size = time.monotonic() + seconds, list[bytes](), 0
+    asked = urllib.request.Request(url, body, kind)
+    with urllib.request.urlopen(asked, timeout=seconds) as answer:
+        while part := answer.read1(BUFFER_BYTES):
+            parts.append(part)
+            size += len(part)
+            if time.monotonic() > until or size > max_bytes:
+                raise OSError("it does not end its answer")
+    return b"".join(parts)
+
+
 def reason_of(error: Exception) -> str:
     """Say what went wrong with a connection, without a name or number of this process."""
     match error:

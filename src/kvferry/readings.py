@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from prometheus_client.samples import Sample
 
 from kvferry.errors import ConfigError
 from kvferry.journal import ENGINE, journal_lines, read_journal
+from kvferry.network import http
 
 K = TypeVar("K")
 
@@ -125,22 +125,13 @@ def read_endpoint(url: str, timeout: float) -> Reading:
 
 
 def _fetch(url: str, timeout: float) -> str:
-    until, parts, size = time.monotonic() + timeout, [], 0
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
-            while part := answer.read1(1 << 16):
-                parts.append(part)
-                size += len(part)
-                if time.monotonic() > until or size > MAX_METRICS_BYTES:
-                    raise ConfigError(f"{url} does not end its answer")
-    except ConfigError:
-        raise
+        return http(url, timeout, MAX_METRICS_BYTES).decode(errors="replace")
     except TimeoutError as error:
         raise ConfigError(f"{url} did not answer within {timeout:g} s") from error
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(f"cannot read {url}: {reason or type(error).__name__}") from error
-    return b"".join(parts).decode(errors="replace")
 
 
 def _read_samples(samples: Iterable[Sample]) -> Reading:

@@ -154,7 +154,7 @@ def test_an_endpoint_that_hangs_or_never_ends_is_given_up(monkeypatch):
         except OSError:
             return
 
-    monkeypatch.setattr("kvferry.readings.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("kvferry.network.time", SimpleNamespace(monotonic=clock))
     for answer, seconds, said in (
         (hangs, 0.2, "did not answer within"), (never_ends, 60, "does not end"),
     ):  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -113,8 +114,11 @@ def test_a_store_that_takes_nothing_is_said(run, model_dir, url, prompts):
 
 
 @contextmanager
-def serving(status: int = 200, hangs: threading.Event | None = None) -> Iterator[tuple]:
-    """A server of OpenAI's interface: its URL, and what it was asked."""
+def serving(
+    status: int = 200, hangs: threading.Event | None = None, *, drips: bool = False
+) -> Iterator[tuple]:
+    """A server of OpenAI's interface: its URL, and what it was asked. It `hangs`, or `drips` spaces
+    until then."""
     asked: list[tuple[str, dict]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -134,6 +138,13 @@ def serving(status: int = 200, hangs: threading.Event | None = None) -> Iterator
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.path, body))
+            if hangs is not None and drips:
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    while not hangs.wait(0.05):
+                        self.wfile.write(b" ")
+                return
             if hangs is not None:
                 hangs.wait(60)
             usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -181,11 +192,12 @@ def test_refusals_of_a_prompt_go_on_and_those_of_all_end_it(run, prompts, status
     assert is_plain(ran.out + ran.err)
 
 
-def test_a_server_that_is_away_or_hangs_is_one_line(run, prompts):
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_server_that_is_away_or_hangs_is_one_line(run, prompts, drips):
     (port,) = free_ports(1)
     ran = run("warm", "m", "--openai", f"http://{LOCALHOST}:{port}/v1", "--prompts", prompts)
     assert (ran.code, "does not answer" in ran.error_line) == (2, True)
-    with serving(hangs=threading.Event()) as (place, _):
+    with serving(hangs=threading.Event(), drips=drips) as (place, _):
         ran = run("warm", "m", "--openai", place, "--prompts", prompts, "--timeout", 1)
         assert (ran.code, "does not answer" in ran.error_line) == (2, True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http.client import HTTPException
@@ -39,6 +38,7 @@ from kvferry.cli.stores import await_answer
 from kvferry.config import build_config
 from kvferry.errors import ConfigError
 from kvferry.keys import ChunkKeys, Namespace
+from kvferry.network import http
 from kvferry.record.schema import default_chunk_tokens
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
@@ -246,9 +246,7 @@ def _answer(url: str, body: Mapping[str, object] | None, timeout: float) -> obje
     ConfigError if it refuses this prompt, OSError if it would fail for the next, too."""
     data = None if body is None else json_module.dumps(body).encode()
     try:
-        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=timeout) as answer:
-            return json_module.loads(answer.read(_MAX_ANSWER_BYTES))
+        return json_module.loads(http(url, timeout, _MAX_ANSWER_BYTES, body=data))
     except HTTPError as error:
         fault = f"{url} answers {error.code} {error.reason}"
         raise (ConfigError if error.code in _OF_PROMPT else OSError)(fault) from None
