@@ -200,6 +200,25 @@ def test_positions_that_images_leave_in_the_model_are_those_of_the_prompt(
             assert difference(expected.logits[:, -1], logits) <= WITHIN
 
 
+def test_as_many_runs_as_images_need_not_be_one_each(load, store_url):
+    """Two images in one run, and one in two runs, as a client may write them."""
+    first, second = (
+        image_prompt("gemma3", 20, each, Picture(2), 30, Picture(3), 50) for each in (A, C)
+    )
+    ids = first.input_ids.clone()
+    ids[0, 20:34] = torch.tensor([START, *[IMAGE] * 8, END, 9, 9, 9, 9])
+    inside = torch.nonzero(ids[0, 34:] == IMAGE)[:, 0] + 34
+    ids[0, inside[2]], ids[0, inside[3] + 1] = 9, IMAGE
+    counts = Counters()
+    with open_kv(load("gemma3"), store_url, observer=counts) as kv:
+        for prompt in (first, second):
+            inputs = {**prompt.inputs, "token_type_ids": (ids == IMAGE).int()}
+            for _ in range(2):
+                assert_right(kv, load, "gemma3", ImagePrompt(ids, inputs))
+            assert kv.num_loaded >= ids.shape[1] - 2 - CHUNK
+    assert counts["generated_without_store"] == 0
+
+
 EVERY = 256
 """Tokens between two states of the tiny model."""
 

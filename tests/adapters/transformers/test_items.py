@@ -80,6 +80,13 @@ LAWS = {
         [(3, 7), (9, 15)],
         {"pixel_values": [2, 3]},
     ),
+    "tiles alike, by chance as many as runs": (
+        row(1, (IMAGE, 8), 2, (IMAGE, 2), 1, (IMAGE, 2), 1),
+        {"pixel_values": pixels(3, 3, 8, 8)},
+        "alike on axis 0",
+        [(1, 9), (11, 16)],
+        {"pixel_values": [2, 1]},
+    ),
     "tiles alike, in a batch of one": (
         TWO,
         {"pixel_values": pixels(1, 5, 3, 8, 8)},
@@ -179,7 +186,7 @@ def test_tokens_without_an_item_get_no_tensor_of_one():
     ],
 )
 def test_nothing_ends_in_an_item(num_tokens, cut, aligned, cover):
-    items = found(TWO, pixel_values=pixels(2, 3))
+    items = found(TWO, pixel_values=pixels(2, 3), image_sizes=grid((9, 9), (5, 5)))
     assert items.cut(num_tokens) == cut
     assert items.aligned_cut(num_tokens, 8) == aligned
     assert items.cover(num_tokens) == cover

@@ -239,7 +239,7 @@ def _divide(
 
     The laws, by shapes alone:
 
-    - each: every tensor has one row for each run;
+    - each: every tensor has one row for each run, and runs are of one length if it is alone;
     - a grid: one tensor says of each item how many cells it has, and a token stands for the same
       number of cells in all; other tensors have a row for each item, or for each cell;
     - alike: the only tensor has rows of one size each, so that all stand for as many tokens.
@@ -248,7 +248,8 @@ def _divide(
     for axis in (0, 1):  # the second where the first is that of a batch of one prompt
         if axis and any(each.dim() < 2 or len(each) != 1 for each in tensors.values()):
             break
-        if all(each.shape[axis] == len(runs) for each in tensors.values()):
+        is_told = len(tensors) > 1 or len(set(tokens)) == 1  # rows of one size have as many tokens
+        if is_told and all(each.shape[axis] == len(runs) for each in tensors.values()):
             parts = {name: [1] * len(runs) for name in tensors}
             return _joined(f"each of axis {axis}", runs, tokens, parts, axis)
     total = sum(tokens)
