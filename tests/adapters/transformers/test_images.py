@@ -574,5 +574,6 @@ def test_wrong_arguments_end_as_without_a_store(load, store_url, case, is_proven
         else:
             found = generate(kv, ids, **inputs)[1]
             assert bool(found.isnan().all()) or difference(expected[1], found) <= WITHIN
-        assert_right(kv, load, "qwen3_vl", proven)
-        assert kv.num_loaded in ((96,) if is_proven else (0, 32))
+        for _ in range(2):
+            assert_right(kv, load, "qwen3_vl", proven)
+        assert kv.num_loaded == 96
