@@ -305,6 +305,7 @@ def test_bytes_that_are_no_state_of_the_tree_are_a_miss(tree_dir, load_model, st
     shapes = json.loads(state[4 : 4 + head])
     bad = [[*shapes[:-1], shapes[-1][:-1]], shapes[:-1], [[-1] * 3] * len(shapes), {}, [[1e99]]]
     bad += [[[1 << 40] * len(shapes[0])] * len(shapes), [None] * len(shapes)]
+    bad += [[[each[0], *reversed(each[1:])] for each in shapes]]
     texts = [json.dumps(each).encode() for each in bad]
     wrong = [len(each).to_bytes(4, "little") + each + state[4 + head :] for each in texts]
     for each in (*wrong, b"", state[:3], state[:-1], bytes(100), b"\xff" * 100):

@@ -38,8 +38,14 @@ class State(NamedTuple):
 
     path: Path
     dtype: str
-    num_axes: int
+    sizes: tuple[int | None, ...]
+    """Of its axes; None for one that changes with the tokens before it."""
     batch: int | None
+
+    def may_be(self, shape: Sequence[int]) -> bool:
+        """Whether a leaf of one prompt has this shape after whole chunks."""
+        pairs = zip(self.sizes, shape, strict=False)
+        return len(shape) == len(self.sizes) and all(size in (None, n) for size, n in pairs)
 
 
 class Count(NamedTuple):

@@ -135,7 +135,7 @@ class CacheTree:
                 [name_of(each.path), each.axis, each.size, each.component, each.layer]
                 for each in self.rows
             ],
-            "states": [[name_of(each.path), each.dtype, each.num_axes] for each in self.states],
+            "states": [[name_of(each.path), each.dtype, len(each.sizes)] for each in self.states],
             "counts": [[name_of(each.path), each.first, each.step] for each in self.counts],
         }
 
@@ -163,7 +163,8 @@ class CacheTree:
             if (
                 not isinstance(value, torch.Tensor)
                 or str(value.dtype) != f"torch.{state.dtype}"
-                or value.dim() != state.num_axes
+                or value.dim() != len(state.sizes)
+                or (num_tokens % size == 0 and not state.may_be(_of_one(value, state.batch)))
             ):
                 return f"{name_of(state.path)} is {described(value)}"
             if value.is_floating_point() and not bool(value.isfinite().all()):
@@ -330,9 +331,7 @@ class CacheTree:
         shapes, at = json.loads(state[4 : 4 + size]), 4 + size
         for law, shape in zip(self.states, shapes, strict=True):
             dtype = getattr(torch, law.dtype)
-            is_shape = len(shape) == law.num_axes and all(
-                isinstance(n, int) and n >= 0 for n in shape
-            )
+            is_shape = law.may_be(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
             stop = at + math.prod(shape) * dtype.itemsize if is_shape else -1
             if not at <= stop <= len(state):
                 raise ValueError(f"{name_of(law.path)} has the shape {shape}")
@@ -403,3 +402,8 @@ def _padded(value: torch.Tensor, num_padding: int, axis: int) -> torch.Tensor:
 
 def _shape_without(value: torch.Tensor, axis: int) -> tuple[int, ...]:
     return (*value.shape[:axis], *value.shape[axis + 1 :])
+
+
+def _of_one(value: torch.Tensor, batch: int | None) -> list[int]:
+    """Return the shape that a leaf has for one row of a batch."""
+    return [1 if axis == batch else size for axis, size in enumerate(value.shape)]

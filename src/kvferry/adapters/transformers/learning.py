@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -112,7 +112,7 @@ def _laws_of(
             layers[component] += 1
         elif all(isinstance(each, torch.Tensor) for each in values):
             dtype = str(values[0].dtype).removeprefix("torch.")
-            states.append(State(path, dtype, values[0].dim(), batch))
+            states.append(State(path, dtype, _sizes_of(values), batch))
         else:
             raise ConfigError(
                 f"leaf {name_of(path)} of its cache is {', '.join(map(repr, values))} after "
@@ -154,3 +154,12 @@ def _default_chunk_tokens(model: ModelRun) -> int:
     while size > _FEWEST_TOKENS and num_bytes > CHUNK_BYTES:
         size, num_bytes = size // 2, num_bytes // 2
     return size
+
+
+def _sizes_of(values: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+    """Return the size of each axis; None where it is not the same in all."""
+    first = values[0].shape
+    return tuple(
+        size if all(each.shape[axis : axis + 1] == (size,) for each in values) else None
+        for axis, size in enumerate(first)
+    )
