@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -82,7 +83,7 @@ class Auditor:
         stored: StoredRow,
         token_ids: list[int],
         items: Items,
-        deadline: float,
+        timeout: float,
     ) -> bool:
         """Whether a hit may be used. If an audit is due, computes the first chunk from nothing, and
         one other, drawn at random, on top of the stored ones before it. Where only states can be
@@ -94,7 +95,7 @@ class Auditor:
             stored: their records.
             token_ids: the prompt, without padding.
             items: of the prompt, placed. Those that a compared chunk overlaps are computed whole.
-            deadline: for reading a state.
+            timeout: seconds for reading a state.
         """
         if not self._is_due():
             return True
@@ -111,7 +112,7 @@ class Auditor:
             numbers.append(1 + int(self.draw() * (len(images) - 1)))
         parts = [partial(self._of_chunk, number) for number in numbers]
         if stored.state is not None:
-            parts.append(partial(self._of_state, deadline))
+            parts.append(partial(self._of_state, timeout))
         found = []
         for part in parts:
             each = part(keys, stored, token_ids, items)
@@ -152,7 +153,7 @@ class Auditor:
         return _Found(found.excess, found.describe(self._rows), [keys[number]])
 
     def _of_state(
-        self, deadline: float, keys: Sequence[ChunkKey], stored: StoredRow, token_ids: list[int],
+        self, timeout: float, keys: Sequence[ChunkKey], stored: StoredRow, token_ids: list[int],
         items: Items,
     ) -> _Found | None:  # fmt: skip
         """Compare the state at the end of a hit, computed on top of the stored one before it, with
@@ -167,7 +168,7 @@ class Auditor:
             for key in parts:
                 self._store.discard(key, MissReason.NOT_FINITE)
             return None
-        before = self._before(keys, stored, items, deadline)
+        before = self._before(keys, stored, items, timeout)
         begin, end = len(before.images) * size, len(stored.images) * size
         cache = self._form.cache_of([before], begin)
         ids, inputs = torch.tensor([token_ids[begin:end]]), items.inputs(begin, end)
@@ -186,7 +187,7 @@ class Auditor:
         return worst
 
     def _before(
-        self, keys: Sequence[ChunkKey], stored: StoredRow, items: Items, deadline: float
+        self, keys: Sequence[ChunkKey], stored: StoredRow, items: Items, timeout: float
     ) -> StoredRow:
         """Return the last chunks before the end of a hit at whose end a state can be read, and that
         state; no chunks if there is none."""
@@ -196,6 +197,8 @@ class Auditor:
         for number in range(len(stored.images) - 1, 0, -1):
             chunk, num_tokens = keys[number - 1], number * size
             if items.cut(num_tokens) == num_tokens and self._states.is_known(chunk):
+                # Chunks were computed meanwhile: the time for reading begins anew.
+                deadline = time.monotonic() + timeout
                 state = self._states.read(chunk, num_tokens, deadline)
                 if state is not None and self._form.tree.accepts(state):
                     return StoredRow(0, stored.images[:number], state)

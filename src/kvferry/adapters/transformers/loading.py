@@ -94,7 +94,7 @@ class Loader:
             longest = max(hits, key=lambda place: len(stored[place].row.images))
             prompt, keys = rows[longest]
             row = stored[longest].row
-            if not self._auditor.agrees(keys, row, prompt.token_ids, items, deadline):
+            if not self._auditor.agrees(keys, row, prompt.token_ids, items, timeout):
                 hits = []
         if not hits:
             stored = [
