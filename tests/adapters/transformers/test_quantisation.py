@@ -115,7 +115,8 @@ def test_another_process_reads_what_one_stored(packed_dir, load_model, store_url
     assert reader.stdout.split() == [str(HIT)] * len(FORMATS)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe_lite", "minimax"])
+# Without experts: with activations of 8 bits, rounding sends tokens to others.
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "minicpm3", "lfm2"])
 def test_a_cache_that_is_a_tree_is_proven_with_packed_weights(tmp_path, store_url, model_type):
     model = build_model(tiny_config(model_type))
     linear = [name for name, each in model.named_modules() if type(each) is torch.nn.Linear]
