@@ -152,6 +152,7 @@ def test_rows_of_requests_with_items_are_not_kept_where_a_hit_in_one_may_be_wron
         else {"model_arch_config": arch}
     )
     config = _changed(vllm_config, "model_config", **field)
+    vars(config.model_config).pop("is_mm_prefix_lm", None)  # as vLLM said it before, and kept it
     request = SimpleNamespace(lora_request=None, mm_features=features)  # found among the callers
     with scripted(config, tmp_path.as_uri()) as one:
         one.store(1, 2, 3, 4)

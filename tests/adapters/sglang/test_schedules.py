@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvferry.adapters.sglang import identity, storage
+from kvferry.adapters.sglang import identity, pages, storage
 from kvferry.errors import FaultKind, StoreError
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Where
@@ -116,6 +116,9 @@ class WatchedPool(HostPool):
         is_closed: set when the back end is closed; from then on no page is lent.
         wrong: what happened that must not.
     """
+
+    # Not among the attributes of which kvferry must know each.
+    __slots__ = ("_lent", "is_attached", "is_closed", "wrong")
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,6 +328,7 @@ def test_any_schedule_brings_right_pages_or_misses_and_touches_no_memory_later(
     first: int | None, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr(pages, "CLEAR_SECONDS", 0.02)  # it reads heads, and reads may hang
     start = random.SystemRandom().randrange(1 << 30) if first is None else first
     num_loaded = sum(run_schedule(start + each, attach, monkeypatch) for each in range(50))
     assert num_loaded > 300

@@ -590,6 +590,7 @@ def test_opening_another_store_of_a_process_keeps_its_locks(tmp_path):
 READ_ONLY_SCRIPT = """
 import os, sys
 from pathlib import Path
+from kvferry.store.base import Where
 from kvferry.store.file import FileSettings, FileStore
 from kvferry.store.file.settings import FileBounds
 from kvferry.testing.stores.hooks import wait_until
