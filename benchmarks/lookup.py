@@ -36,7 +36,7 @@ from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.store.base import Store, Where
+from kvferry.store.base import HERE, Store
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.index import KnownKeys
 from kvferry.store.url import open_store
@@ -146,7 +146,7 @@ def find_us(store: Store, keys: Sequence[ChunkKey]) -> float:
     """Median microseconds to ask the store for one key, all of which it has."""
 
     def find() -> None:
-        if (found := sum(each is Where.HERE for each in map(store.where, keys))) != len(keys):
+        if (found := list(map(store.where, keys)).count(HERE)) != len(keys):
             raise AssertionError(f"the store knows {found} of {len(keys)} records")
 
     return median_us(lambda: timed(find).wall, len(keys))

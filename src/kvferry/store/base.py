@@ -123,6 +123,11 @@ class Where(Enum):
     """The medium said that it is about to have it, as a peer may."""
 
 
+HERE, ABSENT = Where.HERE, Where.ABSENT
+ASKED, COMING = Where.ASKED, Where.COMING
+"""For look-ups: a member of an enum is a slow attribute in Python 3.11."""
+
+
 class Entry(NamedTuple):
     """One stored value, as `scan` finds it."""
 

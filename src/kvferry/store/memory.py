@@ -16,8 +16,10 @@ from typing import NamedTuple
 from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    ABSENT,
     CLOSED,
     EXISTS,
+    HERE,
     NO_DEADLINE,
     STORED,
     Buffer,
@@ -104,7 +106,7 @@ class MemoryStore(Catalogue):
         self._closed = False
 
     def where(self, key: ChunkKey) -> Where:
-        return Where.HERE if key in self._values else Where.ABSENT
+        return HERE if key in self._values else ABSENT
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE

@@ -27,7 +27,13 @@ from kvferry.record.check import MissReason
 from kvferry.record.leaves import joined
 from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.store.backoff import Backoff
-from kvferry.store.base import NO_DEADLINE, PutResult, Store, Value, Where
+from kvferry.store.base import (
+    HERE,
+    NO_DEADLINE,
+    PutResult,
+    Store,
+    Value,
+)
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import NOT_FINITE, RecordRead, read_record, seal_record
 from kvferry.types import ChunkKey
@@ -255,7 +261,7 @@ class RecordClient:
         while start < len(keys):
             # The first chunk of a run is always read: the index may not know others' records yet.
             stop = start + 1
-            while stop < len(keys) and self._store.where(keys[stop]) is Where.HERE:
+            while stop < len(keys) and self._store.where(keys[stop]) is HERE:
                 stop += 1
             landed, goes_on = self._get_run(keys, start, stop, deadline)
             for image in landed:

@@ -18,7 +18,14 @@ import numpy as np
 from kvferry.adapters.row_cache import STORE_SECONDS, RowCache
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, PutResult, Store, Where
+from kvferry.store.base import (
+    ABSENT,
+    ASK_SECONDS,
+    ASKED,
+    HERE,
+    PutResult,
+    Store,
+)
 from kvferry.store.record_client import Batch
 from kvferry.types import ChunkKey
 
@@ -118,7 +125,7 @@ class TierRows:
         if record is None:
             record = known.keys[key] = self._cache.record(key)
         where = self._store.where(record)
-        if where is Where.HERE:
+        if where is HERE:
             return True
         asked = known.asked.get(key)
         if asked is None:
@@ -128,7 +135,7 @@ class TierRows:
                 return None
         elif time.monotonic() >= asked + ASK_SECONDS:
             self._observer.count("lookup_deadline")
-        elif where is Where.ASKED:
+        elif where is ASKED:
             return None
         known.missed.add(key)
         return False
@@ -155,7 +162,7 @@ class TierRows:
         wanted = [
             (key, place)
             for key, place in zip(keys, places, strict=True)
-            if self._store.where(self._cache.record(key)) is not Where.HERE
+            if self._store.where(self._cache.record(key)) is not HERE
         ]
 
         def fill(index: int, payload: memoryview) -> None:
@@ -292,7 +299,7 @@ class _Watch:
         gone = []
         for _ in range(min(len(self._known), _WATCHED_PER_STEP)):
             record, key = self._known.popleft()
-            if self._store.where(record) is Where.ABSENT:
+            if self._store.where(record) is ABSENT:
                 gone.append(key)
             else:
                 self._known.append((record, key))

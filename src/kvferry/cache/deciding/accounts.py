@@ -21,7 +21,11 @@ from kvferry.contract.handover import STAMP, write_explanation
 from kvferry.contract.messages import ChunksRemoved, ChunkStored, FinishResult, LookupMiss
 from kvferry.journal import Journal, JournalAnswer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Store, Where
+from kvferry.store.base import (
+    ASKED,
+    HERE,
+    Store,
+)
 from kvferry.types import ChunkKey, Handover, RequestView, StepView
 
 logger = logging.getLogger(__name__)
@@ -252,12 +256,12 @@ class Announcer:
         """Return the events since the last call."""
         where = self._store.where
         gone, self._gone = self._gone, []
-        stored = [key for key in self._pending if where(ChunkKey(key)) is Where.HERE]
+        stored = [key for key in self._pending if where(ChunkKey(key)) is HERE]
         events: list[ChunkStored | ChunksRemoved] = [self._pending.pop(key) for key in stored]
         self._announced.update(dict.fromkeys(stored))
         for _ in range(min(CHECKS_PER_STEP, len(self._announced))):
             key, _nothing = self._announced.popitem(last=False)
-            may_be_here = where(ChunkKey(key)) in (Where.HERE, Where.ASKED)
+            may_be_here = where(ChunkKey(key)) in (HERE, ASKED)
             if may_be_here and len(self._announced) < MAX_ANNOUNCED:
                 self._announced[key] = None
             else:

@@ -42,7 +42,12 @@ from kvferry.errors import FaultKind
 from kvferry.keys import ChunkKeys
 from kvferry.record.check import SOUND, MissReason
 from kvferry.store.backoff import Backoff
-from kvferry.store.base import ASK_SECONDS, Where
+from kvferry.store.base import (
+    ASK_SECONDS,
+    ASKED,
+    COMING,
+    HERE,
+)
 from kvferry.types import ChunkKey, MultimodalItem
 
 FIRST_PAUSE_SECONDS = 0.01
@@ -307,7 +312,7 @@ class Lookup:
         if search.wanted.plan.is_held or search.looks.is_over:
             return False
         key = search.wanted.keys[max(state.num_known, num_local // self._chunk)]
-        is_here = self._store.where(key) is Where.HERE
+        is_here = self._store.where(key) is HERE
         has_come = self._pool.find(key) is not None or is_here
         return not has_come and self._clock() < state.until
 
@@ -375,7 +380,7 @@ class Lookup:
         """Whether another engine may still bring the first chunk not known yet. Ask the store again
         after a pause."""
         keys, plan, began_at = search.wanted.keys, search.wanted.plan, search.wanted.began_at
-        is_coming = self._store.where(keys[known]) in (Where.COMING, Where.ASKED)
+        is_coming = self._store.where(keys[known]) in (COMING, ASKED)
         is_absent = search.short.miss is not None and not is_coming
         if plan.is_held and is_absent and self._clock() >= began_at + ASK_SECONDS:
             return False  # the peer lacks it, and other stores have had some time to find it
@@ -477,8 +482,8 @@ class Lookup:
                 # Not whole in memory, so it matters what the store has.
                 if key in unreadable:
                     return index, Short(*unreadable.why(key))
-                if slot is None and (found := where(key)) is not Where.HERE:
-                    return index, Short(None if found is Where.ASKED else LookupMiss.ABSENT)
+                if slot is None and (found := where(key)) is not HERE:
+                    return index, Short(None if found is ASKED else LookupMiss.ABSENT)
         return max(first, len(keys)), Short(None)
 
     def _say_lacking(self, search: Search) -> None:

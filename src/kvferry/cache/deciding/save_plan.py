@@ -30,7 +30,10 @@ from kvferry.cache.messages import (
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError, Fault
 from kvferry.record.check import MissReason
-from kvferry.store.base import PutResult, Where
+from kvferry.store.base import (
+    HERE,
+    PutResult,
+)
 from kvferry.store.recordio import NOT_FINITE
 from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView
 
@@ -222,7 +225,7 @@ class SavePlan:
         return self._is_stored(key)
 
     def _is_stored(self, key: ChunkKey) -> bool:
-        is_here = self._context.store.where(key) is Where.HERE
+        is_here = self._context.store.where(key) is HERE
         return is_here and key not in self._requests.unreadable
 
     def not_stored(

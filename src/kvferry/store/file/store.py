@@ -24,8 +24,10 @@ from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.filesystem import is_of_one_machine, user_cache, why_untrusted
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    ABSENT,
     CLOSED,
     EXISTS,
+    HERE,
     NO_DEADLINE,
     STORED,
     Buffer,
@@ -215,7 +217,7 @@ class FileStore(Catalogue):
         return self._max_bytes < NO_QUOTA and not self.index.totals.is_complete
 
     def where(self, key: ChunkKey) -> Where:
-        return Where.HERE if self._known.contains(key) else Where.ABSENT
+        return HERE if self._known.contains(key) else ABSENT
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE

@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, StoreStat, Where
+from kvferry.store.base import (
+    ABSENT,
+    ASKED,
+    COMING,
+    HERE,
+    Catalogue,
+    StoreStat,
+    Where,
+)
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening
 from kvferry.types import ChunkKey
@@ -105,10 +113,10 @@ class ServerKeys:
         is_asked = key in self._asked
         known = self._known.get(key)
         if known is not None and self._clock() < known.until:
-            return Where.HERE
+            return HERE
         if is_asked:
-            return Where.ASKED
-        return Where.COMING if key in self._coming else Where.ABSENT
+            return ASKED
+        return COMING if key in self._coming else ABSENT
 
     def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
         """Note that the server has a key. 0 stands for an unknown size."""
@@ -228,10 +236,10 @@ class ServerKeys:
                     answers.clear()
             until = self._clock() + ABSENT_SECONDS
             for key, before, where in zip(keys, known, found, strict=True):
-                if where is Where.HERE:
+                if where is HERE:
                     learn(key, 0)
                     continue
-                if where is Where.COMING:  # it is asked for again
+                if where is COMING:  # it is asked for again
                     self._absent.pop(key, None)
                     self._coming.add(key)
                 else:
@@ -268,7 +276,7 @@ class ServerStore(Catalogue):
         """See `find` of `ServerKeys`."""
 
     def where(self, key: ChunkKey) -> Where:
-        return Where.ABSENT if self._closed else self._keys.where(key)
+        return ABSENT if self._closed else self._keys.where(key)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         pass

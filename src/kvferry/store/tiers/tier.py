@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    HERE,
     Catalogue,
     Put,
     PutResult,
@@ -26,7 +27,6 @@ from kvferry.store.base import (
     StoreStat,
     TierStatus,
     Value,
-    Where,
 )
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
@@ -316,7 +316,7 @@ class Tier:
 
     def has(self, key: ChunkKey) -> bool:
         """Whether the store is up and known to have `key`. Memory only."""
-        return (store := self.up) is not None and store.where(key) is Where.HERE
+        return (store := self.up) is not None and store.where(key) is HERE
 
     def stat(self) -> StoreStat:
         """See `Store.stat`."""

@@ -19,7 +19,10 @@ from functools import partial
 from kvferry.errors import Fault, FaultKind, StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import (
+    ABSENT,
+    ASKED,
     CLOSED,
+    HERE,
     NO_DEADLINE,
     Address,
     Buffer,
@@ -128,12 +131,14 @@ class TieredStore(Catalogue):
     # -- reads ----------------------------------------------------------------------------------
 
     def where(self, key: ChunkKey) -> Where:
-        answer = Where.ABSENT
-        for store in self._up():
+        answer = ABSENT
+        for tier in self._tiers:  # not `_up`: a look-up asks for each chunk
+            if (store := tier.up) is None:
+                continue
             found = store.where(key)
-            if found is Where.HERE:
+            if found is HERE:
                 return found
-            if found is Where.ASKED or answer is Where.ABSENT:
+            if found is ASKED or answer is ABSENT:
                 answer = found
         return answer
 
