@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.cache.deciding.host_pool import HostPool, Slot
+from collections.abc import Iterable
+
+from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
+from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.types import ChunkKey
 
 
@@ -21,8 +24,24 @@ def held_keys(pool: HostPool) -> set[ChunkKey]:
     return set(pool._by_key)
 
 
-def check_pool(pool: HostPool) -> None:
-    """Check that no slot is lost, in two places, or in a wrong state."""
+def holds_of(role: SharedStorageScheduler) -> list[Hold]:
+    """Return all that owns pins: of each search, its hit and its audit; loads; and audits."""
+    searches = [state.search for state in role.requests.by_id.values() if state.search]
+    hits = [search.hit for search in searches if search.hit is not None]
+    expected, running = role.audits._expected.values(), role.audits._running.values()
+    audits = [*(hit.audit for hit in hits if hit.audit is not None), *expected, *running]
+    return [
+        *(search.pinned for search in searches),
+        *(audit.hold for audit in audits),
+        *(hold for _load, hold in role._loads.values()),
+    ]
+
+
+def check_pool(pool: HostPool, holds: Iterable[Hold] | None = None) -> None:
+    """Check that no slot is lost, in two places, or in a wrong state; and, given all holds, that
+    each pin has an owner."""
+    if holds is not None:
+        assert sum(map(len, holds)) == pool.num_pins, "pins without an owner"
     assigned, idle = slots_of(pool), pool._idle
     by_key = {key: pool.find(key) for key in held_keys(pool)}
     slots = list(assigned.values())

@@ -473,11 +473,9 @@ def test_a_slot_that_is_read_over_holds_nothing_until_it_was_verified(make_host)
     store.delete(key)
     slot = host.pool.fetch(key, 0, frozenset([0]))
     assert slot.index == index
-    host.pool.pin(slot)
     host.step([])
     host.ranks[0].worker.wait(60)
     host.step([])
     assert host.pool.find(key) is None
     assert not io.groups_held(chunk)
-    host.pool.unpin(slot)
     assert_settles(host)

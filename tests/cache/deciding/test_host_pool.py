@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
 from tests.cache.pools import check_pool, slot_at
@@ -59,6 +59,46 @@ def test_integrity_is_checked():
     slot.pins = 1
     with pytest.raises(AssertionError, match="should be idle"):
         check_pool(pool)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_pins_of_a_hold_end_once_however_often_it_is_released_or_moved(moves):
+    pool = make_pool()
+    owner = Hold(pool)
+    for key in (A, B):
+        owner.add(hold(pool, key))
+    assert owner.add_spare(0) is not None
+    before = owner
+    if moves:
+        owner = before.move()
+        assert (len(before), len(owner)) == (0, 3)
+    check_pool(pool, [before, owner][not moves :])
+    before.release()
+    assert pool.num_pins == 3 * moves
+    for _ in range(2):
+        owner.release()
+        assert (len(owner), pool.num_pins, pool.num_taken) == (0, 0, 0)
+    check_pool(pool, [before, owner])
+
+
+def test_a_hold_that_keeps_others_lets_none_of_them_go_between():
+    """A fetch that nobody pins is cancelled."""
+    pool = make_pool()
+    owner = Hold(pool)
+    slots = [pool.fetch(key, 0, GROUPS) for key in (A, B)]
+    owner.keep_only(slots)
+    owner.keep_only(slots[1:])
+    assert [slot.key for slot in owner] == [B]
+    assert (pool.find(A), pool.find(B)) == (None, slots[1])
+
+
+def test_a_pin_without_an_owner_is_found():
+    pool = make_pool()
+    owner = Hold(pool)
+    owner.add(hold(pool, A))
+    check_pool(pool, [owner])
+    with pytest.raises(AssertionError, match="without an owner"):
+        check_pool(pool, [])
 
 
 BEGUN = {

@@ -101,10 +101,14 @@ class Accounts:
         if state.answer is None:  # not after a preemption
             state.answer = answer
             if request.handover is not None:
-                self._count_handover(request, request.handover, answer, search)
+                self._count_handover(request, request.handover, answer, search.loads)
 
     def _count_handover(
-        self, request: RequestView, handover: Handover, answer: JournalAnswer, search: Search
+        self,
+        request: RequestView,
+        handover: Handover,
+        answer: JournalAnswer,
+        loads: Mapping[str, tuple[int, float]],
     ) -> None:
         """Count and log what became of a request that another engine prefills or decodes."""
         source = handover.source
@@ -114,7 +118,7 @@ class Accounts:
                 self._observer.count("remote_prefills_computed")
         parts = [f"{answer.local} of the engine's own"] if answer.local else []
         for tier, tokens in answer.hits.items():
-            fetched, seconds = search.loads.get(tier, (0, 0.0))
+            fetched, seconds = loads.get(tier, (0, 0.0))
             speed = fetched * self._token_bytes / seconds if seconds else 0.0
             rate = f" at {speed / 1e9:.3f} GB/s" if speed else ""
             parts.append(f"{tokens} from {tier}{rate}")
@@ -156,7 +160,7 @@ class Accounts:
             self._observer.count(f"miss_tokens/{reason}", num_tokens)
         if request.handover is not None:
             answer = JournalAnswer(0, {}, {reason: num_tokens}, request.extra_keys.why)
-            self._count_handover(request, request.handover, answer, Search())
+            self._count_handover(request, request.handover, answer, {})
 
     def wants_end(self, request: RequestView) -> bool:
         """Whether the journal or the client wants to know what of a request was not stored."""

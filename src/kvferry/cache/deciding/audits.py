@@ -30,7 +30,7 @@ from kvferry.blocks.tolerance import (
     tolerances_for,
 )
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
@@ -55,8 +55,9 @@ class Audit:
     """The comparison of a promised hit with what the engine computes.
 
     Attributes:
-        record: pinned slot with the record of the compared chunk.
-        copy: pinned slot for what the engine computes.
+        hold: has the two slots that follow.
+        record: slot with the record of the compared chunk.
+        copy: slot for what the engine computes.
         is_at_end: False if chunks that this engine did not save follow the compared one in the hit.
             Faults that grow with the position, such as other rotary frequencies, may not show then.
         behind: keys of the prompt, from that of the compared chunk on.
@@ -65,6 +66,7 @@ class Audit:
         results: results of the ranks that have compared their part.
     """
 
+    hold: Hold
     record: Slot
     copy: Slot
     is_at_end: bool
@@ -142,21 +144,17 @@ class Audits:
         record = self._pool.find(keys[number])
         if record is None:
             return None
-        # Before `spare`, which may evict one of these.
+        # Before a spare slot is assigned, which may evict one of these.
         is_at_end = all(
             slot is not None and slot.is_save
             for slot in (self._pool.find(keys[later]) for later in range(number + 1, whole.stop))
         )
-        copy = self._pool.spare(number * self._context.chunk_tokens)
+        hold = Hold(self._pool)
+        copy = hold.add_spare(number * self._context.chunk_tokens)
         if copy is None:
             return None
-        self._pool.pin(record)
-        return Audit(record, copy, is_at_end, keys[number:])
-
-    def release(self, audit: Audit) -> None:
-        """Give up an audit: its hit is not promised any more, or it has ended."""
-        self._pool.unpin(audit.record)
-        self._pool.unpin(audit.copy)
+        hold.add(record)
+        return Audit(hold, record, copy, is_at_end, keys[number:])
 
     def expect(self, request_id: str, audit: Audit | None, load: Load | None) -> None:
         """Expect the copy for the audit of a request that was admitted; None: it has none. `load`
@@ -171,7 +169,7 @@ class Audits:
         their content, so the load counts as unchecked."""
         if request_id in self._expected:
             audit = self._expected.pop(request_id)
-            self.release(audit)
+            audit.hold.release()
             if audit.load is not None:
                 self._unchecked.append(audit.load)
 
@@ -249,7 +247,7 @@ class Audits:
             return
         del self._running[copy.index]
         is_current = self._pool.find(audit.record.key) is audit.record  # no epoch has begun since
-        self.release(audit)
+        audit.hold.release()
         if is_current:
             self._conclude(audit)
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audit, Audits
 from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS, FailedKeys
-from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.host_pool import Hold, HostPool
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
@@ -156,7 +156,7 @@ class Search:
     """The search for a request's hit, from its first look-up until it is admitted.
 
     Invariants:
-    - Each slot of `pinned` has one pin of this search. Without a hit, an answer keeps none.
+    - Without a hit, an answer keeps no pins.
     - Promised chunks are held by all ranks, and pinned until the search ends.
     - A promise stands until the host has another number of tokens itself. If the hit is audited,
       the promise has what the audit needs.
@@ -168,10 +168,10 @@ class Search:
       request that was admitted awaits nothing more.
     """
 
+    pinned: Hold  # slots of the hit, filled or still filling
     wanted: Wanted = NOTHING
     state: Asking | Awaiting | Fetching | Settled = NEVER
     num_local: int = 0  # tokens that the engine had itself at the last look-up
-    pinned: list[Slot] = field(default_factory=list)  # of the hit, filled or still filling
     # Chunks whose fetch the search waited for, and where from; another request may have begun it.
     fetched: dict[ChunkKey, str] = field(default_factory=dict)
     worth: tuple[int, str] | None = None  # first chunk that is not worth loading, and why
@@ -285,7 +285,7 @@ class Lookup:
         place, now = self._audits.draw(), self._clock()
         wanted = Wanted(keys.keys, plan, most, place, now, keys.mark, items)
         looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
-        return Search(wanted, Asking(asked_at + ASK_SECONDS), looks=looks)
+        return Search(Hold(self._pool), wanted, Asking(asked_at + ASK_SECONDS), looks=looks)
 
     def answer(self, search: Search, num_tokens: int, num_local: int) -> LookupResult:
         """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
@@ -428,7 +428,7 @@ class Lookup:
             search.short = Short(self._why_not_held(search.wanted.keys[lacking]))
             stop = min(self.usable(lacking, end), stop - block)
         if promised is None:
-            self._pin_only(search, ())
+            search.pinned.release()
         else:
             self._observer.observe("promise", self._clock() - search.wanted.began_at)
         self._learn(search, late)
@@ -440,20 +440,20 @@ class Lookup:
         """Leave `Settled`: withdraw the promise, and with it the audit."""
         if isinstance(search.state, Settled):
             if search.hit is not None and search.hit.audit is not None:
-                self._audits.release(search.hit.audit)
+                search.hit.audit.hold.release()
             search.state = search.state.before
 
     def admit(self, search: Search) -> Audit | None:
         """End the search of a request that was admitted. Its load takes the pins over before. The
         audit of its hit goes on: hand it over."""
         audit = search.hit and search.hit.audit
-        self._pin_only(search, ())
+        search.pinned.release()
         search.state = NEVER
         return audit
 
     def release(self, search: Search) -> None:
         """End the pins and the promise of a search that ends."""
-        self._pin_only(search, ())
+        search.pinned.release()
         self._withdraw(search)
 
     # -- what there is --------------------------------------------------------------------------
@@ -636,20 +636,14 @@ class Lookup:
             if slot is None:
                 break
             if before is None:
-                self._pool.pin(slot)
-                search.pinned.append(slot)
+                search.pinned.add(slot)
             if not slot.is_save:
                 search.fetched[key] = self._store.tier_of(key)
 
     def _pin_only(self, search: Search, keys: Iterable[ChunkKey]) -> None:
         """Pin those of the chunks that have slots, then end the earlier pins of the search."""
-        before, search.pinned = search.pinned, []
-        for key in keys:
-            slot = self._pool.find(key)
-            if slot is not None:
-                self._pool.pin(slot)
-                search.pinned.append(slot)
-        self._pool.unpin_all(before)
+        slots = map(self._pool.find, keys)
+        search.pinned.keep_only(slot for slot in slots if slot is not None)
 
     def _pinned(self, search: Search, hit: Hit) -> Hit | None:
         """Pin exactly the chunks that a hit needs, all of them held, and what its audit needs. None

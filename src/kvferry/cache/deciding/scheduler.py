@@ -23,7 +23,7 @@ from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
-from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup, Search, Short
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.requests import Requests, RequestState
@@ -115,7 +115,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
         # For the next plan, by request; the slots are pinned until that plan is complete.
-        self._loads: dict[str, tuple[Load, list[Slot]]] = {}
+        self._loads: dict[str, tuple[Load, Hold]] = {}
         # Running requests that could not be cached when they were admitted, and what they got.
         self._uncached: dict[str, JournalAnswer] = {}
         self._plan_numbers = count(1)
@@ -258,7 +258,7 @@ class SharedStorageScheduler(SchedulerRole):
         state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(request.request_id)
-        search = state.search or Search()
+        search = state.search or Search(Hold(self.pool))
         stop = search.num_local
         if num_external_tokens > 0:
             hit = search.hit
@@ -274,7 +274,7 @@ class SharedStorageScheduler(SchedulerRole):
         limit = self._lookup.usable(len(state.keys.keys), len(request.all_token_ids) - 1)
         if state.search is not None or state.answer is None:  # else a session goes on in its blocks
             self._accounts.admitted(request, state, search, stop, limit)
-        load, _slots = self._loads.get(request.request_id, (None, ()))
+        load, _hold = self._loads.get(request.request_id, (None, None))
         self.audits.expect(request.request_id, self._lookup.admit(search), load)
         state.search = None
 
@@ -288,8 +288,7 @@ class SharedStorageScheduler(SchedulerRole):
         blocks = self.context.tables.load_slices(block_ids, *hit)
         chunks = self._lookup.chunks(search, *hit)
         self._forget_load(request_id)
-        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned
-        search.pinned = []
+        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned.move()
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -356,7 +355,7 @@ class SharedStorageScheduler(SchedulerRole):
             number=next(self._plan_numbers),
             fetches=fetches,
             cancels=cancels,
-            loads=tuple(load for load, _slots in self._loads.values()),
+            loads=tuple(load for load, _hold in self._loads.values()),
             saves=saves,
             unchecked=unchecked,
             failures_known=self.saves.failures_known,
@@ -528,5 +527,5 @@ class SharedStorageScheduler(SchedulerRole):
     def _forget_load(self, request_id: str) -> None:
         """Drop the load of a request: a plan carries it now, or the request lost its blocks."""
         if request_id in self._loads:
-            _load, slots = self._loads.pop(request_id)
-            self.pool.unpin_all(slots)
+            _load, hold = self._loads.pop(request_id)
+            hold.release()
