@@ -34,8 +34,9 @@ from benchmarks.host import CHUNK_TOKENS, Blocks, Rows, Shape, fill_with_noise, 
 from benchmarks.limits import timed
 from benchmarks.report import Row
 from kvferry.errors import LayoutError
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import FLOAT_BITS
-from kvferry.record.schema import LEAF_BYTES, digest
+from kvferry.record.schema import LEAF_BYTES
 from kvferry.types import KVGroup
 
 
@@ -173,7 +174,7 @@ class Reader:
         row_bytes = rows.shape[2] * rows.shape[3] * rows.itemsize
         chunk = memoryview(self._staging[index])
         return [
-            digest(chunk[start : min(start + LEAF_BYTES, row + row_bytes)])
+            CHECKSUM.of(chunk[start : min(start + LEAF_BYTES, row + row_bytes)])
             for row in range(0, len(chunk), row_bytes)
             for start in range(row, row + row_bytes, LEAF_BYTES)
         ]
@@ -216,7 +217,9 @@ class DeviceCopies:
         self._paged.scatter(rows, 0, self._runs, 0)
 
     def _hashed(self, rows: torch.Tensor) -> bytes | None:
-        later = self._paged.digests_later(rows, LEAF_BYTES, *FLOAT_BITS["BF16"].words)
+        later = self._paged.digests_later(
+            rows, LEAF_BYTES, CHECKSUM.kernel, *FLOAT_BITS["BF16"].words
+        )
         if later is None:
             return None
         torch.cuda.current_stream().synchronize()

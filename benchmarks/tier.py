@@ -36,8 +36,9 @@ from benchmarks.limits import PlainFiles, bring_into_cache, timed
 from benchmarks.report import Row
 from kvferry.errors import ConfigError
 from kvferry.filesystem import file_system
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import Leaves
-from kvferry.record.schema import DIGEST_BYTES, Component
+from kvferry.record.schema import Component
 from kvferry.testing.models import make_tiny_model
 
 CASES = ("fs", "fs, buffered", "kvferry", "kvferry, unchecked")
@@ -196,7 +197,7 @@ def hashed_as(case: str) -> Iterator[None]:
 
     def no_leaves(component: Component, payload: memoryview) -> Leaves:
         num_rows = len(payload) // component.row_bytes
-        return Leaves(bytes(DIGEST_BYTES * num_rows * component.leaves_per_row), True)
+        return Leaves(bytes(CHECKSUM.num_bytes * num_rows * component.leaves_per_row), True)
 
     with (
         patch("kvferry.store.record_client.leaves_of", no_leaves),

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from kvferry.blocks.rows import RankRows
 from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import Leaves
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.types import GroupShard, KVGroup, RankShard
 
 
@@ -128,7 +129,7 @@ def test_digests_of_all_ranks_are_the_leaf_table_of_the_record(case, chunk: int)
     groups, world_size = case
     schema = schema_of(groups, chunk)
     record = record_of(schema)
-    table = bytearray(DIGEST_BYTES * schema.num_leaves)
+    table = bytearray(CHECKSUM.num_bytes * schema.num_leaves)
     named = np.zeros(len(table), dtype=int)
     for rows in ranks_of(groups, world_size, schema):
         digests = rows.leaves(memoryview(slot_of(rows, schema, record)), {}).digests
@@ -155,7 +156,7 @@ def test_what_a_device_has_hashed_is_not_hashed_again():
     (rows,) = ranks_of(groups, 1, schema)
     slot = memoryview(slot_of(rows, schema, record_of(schema)))
     for are_finite in (True, False):
-        known = Leaves(b"d" * DIGEST_BYTES * schema.num_leaves, are_finite)
+        known = Leaves(b"d" * CHECKSUM.num_bytes * schema.num_leaves, are_finite)
         assert rows.leaves(slot, {0: lambda known=known: known}) == known
 
 

@@ -15,6 +15,7 @@ import xxhash
 
 from kvferry.layout.device import INT_OF, TorchCopies
 from kvferry.layout.ops import MakeCopies, PagedKV
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import FLOAT_BITS, NO_FLOATS
 from kvferry.record.schema import SAFETENSORS_DTYPE
 from kvferry.types import GroupShard, KVGroup
@@ -83,7 +84,9 @@ def test_some_layers_in_memory_of_their_own(triton_copies):
 
 
 def leaves_of(paged, rows, leaf_bytes, dtype="U8"):
-    later = paged.digests_later(rows, leaf_bytes, *FLOAT_BITS.get(dtype, NO_FLOATS).words)
+    later = paged.digests_later(
+        rows, leaf_bytes, CHECKSUM.kernel, *FLOAT_BITS.get(dtype, NO_FLOATS).words
+    )
     if rows.is_cuda:
         torch.cuda.synchronize()
     return later()
@@ -124,7 +127,8 @@ def test_leaves_the_kernel_cannot_hash_are_left_to_the_host(triton_copies):
     cache = make_cache("BHNC")
     paged = cache.paged(copies=triton_copies)
     rows = torch.zeros((2, 3, 3, 12), dtype=torch.int32, device=DEVICE)  # rows of 144 bytes
-    assert paged.digests_later(rows, 65536, 0, 0) is None
+    for kernel in (CHECKSUM.kernel, None, "another"):
+        assert paged.digests_later(rows, 65536, kernel, 0, 0) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])

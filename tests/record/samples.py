@@ -1,7 +1,8 @@
 """Sample records for tests: geometries, deterministic payloads, and a reader that checks it all."""
 
 from kvferry.record.check import MissReason, check_head, check_rows, parse_head
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaf_digests
+from kvferry.record.checksum import CHECKSUM
+from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.types import KVGroup
 
 NAMESPACE = bytes(range(32))
@@ -81,7 +82,7 @@ def read(schema, data, *, key=KEY, first_token=0):
     reason = check_head(schema, key, first_token, len(data), view[: schema.head_bytes])
     if reason is not None:
         return reason
-    table = view[schema.header_bytes + DIGEST_BYTES : schema.head_bytes]
+    table = view[schema.header_bytes + CHECKSUM.num_bytes : schema.head_bytes]
     for rows in (RowRange(i, 0, c.num_rows) for i, c in enumerate(schema.components)):
         start = schema.offset_of(rows)
         piece = view[start : start + schema.num_bytes_of(rows)]

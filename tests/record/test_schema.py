@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import salt_mark
 from kvferry.record.check import check_rows, mark_of
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import (
     ALIGN,
     CHUNK_BYTES,
-    DIGEST_BYTES,
     LEAF_BYTES,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
@@ -93,14 +93,14 @@ def test_leaves_tile_the_rows_and_cross_none(row_bytes, num_rows):
         assert start // row_bytes == (stop - 1) // row_bytes
     payload = memoryview(bytes(num_rows * row_bytes))
     digests = leaf_digests(part, payload)
-    assert len(digests) == DIGEST_BYTES * len(spans)
+    assert len(digests) == CHECKSUM.num_bytes * len(spans)
     assert check_rows(part, payload, memoryview(digests))
 
 
 def test_a_range_of_rows_verifies_alone_and_only_where_it_belongs():
     schema = schema_of([(2, 3, 70, "float32", None), (1, 1, 2, "float16", None)], 250)
     data = memoryview(encode(schema, payload_of(schema)))
-    table = data[schema.header_bytes + DIGEST_BYTES : schema.head_bytes]
+    table = data[schema.header_bytes + CHECKSUM.num_bytes : schema.head_bytes]
     assert schema.components[0].leaves_per_row == 2
     for start in range(6):
         rows = RowRange(0, start, start + 1)

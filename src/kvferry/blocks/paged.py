@@ -20,6 +20,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import MakeCopies, PagedKV
 from kvferry.layout.plan import BlockRun
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import Leaves
 from kvferry.types import NULL_BLOCK, GroupShard
 
@@ -221,7 +222,8 @@ class PagedTables:
     ) -> Callable[[], Leaves] | None:
         """See `PagedKV.digests_later`; `rows` come from `new_rows`."""
         words = self._rows.schema.components[group].float_bits.words
-        later = self._of_group[group][0].paged.digests_later(rows, leaf_bytes, *words)
+        paged = self._of_group[group][0].paged
+        later = paged.digests_later(rows, leaf_bytes, CHECKSUM.kernel, *words)
         return None if later is None else lambda: Leaves(*later())
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:

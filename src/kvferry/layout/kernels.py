@@ -30,6 +30,9 @@ from kvferry.layout.device import upload
 from kvferry.layout.plan import BlockRun, Segment
 
 WORD = 8
+XXH3_128 = "xxh3_128"
+"""Name of the one checksum that is computed here."""
+
 _COPY_WORDS = 1024
 """Words that one copying program moves."""
 
@@ -227,12 +230,12 @@ class TritonCopies:
             rows.copy_(target)
 
     def digests_later(
-        self, rows: torch.Tensor, leaf_bytes: int, exponent: int, lowest: int
+        self, rows: torch.Tensor, leaf_bytes: int, kernel: str, exponent: int, lowest: int
     ) -> Callable[[], tuple[bytes, bool]] | None:
         num_layers, num_heads = rows.shape[:2]
         row_bytes = rows.nbytes // (num_layers * num_heads)
         leaves = {min(leaf_bytes, row_bytes), row_bytes % leaf_bytes or leaf_bytes}
-        if any(leaf % 64 or leaf <= 240 for leaf in leaves):
+        if kernel != XXH3_128 or any(leaf % 64 or leaf <= 240 for leaf in leaves):
             return None
         words = rows.view(-1).view(torch.int64)
         grid = (num_layers * num_heads, triton.cdiv(row_bytes, leaf_bytes))

@@ -127,25 +127,25 @@ class PagedKV:
         self._copies.gather(rows, layer, runs, first_token)
 
     def digests_later(
-        self, rows: Any, leaf_bytes: int, exponent: int, lowest: int
+        self, rows: Any, leaf_bytes: int, kernel: str | None, exponent: int, lowest: int
     ) -> Callable[[], tuple[bytes, bool]] | None:
         """Have the device compute checksums of rows (from `as_rows`, on the device), after the work
         in the current stream. Each row has leaves of `leaf_bytes`; the last may be shorter.
 
         Args:
+            kernel: names the checksum; None: the device has none.
             exponent: a word of eight bytes with the bits that are all set only in values that are
                 not finite; 0: no value is looked at.
             lowest: the same with the lowest of these bits alone.
 
         Returns:
-            A function to call once the stream has done this. It returns XXH3-128 of each leaf in
-            the order of the rows, 16 bytes each, high word first; and whether all values are
-            finite. None: the caller must hash.
+            A function to call once the stream has done this. It returns the checksum of each leaf,
+            in the order of the rows; and whether all values are finite. None: the caller must hash.
         """
-        if self._digests_later is None:
+        if self._digests_later is None or kernel is None:
             return None
         later: Callable[[], tuple[bytes, bool]] | None
-        later = self._digests_later(rows, leaf_bytes, exponent, lowest)
+        later = self._digests_later(rows, leaf_bytes, kernel, exponent, lowest)
         return later
 
     def _check(self, rows: Any, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:

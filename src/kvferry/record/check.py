@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import (
-    CHECKSUM_NAME,
-    DIGEST_BYTES,
     FORMAT_NAME,
     LEAF_BYTES,
     MARK_BYTES,
@@ -24,7 +23,6 @@ from kvferry.record.schema import (
     Component,
     RecordSchema,
     RowRange,
-    digest,
     leaf_digests,
     leaves_of,
 )
@@ -115,8 +113,8 @@ def check_head(
         return _why_header_differs(schema, size, data)
     if len(data) < schema.head_bytes or size != schema.record_bytes:
         return MissReason.WRONG_SIZE
-    leaf_table = data[header_bytes + DIGEST_BYTES :]
-    if digest(header + leaf_table) != data[header_bytes : header_bytes + DIGEST_BYTES]:
+    leaf_table = data[header_bytes + CHECKSUM.num_bytes :]
+    if CHECKSUM.of(header + leaf_table) != data[header_bytes : header_bytes + CHECKSUM.num_bytes]:
         return MissReason.BAD_CHECKSUM
     return None
 
@@ -144,7 +142,7 @@ def check_record(
     reason = check_head(found, key, info.first_token, size, value)
     if reason is not None:
         return reason
-    table = value[found.header_bytes + DIGEST_BYTES : found.head_bytes]
+    table = value[found.header_bytes + CHECKSUM.num_bytes : found.head_bytes]
     for index, component in enumerate(schema.components):  # which know what opaque bytes are
         rows = RowRange(index, 0, component.num_rows)
         start = found.offset_of(rows)
@@ -207,7 +205,7 @@ def _info_from_json(tensors: object) -> RecordInfo | MissReason:
             return MissReason.BAD_HEADER
     elif version != str(FORMAT_VERSION):
         return MissReason.WRONG_VERSION
-    elif metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM_NAME:
+    elif metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM.name:
         return MissReason.BAD_HEADER
     key = bytes.fromhex(_string(metadata, "key"))
     first_token = int(_string(metadata, "first_token"))

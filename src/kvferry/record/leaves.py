@@ -4,7 +4,7 @@ whether their values are finite.
 A thread that verifies 64 KiB at a time in Python keeps the lock until its switch interval ends. An
 engine's thread launches hundreds of small kernels a step, gives the lock away with each, and would
 wait that long to get it back. So `hash_leaves.c` loops over the leaves. It is compiled when kvferry
-is installed, and calls the hash function of the xxhash package's own library.
+is installed, and calls the C function that `kvferry.record.checksum` names.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
-_NAMES = ("XXH3_128bits_dispatch", "XXH3_128bits")
-"""The hash in the xxhash package's library; the first chooses by the processor's instructions."""
-
-_DIGEST_BYTES = xxhash.xxh3_128().digest_size
+from kvferry.record.checksum import CHECKSUM
 
 
 class Leaves(NamedTuple):
     """What was found out about the leaves of some rows."""
 
     digests: bytes
-    """16 bytes for each leaf, in order."""
+    """A checksum for each leaf, in order."""
     are_finite: bool
     """False if a value is NaN or infinite. True if values were not looked at."""
 
@@ -88,18 +83,18 @@ def are_finite(values: memoryview, bits: FloatBits) -> bool:
 def native_leaves() -> _Hash | None:
     """Return a function of rows, bytes per row, bytes per leaf, and how values are looked at.
 
-    None where `hash_leaves.c` was not compiled, or the xxhash package exports no functions.
+    None where `hash_leaves.c` was not compiled, or no library exports the checksum.
     """
-    found = importlib.util.find_spec("xxhash._xxhash")
+    found = importlib.util.find_spec(CHECKSUM.library)
     try:
         hashes = ctypes.CDLL(None if found is None else found.origin)
-        name = next(name for name in _NAMES if hasattr(hashes, name))
+        name = next(name for name in CHECKSUM.symbols if hasattr(hashes, name))
         leaves = each_leaf(getattr(hashes, name))
     except (OSError, StopIteration):
         return None
     sample = memoryview(bytes(range(200)))
     parts = (sample[:60], sample[60:100], sample[100:160], sample[160:])
-    expected = b"".join(map(xxhash.xxh3_128_digest, parts))
+    expected = b"".join(map(CHECKSUM.of, parts))
     return leaves if leaves(sample, 100, 60, NO_FLOATS).digests == expected else None
 
 
@@ -123,7 +118,8 @@ def each_leaf(function: Callable[..., object]) -> _Hash:
             rows = memoryview(bytearray(rows))
         data = (ctypes.c_char * len(rows)).from_buffer(rows)
         num_rows = len(rows) // row_bytes
-        out = ctypes.create_string_buffer(num_rows * -(-row_bytes // leaf_bytes) * _DIGEST_BYTES)
+        num_leaves = num_rows * -(-row_bytes // leaf_bytes)
+        out = ctypes.create_string_buffer(num_leaves * CHECKSUM.num_bytes)
         is_finite = in_c(address, data, num_rows, row_bytes, leaf_bytes, *bits.words, out)
         return Leaves(out.raw, bool(is_finite))
 

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import xxhash
-
 from kvferry.errors import ConfigError, ContractError
+from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import (
     FLOAT_BITS,
     NO_FLOATS,
@@ -32,9 +31,7 @@ from kvferry.record.leaves import (
 from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
 
 FORMAT_NAME = "kvferry"
-CHECKSUM_NAME = "xxh3_128"
 LEAF_BYTES = 64 * 1024
-DIGEST_BYTES = 16
 ALIGN = 4096
 """The payload begins at a multiple of this: enough for O_DIRECT on every common file system."""
 
@@ -54,7 +51,7 @@ MARKED_VERSION = 2
 """Version of a record with a mark. Its header has the mark in the place of two fields that are the
 same in every record, and so is no longer; all else is as in version 1."""
 
-_FIXED = f',"leaf_bytes":"{LEAF_BYTES}","checksum":"{CHECKSUM_NAME}"'.encode()
+_FIXED = f',"leaf_bytes":"{LEAF_BYTES}","checksum":"{CHECKSUM.name}"'.encode()
 _MARK = b',"mark":"%s"'
 _MARKED = b'"version":"%d"' % MARKED_VERSION
 
@@ -96,11 +93,6 @@ def default_chunk_tokens(groups: tuple[KVGroup, ...], multiple: int = 1) -> int:
     while tokens > _FEWEST_TOKENS and tokens * one.payload_bytes > CHUNK_BYTES:
         tokens //= 2
     return -(-tokens // multiple) * multiple
-
-
-def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the XXH3-128 of `data`: 16 bytes, in the canonical (big endian) form of xxHash."""
-    return xxhash.xxh3_128_digest(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +194,7 @@ class RecordSchema:
                 "use smaller chunks"
             )
         self._header_parts = self._split_header()
-        table_bytes = DIGEST_BYTES * (1 + self.num_leaves)  # the root is one more digest
+        table_bytes = CHECKSUM.num_bytes * (1 + self.num_leaves)  # the root is one more digest
         # The head has room for the longest header of this schema, so that all its records have one
         # size. Then it is padded so that the payload is aligned.
         longest = sum(map(len, self._header_parts)) + len(bytes(32).hex()) + len(str(2**63 - 1))
@@ -296,7 +288,7 @@ class RecordSchema:
                 "first_token": "<",
                 "chunk_tokens": str(self.chunk_tokens),
                 "leaf_bytes": str(LEAF_BYTES),
-                "checksum": CHECKSUM_NAME,
+                "checksum": CHECKSUM.name,
             }
         }
         end = 0
@@ -306,9 +298,9 @@ class RecordSchema:
             start, end = end, end + num_bytes
             tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
-        place("root", "U8", [DIGEST_BYTES], DIGEST_BYTES)
-        table_bytes = DIGEST_BYTES * self.num_leaves
-        place("leaves", "U8", [self.num_leaves, DIGEST_BYTES], table_bytes)
+        place("root", "U8", [CHECKSUM.num_bytes], CHECKSUM.num_bytes)
+        table_bytes = CHECKSUM.num_bytes * self.num_leaves
+        place("leaves", "U8", [self.num_leaves, CHECKSUM.num_bytes], table_bytes)
         for component in self.components:
             place(component.name, component.dtype, list(component.shape), component.num_bytes)
         # No name or value in the header can hold the mark "<".
@@ -353,13 +345,13 @@ class RecordSchema:
         Raises:
             ContractError: a leaf table that is not `16 * num_leaves` bytes; or as `encode_header`.
         """
-        if len(leaf_table) != DIGEST_BYTES * self.num_leaves:
+        if len(leaf_table) != CHECKSUM.num_bytes * self.num_leaves:
             raise ContractError(
                 f"leaf table has {len(leaf_table)} bytes, "
-                f"the schema needs {DIGEST_BYTES * self.num_leaves}"
+                f"the schema needs {CHECKSUM.num_bytes * self.num_leaves}"
             )
         header = self.encode_header(key, first_token, mark)
-        return header + digest(header + leaf_table) + leaf_table
+        return header + CHECKSUM.of(header + leaf_table) + leaf_table
 
     def offset_of(self, rows: RowRange) -> int:
         """Return the file offset of the first byte of `rows`."""
@@ -383,8 +375,8 @@ class RecordSchema:
 
     def leaf_slice(self, rows: RowRange) -> slice:
         """Return where the digests of `rows`, one run, stand in the leaf table, in bytes."""
-        per_row = self.components[rows.component].leaves_per_row * DIGEST_BYTES
-        base = self.first_leaf[rows.component] * DIGEST_BYTES
+        per_row = self.components[rows.component].leaves_per_row * CHECKSUM.num_bytes
+        base = self.first_leaf[rows.component] * CHECKSUM.num_bytes
         return slice(base + rows.start * per_row, base + rows.stop * per_row)
 
 
@@ -431,5 +423,5 @@ def _leaves(component: Component, payload: memoryview, row_bytes: int, bits: Flo
     if native is not None and num_rows:
         return native(payload, row_bytes, LEAF_BYTES, bits)
     leaves = [payload[start:stop] for start, stop in _spans(num_rows, row_bytes)]
-    digests = b"".join([digest(leaf) for leaf in leaves])
+    digests = b"".join([CHECKSUM.of(leaf) for leaf in leaves])
     return Leaves(digests, all(are_finite(leaf, bits) for leaf in leaves))

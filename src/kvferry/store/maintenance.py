@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
-from kvferry.record.schema import DIGEST_BYTES, MAX_HEADER_BYTES, leaf_spans, one_leaf
+from kvferry.record.checksum import CHECKSUM
+from kvferry.record.schema import MAX_HEADER_BYTES, leaf_spans, one_leaf
 from kvferry.store.base import Catalogue, Entry, GcReport
 from kvferry.types import ChunkKey
 
@@ -122,7 +123,7 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
     reason = check_head(schema, key, info.first_token, size, trusted)
     if reason is not None:
         return reason
-    at = schema.header_bytes + DIGEST_BYTES
+    at = schema.header_bytes + CHECKSUM.num_bytes
     for component, offset in zip(schema.components, schema.component_offsets, strict=True):
         start_of_window = end_of_window = 0
         for start, stop in leaf_spans(component, component.num_rows):
@@ -134,11 +135,11 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
                     return MissReason.WRONG_SIZE
             leaf = window[start - start_of_window : stop - start_of_window]
             found = one_leaf(component, leaf)
-            if found.digests != trusted[at : at + DIGEST_BYTES]:
+            if found.digests != trusted[at : at + CHECKSUM.num_bytes]:
                 return MissReason.BAD_CHECKSUM
             if not found.are_finite:
                 return MissReason.NOT_FINITE
-            at += DIGEST_BYTES
+            at += CHECKSUM.num_bytes
     return None
 
 

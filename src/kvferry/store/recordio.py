@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import MissReason, check_head, check_record, check_rows
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema, RowRange, leaves_of
+from kvferry.record.checksum import CHECKSUM
+from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.store.base import NO_DEADLINE, Put, PutResult, Store, ValueCheck
 from kvferry.types import ChunkKey
 
@@ -111,7 +112,7 @@ def _read(
     reason = check_head(schema, read.key, read.first_token, size, head[:size])
     if reason is not None:
         return reason
-    table = head[schema.header_bytes + DIGEST_BYTES :]
+    table = head[schema.header_bytes + CHECKSUM.num_bytes :]
     for buffer, runs in all_rows:
         # One call hashes all runs: a call for each costs more than the hash of a short row.
         leaves = b"".join([table[schema.leaf_slice(run)] for run, _, _ in runs])

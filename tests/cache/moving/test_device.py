@@ -656,7 +656,7 @@ class Wrong(TorchCopies):
         if self.what == "takes out a wrong byte":
             rows.view(-1)[0] = 5
 
-    def digests_later(self, rows, _leaf_bytes, _exponent, _lowest):
+    def digests_later(self, rows, _leaf_bytes, _kernel, _exponent, _lowest):
         return (lambda: (b"other digests", True)) if self.what == "hashes wrongly" else None
 
 

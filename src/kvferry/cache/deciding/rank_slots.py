@@ -14,7 +14,8 @@ from kvferry.blocks.rows import RankRows
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
 from kvferry.errors import TransferError
-from kvferry.record.schema import DIGEST_BYTES, RecordSchema
+from kvferry.record.checksum import CHECKSUM
+from kvferry.record.schema import RecordSchema
 from kvferry.types import KVGroup
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class RankSlots:
     def leaf_table(self, digests: Mapping[int, bytes]) -> bytes | None:
         """Make the leaf table of a record from the digests that each rank reported; None if those
         of a rank are missing or have the wrong length."""
-        table = bytearray(DIGEST_BYTES * self._schema.num_leaves)
+        table = bytearray(CHECKSUM.num_bytes * self._schema.num_leaves)
         num_filled = 0
         for rank, slots in self._slots.items():
             at, found = 0, digests.get(rank, b"")
