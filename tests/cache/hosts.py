@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters, Observer
@@ -51,8 +51,7 @@ def make_shared_storage_host(
     stores: Sequence[Store] = (),
     multi_process: bool = False,
     data_parallel_index: int = 0,
-    loads: bool = True,
-    saves: bool = True,
+    mode: Mode = Mode.BOTH,
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = lambda: 0.5,
     setup: DeviceSetup | None = None,
@@ -71,8 +70,7 @@ def make_shared_storage_host(
             host_recomputes=recomputes,
             multi_process=multi_process,
             data_parallel_index=data_parallel_index,
-            loads=loads,
-            saves=saves,
+            mode=mode,
             engine_id=engine_id,
             whole_items=whole_items,
             tables=parts_of_tables(tables or table_per_group(groups)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cache.build import PrefixCache
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
@@ -22,12 +22,12 @@ from tests.cache.hosts import make_groups
 GROUPS = make_groups()
 
 
-def spec_of(*, saves: bool = True) -> EngineSpec:
+def spec_of(mode: Mode = Mode.BOTH) -> EngineSpec:
     return EngineSpec(
         identity=ModelIdentity(weights=bytes(32), config={}, name="org/model"),
         groups=GROUPS,
         shard=tensor_parallel_shard(GROUPS, 0, 1),
-        saves=saves,
+        mode=mode,
     )
 
 
@@ -88,7 +88,7 @@ def test_a_description_that_was_cut_is_written_again(tmp_path):
 def test_a_role_that_stores_nothing_describes_nothing(tmp_path):
     FileStore(tmp_path / "store").close()
     opened(tmp_path / "store", query="?read_only=true").close()
-    opened(tmp_path / "store", spec=spec_of(saves=False)).close()
+    opened(tmp_path / "store", spec=spec_of(Mode.READ)).close()
     options = {"store": (tmp_path / "store").as_uri()}
     PrefixCache(spec_of(), options, Counters(), has_scheduler=False).close()
     assert not (tmp_path / "store" / "namespaces").exists()

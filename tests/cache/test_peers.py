@@ -13,6 +13,7 @@ import pytest
 
 from kvferry import network
 from kvferry.contract.handover import read_handover
+from kvferry.contract.spec import Mode
 from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
@@ -278,8 +279,8 @@ def test_a_decode_that_comes_before_its_prefill_waits_for_it(peers, block_size, 
 def test_a_producer_takes_the_next_turn_from_the_consumer(peers):
     """By their roles, the one would load nothing and the other save nothing."""
     ports = free_ports(2)
-    prefiller = peers(ports[0], ports[1:], loads=False, tiers=True)
-    decoder = peers(ports[1], ports[:1], saves=False, save_generated=True, tiers=True)
+    prefiller = peers(ports[0], ports[1:], mode=Mode.WRITE, tiers=True)
+    decoder = peers(ports[1], ports[:1], mode=Mode.READ, save_generated=True, tiers=True)
     request = decoder.add("decode", PROMPT, handover=read_handover(prefill(prefiller)))
     assert decoder.admit(request) == HIT
     decoder.prefill(request)

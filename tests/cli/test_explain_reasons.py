@@ -22,6 +22,7 @@ import pytest
 from kvferry.cli.explain import HIT
 from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
+from kvferry.contract.spec import Mode
 from kvferry.errors import FaultKind, StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.store.base import NO_DEADLINE, Where
@@ -488,7 +489,7 @@ def an_option(engines):
 
 
 def a_role(engines):
-    return ends(engines.recording(saves=False), lambda: True)
+    return ends(engines.recording(mode=Mode.READ), lambda: True)
 
 
 def less_than_a_chunk(engines):

@@ -23,7 +23,7 @@ from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.keys import UNREAD, Namespace
 from kvferry.observe import Gauges, Observer
@@ -130,7 +130,7 @@ class PrefixCache:
         def named() -> tuple[bytes, str | None]:
             name = known.result()  # without this object, which the store would keep alive
             # Described once per engine, by the process of the scheduler role.
-            return name.digest, name.as_text() if index and spec.saves else None
+            return name.digest, name.as_text() if index and Mode.WRITE in spec.mode else None
 
         return open_store(
             self.config.store if listen is None else _others(self.config.store, listen),
@@ -206,7 +206,7 @@ class PrefixCache:
         whole."""
         windows = (part.window for part in self.spec.table_parts if part.window is not None)
         smallest = min(windows, default=self._chunk_tokens)
-        if self.spec.saves and smallest < self._chunk_tokens:
+        if Mode.WRITE in self.spec.mode and smallest < self._chunk_tokens:
             logger.warning(
                 "chunk_tokens=%d is more than the smallest attention window: chunks that two steps "
                 "compute are not stored; set it to at most %d",

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Flag, auto
 
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
 from kvferry.types import KVGroup, RankShard, TablePart
+
+
+class Mode(Flag):
+    """What an engine does with the cache unless a request asks for more. Nobody gets more of an
+    engine that is `OFF`."""
+
+    OFF = 0
+    READ = auto()
+    WRITE = auto()
+    BOTH = READ | WRITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +38,8 @@ class EngineSpec:
             several processes must be able to open the store. Several ranks always require that.
         data_parallel_index: position of this engine among those that a host starts with one
             configuration, from 0. It is added to the ports of the option `serve`, except to port 0.
-        loads: False for an engine that only stores (a producer), unless a request asks for more.
-        saves: False for an engine that only reads (a consumer), unless a request asks for more.
+        mode: whether it loads, saves, or both; a producer only writes, a consumer only reads.
         step_tokens: most tokens that the host computes in one step; None if it does not say.
-        disabled: True if nothing is loaded or saved, whatever requests ask for.
         host_recomputes: True if the host recomputes a request from blocks that are reported as
             failed in a later step than that of their load. If the report comes in the step that
             completes the prompt, it does so before it samples the first token.
@@ -58,10 +67,8 @@ class EngineSpec:
     kv_layout: str = "BHNC"
     multi_process: bool = False
     data_parallel_index: int = 0
-    loads: bool = True
-    saves: bool = True
+    mode: Mode = Mode.BOTH
     step_tokens: int | None = None
-    disabled: bool = False
     host_recomputes: bool = False
     host_publishes_events: bool = False
     chunk_multiple: int = 1

@@ -12,6 +12,7 @@ import torch
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
 from kvferry.adapters.vllm.spec import engine_spec, layer_views
 from kvferry.cache.build import PrefixCache
+from kvferry.contract.spec import Mode
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, Namespace
 from kvferry.observe import Counters
@@ -171,12 +172,12 @@ def test_a_group_that_the_host_would_not_transfer_is_refused_like_any_other(mode
 
 
 @pytest.mark.parametrize(
-    ("role", "flags"),
-    [("kv_both", (True, True)), ("kv_producer", (False, True)), ("kv_consumer", (True, False))],
+    ("role", "mode"),
+    [("kv_both", Mode.BOTH), ("kv_producer", Mode.WRITE), ("kv_consumer", Mode.READ)],
 )
-def test_the_role_says_whether_to_load_and_save(model, role, flags):
+def test_the_role_says_whether_to_load_and_save(model, role, mode):
     spec = spec_of(make_config(model, kv_role=role), Group(names(0), FullAttentionSpec()))
-    assert (spec.loads, spec.saves) == flags
+    assert spec.mode is mode
 
 
 @pytest.mark.parametrize(

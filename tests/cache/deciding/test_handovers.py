@@ -14,6 +14,7 @@ from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECOND
 from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
 from kvferry.contract.handover import read_handover
+from kvferry.contract.spec import Mode
 from kvferry.store.base import PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
@@ -959,8 +960,8 @@ def test_several_ranks_and_a_directory(make_host, tmp_path, groups):
 def test_two_engines_of_one_user_need_no_store_in_their_options(make_host, tmp_path, monkeypatch):
     """vLLM's connector gives both the same one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    producer = make_host(**connector_options(None), loads=False)
-    consumer = make_host(**connector_options(None), saves=False, load_timeout_seconds=30.0)
+    producer = make_host(**connector_options(None), mode=Mode.WRITE)
+    consumer = make_host(**connector_options(None), mode=Mode.READ, load_timeout_seconds=30.0)
     assert decode(consumer, prefill(producer)) == 40
     assert consumer.observer["hit_tokens/file"] == 40
 

@@ -29,7 +29,7 @@ from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.config import build_config, format_size, unknown
 from kvferry.contract.rules import HookFaults
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.identity import model_identity
@@ -138,7 +138,7 @@ class FerryConnector(OneRole):
             ),
         )
         if self._why_off:
-            spec = replace(spec, loads=False, saves=False, disabled=True)
+            spec = replace(spec, mode=Mode.OFF)
         return spec
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import model_identity
 from kvferry.keys import UNREAD, JsonValue, ModelIdentity
@@ -27,6 +27,7 @@ from kvferry.v1.running_model import running_model
 if TYPE_CHECKING:
     import torch
 
+_MODES = {"kv_producer": Mode.WRITE, "kv_consumer": Mode.READ}
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
 
 
@@ -77,8 +78,7 @@ def engine_spec(
         kv_layout=layout,
         multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
         data_parallel_index=getattr(parallel, "data_parallel_index", rank),
-        loads=transfer.kv_role != "kv_producer",
-        saves=transfer.kv_role != "kv_consumer",
+        mode=_MODES.get(transfer.kv_role, Mode.BOTH),
         host_publishes_events=events is not None and bool(events.enable_kv_cache_events),
         step_tokens=getattr(step, "max_num_batched_tokens", None),
         chunk_multiple=multiple,
@@ -155,7 +155,7 @@ def _hashed_as(spec: EngineSpec, other: EngineSpec) -> EngineSpec:
 def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
     return (
         *(spec.identity, spec.groups, spec.tables, spec.kv_layout),
-        *(spec.chunk_multiple, spec.disabled),
+        *(spec.chunk_multiple, spec.mode),
     )
 
 

@@ -20,6 +20,7 @@ from kvferry.cache.deciding.requests import Requests, RequestState
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
+from kvferry.contract.spec import Mode
 from kvferry.types import KVSource, ProducerStamp, RequestView
 
 MOST_WAITS = 10
@@ -115,7 +116,7 @@ class Handovers:
         """Return the result of a request that ended, with the parameters that the client passes to
         the next engine, if one is to continue it."""
         handover, plan, spec = request.handover, state.handover, self._context.spec
-        if handover is None or spec.disabled or not (handover.answers or plan.is_turn):
+        if handover is None or spec.mode is Mode.OFF or not (handover.answers or plan.is_turn):
             return FREE_NOW
         # The last token has no KV yet, unless it is a token of the prompt.
         num_tokens = max(request.num_prompt_tokens, len(request.all_token_ids) - 1)

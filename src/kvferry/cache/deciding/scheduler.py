@@ -48,6 +48,7 @@ from kvferry.contract.messages import (
     WorkerOutput,
 )
 from kvferry.contract.scheduler import SchedulerRole
+from kvferry.contract.spec import Mode
 from kvferry.errors import ContractError
 from kvferry.journal import Journal, JournalAnswer
 from kvferry.network import join_host
@@ -122,7 +123,8 @@ class SharedStorageScheduler(SchedulerRole):
         self._erased = Erased(context.store)
         pool.loans.is_erased = self._erased.covers
         self._has_looked_up = False  # in this step
-        self._is_running = True
+        self._reads, self._writes = Mode.READ in spec.mode, Mode.WRITE in spec.mode
+        self._is_running = spec.mode is not Mode.OFF
 
     def advertise(self, host: str, port: int) -> None:
         """Name the address where peers are served, in answers to prefills for other engines."""
@@ -146,17 +148,17 @@ class SharedStorageScheduler(SchedulerRole):
         self._is_running = False
 
     def _may_load(self, request: RequestView) -> bool:
-        spec, handover = self.context.spec, request.handover
-        is_asked = spec.loads or (handover is not None and handover.source is not None)
-        is_able = self._is_running and not spec.disabled and not self.audits.has_failed
+        handover = request.handover
+        is_asked = self._reads or (handover is not None and handover.source is not None)
+        is_able = self._is_running and not self.audits.has_failed
         return is_asked and is_able and request.options.load
 
     @property
     def _may_save(self) -> bool:
-        return self._is_running and not (self.context.spec.disabled or self.audits.has_failed)
+        return self._is_running and not self.audits.has_failed
 
     def _saves(self, request: RequestView, state: RequestState) -> bool:
-        return request.options.store and (self.context.spec.saves or state.handover.gives)
+        return request.options.store and (self._writes or state.handover.gives)
 
     def _track(self, request: RequestView) -> RequestState:
         state = self.requests.track(request)
