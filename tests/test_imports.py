@@ -106,6 +106,7 @@ ONLY_FROM = {
         "doctor",
         "explain.py",
         "survey.py",
+        "testing/world/engine.py",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
@@ -115,6 +116,7 @@ ONLY_FROM = {
         "v1",
         "engine",
         "adapters",
+        "testing/world/engine.py",
     ],
     # Records between processes, without a word of stores.
     "transfer": ["store/servers/peer.py", "cache", "engine", "adapters", "testing", "cli"],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
+from kvferry.testing.pools import check_pool
 from kvferry.types import ChunkKey
 
 
@@ -37,32 +36,4 @@ def holds_of(role: SharedStorageScheduler) -> list[Hold]:
     ]
 
 
-def check_pool(pool: HostPool, holds: Iterable[Hold] | None = None) -> None:
-    """Check that no slot is lost, in two places, or in a wrong state; and, given all holds, that
-    each pin has an owner."""
-    if holds is not None:
-        assert sum(map(len, holds)) == pool.num_pins, "pins without an owner"
-    assigned, idle = slots_of(pool), pool._idle
-    by_key = {key: pool.find(key) for key in held_keys(pool)}
-    slots = list(assigned.values())
-    places = [*pool._free, *assigned]
-    assert sorted(places) == list(range(len(places))), "slots in two places"
-    assert len(places) <= pool.num_slots
-    known = pool.loans._slots
-    offered = {key: place for key, place in known.items() if place is not None}
-    assert offered == {key: by_key[key].index for key in offered}
-    pending = [by_key[key] for key in known.keys() - offered.keys()]
-    assert all(slot.is_writing or slot.filling for slot in pending)
-    for index, slot in assigned.items():
-        assert slot.pins >= 0
-        assert slot.index == index
-        assert bool(slot.filling) == (slot.num_filling > 0), slot
-        is_idle = not (slot.pins or slot.is_busy)
-        found = slot.key in idle and by_key.get(slot.key) is slot
-        assert found == is_idle, f"{slot} should be idle: {is_idle}"
-        if by_key.get(slot.key) is slot:
-            assert slot.held or slot.filling, slot
-    found = [slot for slot in by_key.values() if assigned.get(slot.index) is not slot]
-    assert not found, "keys of slots that have another chunk"
-    assert pool.is_filling == any(slot.num_filling > 0 for slot in slots)
-    assert pool.is_writing == any(slot.is_writing for slot in slots)
+__all__ = ["check_pool", "held_keys", "holds_of", "slot_at", "slots_of"]

@@ -1,0 +1,13 @@
+"""The whole cache under a seed: engines, ranks, tiers, peers, servers, faults and restarts in one
+thread and in virtual time. A failure is replayed by one line (docs/world.md).
+
+    loop.py     virtual time, and tasks in the place of threads
+    threads.py  what stands in for threads, clocks and queues: the seam to kvferry
+    media.py    servers that are dicts, links between peers, and their faults
+    kv.py       KV that checks itself
+    host.py     the simulated host: schedules requests over that KV
+    engine.py   an engine: the cache as hosts open it, over such a host
+    world.py    actions, invariants, one run
+    seeds.py    draws scenarios from seeds, and shortens those that fail
+    named.py    scenarios with a name
+"""

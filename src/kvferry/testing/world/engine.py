@@ -1,0 +1,242 @@
+"""An engine of a world: one process with a scheduler role and the workers of its ranks, over a
+simulated host. It opens the cache as real hosts do, by `PrefixCache`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.cache.build import PrefixCache
+from kvferry.contract.driver import StepDriver
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.spec import EngineSpec, Mode
+from kvferry.keys import ModelIdentity
+from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.observe import Counters
+from kvferry.testing.pools import check_pool
+from kvferry.testing.world.host import Host, HostRequest, HostShape, Wrong
+from kvferry.testing.world.kv import RankKV
+from kvferry.testing.world.loop import Loop, Task
+from kvferry.testing.world.threads import Event
+from kvferry.types import KVGroup, TablePart
+
+CLOSE_SECONDS = 60.0
+"""How long an engine may take to close, whatever hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """An engine, and the cache as its operator set it up.
+
+    Attributes:
+        tiers: URLs of its stores, nearest first.
+        options: other options of the cache, but for the slots.
+        num_slots: chunks that host memory holds.
+        num_groups: KV groups of the model: engines that differ in this share nothing.
+    """
+
+    name: str
+    tiers: tuple[str, ...]
+    host: HostShape = HostShape()  # noqa: RUF009 - frozen
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_slots: int = 24
+    world_size: int = 1
+    num_groups: int = 1
+    chunk_tokens: int = 8
+    mode: Mode = Mode.BOTH
+    recomputes: bool = False
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        return tuple(
+            KVGroup(
+                num_layers=2 - index,
+                num_kv_heads=2,
+                content_size=4 * (index + 1),
+                dtype="float32",
+                block_size=self.host.block_size,
+            )
+            for index in range(self.num_groups)
+        )
+
+    def spec(self, rank: int, weights: int) -> EngineSpec:
+        parts = tuple(
+            TablePart(
+                table=0,
+                group=index,
+                layers=tuple(range(group.num_layers)),
+                layer_names=tuple(f"{index}.{layer}" for layer in range(group.num_layers)),
+                block_size=self.host.block_size,
+            )
+            for index, group in enumerate(self.groups)
+        )
+        return EngineSpec(
+            identity=ModelIdentity(
+                weights=weights.to_bytes(32), config={"model_type": "simulated"}
+            ),
+            groups=self.groups,
+            shard=tensor_parallel_shard(self.groups, rank, self.world_size),
+            multi_process=self.world_size > 1,
+            mode=self.mode,
+            step_tokens=self.host.max_tokens,
+            host_recomputes=self.recomputes,
+            tables=parts,
+        )
+
+
+class Engine:
+    """One run of an engine, from its start to its end or death.
+
+    Attributes:
+        weights: number of the weights that it runs; a change in place is another number.
+        host: None until the cache is open.
+        is_ending: whether it was told to close.
+    """
+
+    def __init__(self, loop: Loop, shape: EngineShape, seed: int, run: int, weights: int) -> None:
+        self.loop = loop
+        self.shape = shape
+        self.weights = weights
+        self.observer = Counters()
+        self.host: Host | None = None
+        self.scheduler: Any = None
+        self.parts: list[PrefixCache] = []
+        self.is_closed = False
+        self._random = random.Random(f"engine {shape.name} {seed} {run}")
+        self._inbox: deque[Callable[[Host], object]] = deque()
+        self._woken = Event(loop)
+        self.is_ending = False
+        self.task: Task = loop.spawn(self._live, "main", owner=shape.name)
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def is_alive(self) -> bool:
+        return not (self.task.is_killed or self.task.ended)
+
+    # -- what clients and operators do ----------------------------------------------------------
+
+    def tell(self, what: Callable[[Host], object]) -> None:
+        """Have something done between two steps."""
+        self._inbox.append(what)
+        self._woken.set()
+
+    def send(self, request: HostRequest) -> None:
+        self.tell(lambda host: host.add(request))
+
+    def reset(self, weights: int) -> None:
+        """The weights change in place, perhaps to the same."""
+
+        def begin(host: Host) -> None:
+            self.weights = weights
+            host.reset(weights)
+
+        self.tell(begin)
+
+    def end(self) -> None:
+        """Close it, after the step under way; its requests are aborted."""
+        self.is_ending = True
+        self._woken.set()
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        self._open()
+        host = self.host
+        assert host is not None
+        while not self.is_ending:
+            while self._inbox:
+                self._inbox.popleft()(host)
+            if host.has_work:
+                host.step()
+            else:
+                self._check_rest()
+                self._woken.clear()
+                self._woken.wait(5.0)
+        for request in list(host.requests.values()):
+            host.abort(request)
+        self._close()
+
+    def _open(self) -> None:
+        shape = self.shape
+        record_bytes = 4096 * 2
+        options = {
+            "store": list(shape.tiers),
+            "chunk_tokens": shape.chunk_tokens,
+            "memory_bytes": shape.num_slots * record_bytes,
+            "audit": "off",
+            **shape.options,
+        }
+        specs = [shape.spec(rank, self.weights) for rank in range(shape.world_size)]
+        self.parts = [
+            PrefixCache(spec, options, self.observer, has_scheduler=rank == 0)
+            for rank, spec in enumerate(specs)
+        ]
+        draw = random.Random(self._random.random()).random
+        self.scheduler = self.parts[0].scheduler(draw=draw)
+        role = GuardedScheduler(
+            self.scheduler, self.observer, block_size=shape.host.block_size, strict=True
+        )
+        ranks = []
+        for spec, part in zip(specs, self.parts, strict=True):
+            kv = RankKV(spec, shape.host.num_blocks, shape.host.block_size)
+            driver = StepDriver(part.worker(), self.observer, strict=True)
+            driver.role.register_kv_caches(kv.tensors)
+            ranks.append((driver, kv))
+        self.host = Host(self.loop, shape.host, role, ranks, self._check, self._random)
+        self.host.weights = self.weights
+
+    def _close(self) -> None:
+        assert self.host is not None
+        began = self.loop.now
+        self.scheduler.close()
+        for driver, _ in self.host.ranks:
+            driver.close()
+        for part in self.parts:
+            part.close()
+        self.is_closed = True
+        if (took := self.loop.now - began) > CLOSE_SECONDS:
+            raise Wrong("closes too long", f"{self.name} took {took:.1f} s")
+
+    def close_what_died(self) -> None:
+        """Let go of what a killed process held in this one."""
+        for part in self.parts:
+            part.store.close()
+
+    # -- invariants -----------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """What holds after every step."""
+        try:
+            check_pool(self.scheduler.pool)
+        except AssertionError as error:
+            raise Wrong("pool", f"of {self.name}: {error}") from error
+        self._check_ledger()
+        for tier in self.parts[0].store.tiers():
+            most = tier.stat.max_bytes
+            if most is not None and tier.stat.used_bytes > most:
+                raise Wrong("quota", f"{tier.name} of {self.name}: {tier.stat}")
+
+    def _check_ledger(self) -> None:
+        assert self.host is not None
+        counts, ledger = self.observer, self.host.ledger
+        counted = {
+            "tokens": (counts["lookup_tokens"], ledger.tokens),
+            "local": (counts["local_hit_tokens"], ledger.local),
+            "hits": (counts["hit_tokens"], ledger.external),
+            "misses": (counts["miss_tokens"], ledger.tokens - ledger.local - ledger.external),
+        }
+        if wrong := {what: each for what, each in counted.items() if each[0] != each[1]}:
+            raise Wrong("ledger", f"of {self.name}, counted and true: {wrong}")
+
+    def _check_rest(self) -> None:
+        """What holds once nothing is to be done: no slot is in use for anything."""
+        pool = self.scheduler.pool
+        if pool.num_taken and not (pool.is_filling or pool.is_writing):
+            raise Wrong("pool", f"{self.name} is at rest, and {pool.num_taken} slots are pinned")

@@ -1,0 +1,452 @@
+"""The one simulated host: it schedules requests over paged KV that checks itself, as vLLM does:
+chunked prefill, a prefix cache of its own, preemption, aborts, and steps whose output comes late.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from kvferry.contract.driver import StepDriver
+from kvferry.contract.fold import WorkerOutputFold
+from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.scheduler import SchedulerRole
+from kvferry.engine.block_pool import BlockPool
+from kvferry.testing.world.kv import RankKV, extend_seeds
+from kvferry.testing.world.loop import Loop
+from kvferry.types import (
+    DEFAULT_OPTIONS,
+    NO_EXTRA_KEYS,
+    BlockTable,
+    ChunkKey,
+    ExtraKeys,
+    Handover,
+    RequestOptions,
+)
+
+IDLE_SECONDS = 0.005
+LONGEST_IDLE_SECONDS = 0.1
+"""Pauses between steps without tokens; they grow while nothing happens."""
+
+
+class Wrong(Exception):
+    """An invariant of the world is broken.
+
+    Attributes:
+        what: which one, in a word or two.
+    """
+
+    def __init__(self, what: str, said: str) -> None:
+        super().__init__(f"{what}: {said}")
+        self.what = what
+
+
+@dataclass(eq=False)
+class HostRequest:
+    """A request of the host; satisfies `RequestView`.
+
+    Attributes:
+        num_computed_tokens: tokens whose KV is in the blocks once the steps so far have run.
+        turn: how often it lost what was computed; output of an earlier turn does not count.
+        admitted: tokens in all, local ones, and those from the connector, at its first admission.
+        outcome: how it ended: "done", "abort" or "lost"; empty till then.
+        params: what the connector says to the client.
+        on_end: called once it has ended.
+    """
+
+    request_id: str
+    all_token_ids: list[int]
+    max_tokens: int
+    _: KW_ONLY
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    handover: Handover | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    turn: int = 0
+    admitted: tuple[int, int, int] | None = None
+    asks_since: float | None = None
+    outcome: str = ""
+    params: Mapping[str, Any] | None = None
+    on_end: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id}: {self.num_computed_tokens} of {len(self.all_token_ids)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request's part of a step."""
+
+    request: HostRequest
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    turn: int
+
+    @property
+    def block_ids(self) -> BlockTable:
+        return (self.request.block_ids,)
+
+    @property
+    def stop(self) -> int:
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
+
+@dataclass(slots=True)
+class HostStep:
+    """One step; satisfies `StepView`."""
+
+    finished_request_ids: frozenset[str]
+    preempted_request_ids: set[str]
+    scheduled: list[Scheduled] = field(default_factory=list)
+    plan: Plan = field(default_factory=Plan)
+    output: WorkerOutput | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShape:
+    """How a host schedules.
+
+    Attributes:
+        late: whether a step is planned before the output of the last one has come.
+        longest_wait: seconds for which a look-up may be answered by "ask again".
+    """
+
+    block_size: int = 4
+    num_blocks: int = 96
+    max_tokens: int = 64
+    max_requests: int = 4
+    prefix_caching: bool = True
+    late: bool = False
+    tokens_per_second: float = 5000.0
+    longest_wait: float = 30.0
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can ever run."""
+        return num_tokens <= (self.num_blocks - 1) * self.block_size
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the host knows of all admissions, to compare with what the connector counts."""
+
+    tokens: int = 0
+    local: int = 0
+    external: int = 0
+
+
+class Host:
+    """One engine's scheduler and ranks.
+
+    Args:
+        drivers: of the worker role of each rank.
+        kv: of each rank.
+        check: called after each step.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        shape: HostShape,
+        role: SchedulerRole,
+        ranks: Sequence[tuple[StepDriver, RankKV]],
+        check: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self.loop = loop
+        self.shape = shape
+        self.role = role
+        self.ranks = list(ranks)
+        self.weights = 0
+        self.pool = BlockPool(shape.num_blocks)
+        self.requests: dict[str, HostRequest] = {}
+        self.waiting: deque[HostRequest] = deque()
+        self.running: list[HostRequest] = []
+        self.ledger = Ledger()
+        self.num_steps = self.num_loaded = 0
+        self._fold = WorkerOutputFold(len(self.ranks))
+        self._check = check
+        self._random = rng
+        self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+        self._late: HostStep | None = None  # whose output is still to be learnt
+        self._bad: set[int] = set()  # blocks of failed loads, and what was computed from them
+        self._idle = IDLE_SECONDS
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def add(self, request: HostRequest) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self._idle = IDLE_SECONDS
+        self.role.on_new_request(request)
+
+    def abort(self, request: HostRequest) -> None:
+        if not request.outcome and request.request_id in self.requests:
+            self._end(request, "abort")
+
+    def reset(self, weights: int) -> None:
+        """Preempt everything, empty the prefix cache, and have the connector begin an epoch."""
+        for request in reversed(self.running):
+            self._lose_blocks(request)
+            self._preempted.add(request.request_id)
+            self.waiting.appendleft(request)
+        self.running.clear()
+        self.pool.reset()
+        if weights != self.weights:
+            self.weights = weights
+            for request in self.requests.values():
+                request.seeds.clear()
+        self.role.reset()
+
+    @property
+    def has_work(self) -> bool:
+        is_due = self._finished or self._late is not None
+        return bool(self.requests or is_due or self.role.has_pending_work())
+
+    def _end(self, request: HostRequest, outcome: str) -> None:
+        if outcome == "done":
+            self._check_kv(request)
+        result = self.role.request_finished(request, (request.block_ids,))
+        self._finished.add(request.request_id)
+        del self.requests[request.request_id]
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._lose_blocks(request)
+        request.outcome, request.params = outcome, result.params
+        request.on_end()
+
+    def _check_kv(self, request: HostRequest) -> None:
+        for _, kv in self.ranks:
+            seeds = request.seeds[: request.num_computed_tokens]
+            if wrong := kv.wrong_blocks(request.block_ids, seeds):
+                raise Wrong("wrong KV", f"{request!r} ended with wrong KV in blocks {wrong}")
+
+    def _lose_blocks(self, request: HostRequest) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.turn += 1
+
+    # -- scheduling -----------------------------------------------------------------------------
+
+    def _schedule(self) -> HostStep:
+        step = HostStep(frozenset(self._finished), self._preempted)
+        self._finished, self._preempted = set(), set()
+        budget = self.shape.max_tokens
+        for request in list(self.running):
+            if request not in self.running:  # it lost its blocks to one before it
+                continue
+            missing = len(request.all_token_ids) - request.num_computed_tokens
+            num_tokens = min(missing, budget)
+            if num_tokens and self._grow(request, num_tokens, step):
+                self._add(step, request, num_tokens)
+                budget -= num_tokens
+        if not step.preempted_request_ids:
+            self._admit_waiting(step, budget)
+        step.plan = self.role.build_plan(step)
+        return step
+
+    def _add(self, step: HostStep, request: HostRequest, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.extra_keys)
+        step.scheduled.append(Scheduled(request, start, num_tokens, request.turn))
+        request.num_computed_tokens = start + num_tokens
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.shape.block_size)
+
+    def _allocate(self, num_blocks: int) -> list[int] | None:
+        made = self.pool.allocate(num_blocks) if num_blocks > 0 else []
+        for _, kv in self.ranks if made else ():
+            kv.poison(made or ())
+        self._bad.difference_update(made or ())
+        return made
+
+    def _grow(self, request: HostRequest, num_tokens: int, step: HostStep) -> bool:
+        total = self._num_blocks(request.num_computed_tokens + num_tokens)
+        while (made := self._allocate(total - len(request.block_ids))) is None:
+            victim = self.running.pop()
+            self._lose_blocks(victim)
+            step.preempted_request_ids.add(victim.request_id)
+            step.scheduled = [item for item in step.scheduled if item.request is not victim]
+            self.waiting.appendleft(victim)
+            if victim is request:
+                return False
+        request.block_ids += made
+        return True
+
+    def _admit_waiting(self, step: HostStep, budget: int) -> None:
+        asked: list[HostRequest] = []
+        while self.waiting and budget > 0 and len(self.running) < self.shape.max_requests:
+            request = self.waiting.popleft()
+            keys = self._block_keys(request)
+            local = self.pool.find_prefix(keys) if self.shape.prefix_caching else []
+            num_local = len(local) * self.shape.block_size
+            answer = self.role.lookup(request, num_local).num_tokens
+            if answer is None:
+                self._check_patience(request)
+                asked.append(request)
+                continue
+            request.asks_since = None
+            num_computed = num_local + answer
+            num_tokens = min(len(request.all_token_ids) - num_computed, budget)
+            if not self._take_blocks(request, local, num_computed + num_tokens):
+                self.waiting.appendleft(request)
+                break
+            self._admit(request, num_local, answer)
+            self._add(step, request, num_tokens)
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(asked))
+
+    def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:
+        num_tokens = len(request.all_token_ids)
+        request.admitted = request.admitted or (num_tokens, num_local, num_external)
+        self.ledger.tokens += num_tokens
+        self.ledger.local += num_local
+        self.ledger.external += num_external
+        self.num_loaded += num_external
+        self.role.update_after_alloc(request, (request.block_ids,), num_external)
+        request.num_computed_tokens = num_local + num_external
+        self.running.append(request)
+
+    def _take_blocks(self, request: HostRequest, local: list[int], num_tokens: int) -> bool:
+        self.pool.acquire(local)
+        made = self._allocate(self._num_blocks(num_tokens) - len(local))
+        if made is None:
+            self.pool.free(local)
+            return False
+        request.block_ids = local + made
+        return True
+
+    def _check_patience(self, request: HostRequest) -> None:
+        if request.asks_since is None:
+            request.asks_since = self.loop.now
+        waited = self.loop.now - request.asks_since
+        if waited > self.shape.longest_wait:
+            raise Wrong("waits too long", f"{request!r} was told to ask again for {waited:.1f} s")
+
+    def _block_keys(self, request: HostRequest) -> list[ChunkKey]:
+        """Names of the content of its whole blocks, but for the one with the last token."""
+        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.extra_keys)
+        size, last = self.shape.block_size, len(request.all_token_ids) - 1
+        ends = range(size - 1, last // size * size, size)
+        return [ChunkKey(request.seeds[end].to_bytes(8)) for end in ends]
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Plan a step, run it on all ranks, and learn its output or that of the step before."""
+        self.num_steps += 1
+        step = self._schedule()
+        late, self._late = self._late, None
+        if late is not None:
+            self._update(late)
+        step.output = self._execute(step)
+        if self.shape.late and step.scheduled:
+            self._late = step
+        else:
+            self._update(step)
+        self._check()
+        if step.scheduled or not step.output.is_empty():
+            self._idle = IDLE_SECONDS
+        else:
+            self.loop.sleep(self._idle * self._random.uniform(0.5, 1.5))
+            self._idle = min(LONGEST_IDLE_SECONDS, 1.3 * self._idle)
+
+    def _execute(self, step: HostStep) -> WorkerOutput:
+        num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
+        seconds = 0.002 + num_tokens / self.shape.tokens_per_second
+        order = list(range(len(self.ranks)))
+        self._random.shuffle(order)
+        outputs: list[WorkerOutput] = [WorkerOutput()] * len(order)
+        wrong: dict[HostRequest, set[int]] = {}
+        for rank in order:
+            driver, kv = self.ranks[rank]
+            if step.scheduled:
+                with driver.step(step.plan, step.finished_request_ids):
+                    self.loop.sleep(seconds / len(order))
+                    self._forward(step, kv, wrong)
+                outputs[rank] = driver.output
+            else:
+                outputs[rank] = driver.no_forward(step.plan, step.finished_request_ids)
+            if not kv.null_block_is_untouched():
+                raise Wrong("null block", "it was written")
+        output = self._fold.fold(outputs)
+        self._bad |= output.invalid_block_ids
+        for request, blocks in wrong.items():
+            if silent := blocks - self._bad:
+                raise Wrong(
+                    "wrong KV",
+                    f"a forward of {request!r} reads wrong KV in blocks {sorted(silent)} of "
+                    f"{request.block_ids}, and no load of them was reported as failed",
+                )
+            self._bad |= self._written(step, request)
+        return output
+
+    def _written(self, step: HostStep, request: HostRequest) -> set[int]:
+        """The blocks into which a step wrote what it computed for a request."""
+        item = next(each for each in step.scheduled if each.request is request)
+        size = self.shape.block_size
+        return set(
+            request.block_ids[item.num_computed_tokens // size : self._num_blocks(item.stop)]
+        )
+
+    def _forward(self, step: HostStep, kv: RankKV, wrong: dict[HostRequest, set[int]]) -> None:
+        """Read what each request attends to, and write what it computes: wrong KV from wrong."""
+        for item in step.scheduled:
+            request, start = item.request, item.num_computed_tokens
+            found = kv.wrong_blocks(request.block_ids, request.seeds[:start])
+            if found:
+                wrong.setdefault(request, set()).update(found)
+            new = request.seeds[start : item.stop]
+            kv.compute(request.block_ids, new, start, is_right=not found)
+
+    def _update(self, step: HostStep) -> None:
+        output = step.output
+        assert output is not None
+        self._spoil(output.invalid_block_ids)
+        for item in step.scheduled:
+            request = item.request
+            if request.turn != item.turn or request not in self.running:
+                continue
+            self._commit(request, item.stop)
+            if item.stop == len(request.all_token_ids):
+                if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
+                    self._end(request, "done")
+                else:
+                    request.all_token_ids.append(request.seeds[-1] % 97)
+        self.role.update_output(output)
+        for _ in self.role.take_events():
+            pass
+
+    def _commit(self, request: HostRequest, stop: int) -> None:
+        """Offer full blocks to the prefix cache."""
+        parent = None
+        for index, key in enumerate(self._block_keys(request)):
+            if (index + 1) * self.shape.block_size > stop:
+                break
+            self.pool.cache(request.block_ids[index], key, parent)
+            parent = key
+
+    def _spoil(self, invalid: Collection[int]) -> None:
+        """Compute again from the first block on whose load failed."""
+        if not invalid:
+            return
+        size = self.shape.block_size
+        for request in self.running:
+            computed = request.block_ids[: self._num_blocks(request.num_computed_tokens)]
+            first = next((i for i, block in enumerate(computed) if block in invalid), None)
+            if first is not None:
+                request.num_computed_tokens = first * size
+                request.turn += 1
+        self.pool.uncache(invalid)

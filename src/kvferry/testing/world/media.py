@@ -1,0 +1,320 @@
+"""What lies outside of engines: servers that are dicts, and the links between peers. Each has
+faults that a scenario switches on and off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import FaultKind, StoreError
+from kvferry.store.base import Buffer, PutResult, ReadRange
+from kvferry.store.kind import Opening, StoreKind, StoreUrl
+from kvferry.store.memory import copy_ranges
+from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
+from kvferry.testing.world.loop import Loop
+from kvferry.transfer.base import KeyState
+from kvferry.types import ChunkKey
+
+FAULTS = (
+    "slow",  # every call takes seconds
+    "error",  # every call fails
+    "hang",  # calls end at their deadline
+    "stuck",  # calls do not end, whatever their deadline
+    "refuse",  # nothing is stored
+    "flip",  # what is read has a flipped bit
+    "cut",  # what is read is shorter than what was stored
+    "partition",  # one engine does not reach it
+)
+"""What a medium can do wrong while it lasts; see `Medium.faults`."""
+
+OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
+"""What happens to a medium at once; see `Medium.suffer`."""
+
+
+@dataclass
+class Speed:
+    """How fast a medium answers: seconds, and bytes a second."""
+
+    latency: float = 0.002
+    bandwidth: float = 50e6
+
+
+class Medium:
+    """A server whose values are a dict. Several engines share it.
+
+    Args:
+        max_bytes: what the server keeps; it then evicts what was used longest ago.
+
+    Attributes:
+        faults: the faults that are on, and whom they hit: the name of an engine, or "" for all.
+        calls: how many calls are under way.
+    """
+
+    def __init__(self, name: str, loop: Loop, seed: int, max_bytes: int | None = None) -> None:
+        self.name = name
+        self.loop = loop
+        self.speed = Speed()
+        self.values: OrderedDict[str, bytes] = OrderedDict()
+        self.faults: dict[str, str] = {}
+        self.calls = 0
+        self.num_calls = 0
+        self._max_bytes = max_bytes
+        self._random = random.Random(f"medium {name} {seed}")
+
+    def has(self, fault: str, owner: str) -> bool:
+        return self.faults.get(fault) in ("", owner)
+
+    def enter(self, owner: str, deadline: float, num_bytes: int) -> None:
+        """Take the time of a call. Raises StoreError."""
+        loop = self.loop
+        self.num_calls += 1
+        self.calls += 1
+        try:
+            while self.has("stuck", owner):
+                loop.sleep(0.5)
+            if self.has("hang", owner) or self.has("partition", owner):
+                loop.sleep(min(deadline, loop.now + 3600.0) - loop.now)
+                raise StoreError(FaultKind.LATE, "no answer in time")
+            slow = 1.0 if self.has("slow", owner) else 0.0
+            seconds = self._random.expovariate(1 / (self.speed.latency + slow))
+            seconds += num_bytes / self.speed.bandwidth
+            if loop.now + seconds > deadline:
+                loop.sleep(deadline - loop.now)
+                raise StoreError(FaultKind.LATE, "no answer in time")
+            loop.sleep(seconds)
+            if self.has("error", owner):
+                raise StoreError(FaultKind.AWAY, "the server is down")
+        finally:
+            self.calls -= 1
+
+    def damaged(self, value: bytes, owner: str) -> bytes:
+        if self.has("flip", owner):
+            changed = bytearray(value)
+            changed[self._random.randrange(len(changed))] ^= 1 << self._random.randrange(8)
+            return bytes(changed)
+        return value[: len(value) // 2] if self.has("cut", owner) else value
+
+    def store(self, name: str, value: bytes) -> None:
+        self.values[name] = value
+        while self._max_bytes is not None and self.num_bytes > self._max_bytes:
+            self.values.popitem(last=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.values.values()))
+
+    def suffer(self, offence: str) -> None:
+        """Have something happen to the values, as servers and people do."""
+        records = [name for name in self.values if not name.endswith(".json")]
+        chosen = [name for name in records if self._random.random() < 0.5]
+        if offence in ("empty", "restart"):
+            self.values.clear()
+        elif offence == "evict":
+            for name in chosen:
+                del self.values[name]
+        elif offence == "spoil":  # what is stored is wrong for good
+            for name in chosen:
+                spoilt = bytearray(self.values[name])
+                spoilt[self._random.randrange(len(spoilt))] ^= 0x10
+                self.values[name] = bytes(spoilt)
+        elif offence == "foreign" and chosen:  # another owner writes under our names
+            values = [self.values[name] for name in chosen]
+            for name, value in zip(chosen, [*values[1:], b"not a record"], strict=True):
+                self.values[name] = value
+        else:
+            assert offence in OFFENCES
+
+
+class MediumClient(RemoteClient):
+    """A client of a medium, in the process of one engine."""
+
+    def __init__(self, medium: Medium, owner: str) -> None:
+        self._medium = medium
+        self._owner = owner
+        self.is_closed = False
+
+    def _enter(self, deadline: float, num_bytes: int = 0) -> None:
+        self._medium.enter(self._owner, deadline, num_bytes)
+
+    def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+        self._enter(deadline, sum(len(buffer) for _, buffer in ranges))
+        value = self._medium.values.get(name)
+        if value is None:
+            return None
+        self._medium.values.move_to_end(name)
+        if ranges and not name.endswith(".json"):
+            value = self._medium.damaged(value, self._owner)
+        return copy_ranges(value, ranges)
+
+    def put(
+        self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
+    ) -> PutResult:
+        value = b"".join(buffers)  # before the wait: the bytes of the call, and no later ones
+        self._enter(deadline, len(value))
+        if self._medium.has("refuse", self._owner):
+            return PutResult.NO_SPACE
+        if name in self._medium.values and not replaces:
+            return PutResult.EXISTS
+        self._medium.store(name, value)
+        return PutResult.STORED
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
+        self._enter(deadline)
+        return [name in self._medium.values for name in names]
+
+    def delete(self, name: str, deadline: float) -> bool:
+        self._enter(deadline)
+        return self._medium.values.pop(name, None) is not None
+
+    def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
+        self._enter(deadline)
+        for name, value in list(self._medium.values.items()):
+            if name.startswith(prefix):
+                yield name, len(value), 0.0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """A medium's URL has none."""
+
+
+class Media:
+    """The media of a world by name, as the kind of store `sim://NAME/PREFIX`."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.by_name: dict[str, Medium] = {}
+        self.clients: list[tuple[str, MediumClient]] = []
+
+    def load(self) -> StoreKind:
+        """What the entry point of an installed kind returns."""
+        return StoreKind(
+            options=_NoOptions,
+            open=self._open,
+            hosts="medium of a world; write {scheme}://name/prefix",
+        )
+
+    def _open(self, url: StoreUrl, _options: Any, opening: Opening) -> RemoteStore:
+        medium, task = self.by_name[url.hosts[0][0]], self._loop.current
+        owner = "" if task is None else task.owner
+        medium.enter(owner, self._loop.now + 2.0, 0)
+        client = MediumClient(medium, owner)
+        self.clients.append((owner, client))
+        return open_remote(url, client, opening)
+
+
+# -- peers --------------------------------------------------------------------------------------
+
+
+class Peers:
+    """The addresses at which engines of a world serve what they hold, and the wires between."""
+
+    def __init__(self, loop: Loop, seed: int) -> None:
+        self.loop = loop
+        self.desks: dict[int, PeerDesk] = {}
+        self.wire = Medium("wire", loop, seed)
+
+    def server(
+        self, lender: Any, namespace: Callable[[], bytes], listen: Any, **_: Any
+    ) -> PeerDesk:
+        return PeerDesk(self, lender, namespace, listen)
+
+    def client(self, host: str, port: int, namespace: bytes, *_: Any) -> PeerLink:
+        return PeerLink(self, host, port, namespace)
+
+
+class PeerDesk:
+    """In the place of a `PeerServer`: no sockets, the same answers."""
+
+    def __init__(
+        self, peers: Peers, lender: Any, namespace: Callable[[], bytes], listen: Any
+    ) -> None:
+        task = peers.loop.current
+        self.owner = "" if task is None else task.owner
+        self.lender = lender
+        self.namespace = namespace
+        self.address = (listen.host, listen.port)
+        self.incarnation = random.Random(f"{self.owner} {peers.loop.now}").randbytes(16)
+        self._peers = peers
+        peers.desks[listen.port] = self
+
+    def close(self) -> None:
+        if self._peers.desks.get(self.address[1]) is self:
+            del self._peers.desks[self.address[1]]
+
+    def __str__(self) -> str:
+        return f"desk at {self.address[1]}"
+
+
+class PeerLink:
+    """In the place of a `PeerClient`: asks a desk, over a wire with faults."""
+
+    def __init__(self, peers: Peers, host: str, port: int, namespace: bytes) -> None:
+        task = peers.loop.current
+        self._owner = "" if task is None else task.owner
+        self._peers = peers
+        self._namespace = namespace
+        self.host, self.port = host, port
+        self.incarnation = b""
+        self.is_closed = False
+
+    def is_at(self, host: str, port: int) -> bool:
+        return (host, port) == (self.host, self.port)
+
+    def _desk(self, deadline: float, num_bytes: int) -> PeerDesk:
+        deadline = min(deadline, self._peers.loop.now + 30.0)
+        self._peers.wire.enter(self._owner, deadline, num_bytes)
+        desk = self._peers.desks.get(self.port)
+        if desk is None or self.is_closed:
+            raise StoreError(FaultKind.AWAY, "nobody answers")
+        if desk.namespace() != self._namespace:
+            raise StoreError(FaultKind.UNUSABLE, "another model is served here")
+        self.incarnation = desk.incarnation
+        return desk
+
+    def states_of(self, keys: Sequence[ChunkKey], deadline: float) -> list[KeyState]:
+        desk, states = self._desk(deadline, 0), []
+        for key in keys:
+            loan = desk.lender.lend(key, 0.0)
+            is_held = not (loan is None or loan is KeyState.PENDING)
+            if is_held:
+                desk.lender.release(loan)
+            states.append(KeyState.HELD if is_held else loan or KeyState.ABSENT)
+        return states
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float
+    ) -> tuple[KeyState, int]:
+        desk = self._desk(deadline, 0)
+        loan = desk.lender.lend(key, max(0.0, min(deadline, 1e12) - self._peers.loop.now))
+        if loan is None or loan is KeyState.PENDING:
+            return loan or KeyState.ABSENT, 0
+        try:
+            # The bytes go while time passes, straight from the slot.
+            self._peers.wire.enter(self._owner, deadline, sum(len(b) for _, b in ranges))
+            value = self._peers.wire.damaged(b"".join(loan.buffers), self._owner)
+            return KeyState.HELD, copy_ranges(value, ranges)
+        finally:
+            desk.lender.release(loan)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def forget(peers: Peers, owner: str) -> None:
+    """Take down what a process served that was killed."""
+    for desk in list(peers.desks.values()):
+        if desk.owner == owner:
+            with suppress(KeyError):
+                desk.close()

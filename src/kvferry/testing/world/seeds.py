@@ -1,0 +1,181 @@
+"""Draws scenarios from seeds, and shortens those that fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvferry.testing.world.engine import EngineShape
+from kvferry.testing.world.host import HostShape
+from kvferry.testing.world.media import FAULTS, OFFENCES
+from kvferry.testing.world.world import Action, Ask, Outcome, Scenario, without
+from kvferry.types import DEFAULT_OPTIONS, RequestOptions
+
+FIRST_PORT = 7000
+RECORD_BYTES = 4096
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed: the same in every process and release of Python."""
+    rng = random.Random(f"scenario {seed}")
+    media = {"m0": rng.choice((None, None, 60 * RECORD_BYTES))}
+    if rng.random() < 0.4:
+        media["m1"] = None
+    names = ["a", "b", "c"][: rng.choice((1, 2, 2, 3))]
+    has_peers = len(names) > 1 and rng.random() < 0.5
+    chunk_tokens, num_groups = rng.choice((8, 8, 12)), rng.choice((1, 1, 2))
+    engines = tuple(
+        _engine(rng, name, number, list(media), names if has_peers else [])
+        for number, name in enumerate(names)
+    )
+    engines = tuple(_of_model(each, chunk_tokens, num_groups) for each in engines)
+    return Scenario(
+        seed=seed, engines=engines, media=media, actions=_actions(rng, engines, list(media))
+    )
+
+
+def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineShape:
+    return replace(shape, chunk_tokens=chunk_tokens, num_groups=num_groups)
+
+
+def _engine(
+    rng: random.Random, name: str, number: int, media: Sequence[str], peers: Sequence[str]
+) -> EngineShape:
+    world_size = rng.choice((1, 1, 1, 2))
+    tiers = [f"sim://{each}/kv" for each in media]
+    if world_size == 1 and rng.random() < 0.3:
+        tiers.insert(0, f"memory://near?max_bytes={rng.choice((8, 20)) * RECORD_BYTES}")
+    options: dict[str, object] = {
+        "load_timeout_seconds": rng.choice((0.5, 2.0, 5.0)),
+        "io_threads": rng.choice((1, 2, 4)),
+        "audit": rng.choice(("off", "off", "first", 0.3)),
+        "save_generated": rng.random() < 0.3,
+    }
+    if peers:
+        options["serve"] = f"127.0.0.1:{FIRST_PORT + number}"
+        others = [FIRST_PORT + i for i, other in enumerate(peers) if other != name]
+        tiers.append("peer://" + ",".join(f"127.0.0.1:{port}" for port in others))
+    host = HostShape(
+        block_size=rng.choice((4, 4, 8, 16)),
+        num_blocks=rng.choice((40, 96, 200)),
+        max_tokens=rng.choice((16, 64, 200)),
+        max_requests=rng.choice((2, 4, 8)),
+        prefix_caching=rng.random() < 0.7,
+        late=rng.random() < 0.3,
+        tokens_per_second=rng.choice((500.0, 5000.0, 50_000.0)),
+    )
+    return EngineShape(
+        name=name,
+        tiers=tuple(tiers),
+        host=host,
+        options=options,
+        num_slots=rng.choice((16, 24, 60)),
+        world_size=world_size,
+        recomputes=rng.random() < 0.5,
+    )
+
+
+# What happens how often, relative to the rest.
+_WEIGHTS = {
+    "send": 60,
+    "handover": 8,
+    "fault": 10,
+    "suffer": 5,
+    "kill": 2,
+    "restart": 2,
+    "reset": 3,
+}
+
+
+def _actions(
+    rng: random.Random, engines: Sequence[EngineShape], media: Sequence[str]
+) -> tuple[Action, ...]:
+    made: list[Action] = []
+    at = 1.0
+    kinds = list(_WEIGHTS)
+    is_calm = rng.random() < 0.2  # nothing goes wrong
+    for _ in range(rng.randrange(8, 40)):
+        at += rng.choice((0.0, 0.01, 0.1, 1.0, 5.0)) * rng.random()
+        what = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        name = rng.choice(engines).name
+        if is_calm and what not in ("send", "handover"):
+            what = "send"
+        made.append(Action(round(at, 3), what, _given(rng, what, name, engines, media)))
+    return tuple(made)
+
+
+def _given(
+    rng: random.Random,
+    what: str,
+    name: str,
+    engines: Sequence[EngineShape],
+    media: Sequence[str],
+) -> tuple[object, ...]:
+    if what == "send":
+        return name, _ask(rng)
+    if what == "handover":
+        return name, rng.choice(engines).name, _ask(rng)._replace(turns=1)
+    if what == "fault":
+        kind = rng.choice(FAULTS)
+        owner = rng.choice(("", name)) if kind != "partition" else name
+        seconds = round(rng.choice((0.3, 3.0, 30.0)) * rng.random(), 3)
+        return rng.choice([*media, "wire"]), kind, seconds, owner
+    if what == "suffer":
+        return rng.choice(media), rng.choice(OFFENCES)
+    if what == "reset":
+        return name, rng.random() < 0.6
+    return name, round(5 * rng.random(), 3)
+
+
+def _ask(rng: random.Random) -> Ask:
+    length = rng.choice((10, 24, 40, 64, 90))
+    options = DEFAULT_OPTIONS
+    if rng.random() < 0.2:
+        options = RequestOptions(
+            store=rng.random() < 0.7,
+            load=rng.random() < 0.7,
+            max_load_tokens=rng.choice((None, 8, 20)),
+            explain=rng.random() < 0.5,
+        )
+    return Ask(
+        document=rng.randrange(4),
+        length=length,
+        tail=rng.choice((1, 3, 20)),
+        salt=rng.choice((None, None, None, "salt", "other")),
+        lora=rng.choice((None, None, None, None, "adapter")),
+        image=(rng.randrange(2), 6) if rng.random() < 0.1 else None,
+        max_tokens=rng.choice((1, 2, 5, 20)),
+        options=options,
+        turns=rng.choice((1, 1, 1, 2, 3)),
+        abort_after=round(rng.random(), 3) if rng.random() < 0.15 else None,
+    )
+
+
+def shortened(
+    scenario: Scenario, fails: Callable[[Scenario], Outcome | None], most: int = 200
+) -> tuple[Scenario, list[int]]:
+    """Leave out actions while the same invariant is broken.
+
+    Args:
+        fails: runs a scenario; returns its outcome if it fails in the same way.
+        most: runs at most.
+
+    Returns:
+        The short scenario, and the places of the actions that it keeps.
+    """
+    kept = list(range(len(scenario.actions)))
+    size, left = max(1, len(kept) // 2), most
+    while size and left > 0:
+        start = 0
+        while start < len(kept) and left > 0:
+            tried = kept[:start] + kept[start + size :]
+            left -= 1
+            gone = [place for place in range(len(scenario.actions)) if place not in tried]
+            if fails(without(scenario, gone)) is not None:
+                kept = tried
+            else:
+                start += size
+        size //= 2
+    gone = [place for place in range(len(scenario.actions)) if place not in kept]
+    return without(scenario, gone), kept
