@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.lookup import Search
-from kvferry.cache.deciding.requests import RequestState
+from kvferry.cache.deciding.request import Request
 from kvferry.cache.messages import Save
 from kvferry.config import printable
 from kvferry.contract.handover import STAMP, write_explanation
@@ -63,7 +63,7 @@ class Accounts:
         self._journal = journal
 
     def admitted(
-        self, request: RequestView, state: RequestState, search: Search, stop: int, limit: int
+        self, view: RequestView, request: Request, search: Search, stop: int, limit: int
     ) -> None:
         """Count and note a request that was admitted.
 
@@ -72,9 +72,9 @@ class Accounts:
             stop: where its hit ends, local hit included.
             limit: where the longest hit would end that its whole chunks and blocks allow.
         """
-        num_tokens = len(request.all_token_ids)
+        num_tokens = len(view.all_token_ids)
         local = min(search.num_local, num_tokens)
-        hits = self._by_tier(state, search, local, stop) if stop > local else Counter()
+        hits = self._by_tier(request, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
         missed, why, kind = search.short
@@ -90,7 +90,7 @@ class Accounts:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: of %d tokens the engine has %d; hits %s, misses %s%s",
-                printable(request.request_id),
+                printable(view.request_id),
                 num_tokens,
                 local,
                 dict(hits),
@@ -98,14 +98,14 @@ class Accounts:
                 f"; {why}" if why else "",
             )
         answer = JournalAnswer(local, hits, misses, why, kind=kind)
-        if state.answer is None:  # not after a preemption
-            state.answer = answer
-            if request.handover is not None:
-                self._count_handover(request, request.handover, answer, search.loads)
+        if request.answer is None:  # not after a preemption
+            request.answer = answer
+            if view.handover is not None:
+                self._count_handover(view, view.handover, answer, search.loads)
 
     def _count_handover(
         self,
-        request: RequestView,
+        view: RequestView,
         handover: Handover,
         answer: JournalAnswer,
         loads: Mapping[str, tuple[int, float]],
@@ -132,9 +132,9 @@ class Accounts:
                 what += f" at {source.host}:{source.port or '?'}, as the parameters say"
         self._log.info(
             "request %s, %s: of %d tokens %s%s",
-            printable(request.request_id),
+            printable(view.request_id),
             what,
-            len(request.all_token_ids),
+            len(view.all_token_ids),
             ", ".join(parts),
             f"; {answer.why}" if answer.why else "",
         )
@@ -152,32 +152,32 @@ class Accounts:
         for reason, tokens in misses.items():
             self._observer.count(f"miss_tokens/{reason}", tokens)
 
-    def not_cacheable(self, request: RequestView) -> None:
+    def not_cacheable(self, view: RequestView) -> None:
         """Count a request that was admitted and must not be cached."""
-        num_tokens, reason = len(request.all_token_ids), request.extra_keys.reason
+        num_tokens, reason = len(view.all_token_ids), view.extra_keys.reason
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
             self._observer.count(f"miss_tokens/{reason}", num_tokens)
-        if request.handover is not None:
-            answer = JournalAnswer(0, {}, {reason: num_tokens}, request.extra_keys.why)
-            self._count_handover(request, request.handover, answer, {})
+        if view.handover is not None:
+            answer = JournalAnswer(0, {}, {reason: num_tokens}, view.extra_keys.why)
+            self._count_handover(view, view.handover, answer, {})
 
-    def wants_end(self, request: RequestView) -> bool:
+    def wants_end(self, view: RequestView) -> bool:
         """Whether the journal or the client wants to know what of a request was not stored."""
-        return self._journal is not None or request.options.explain
+        return self._journal is not None or view.options.explain
 
-    def ended(self, request: RequestView, state: RequestState | None, compute_rate: float) -> None:
+    def ended(self, view: RequestView, request: Request | None, compute_rate: float) -> None:
         """Note a request that ended, with the tokens a second that the engine computes. If it must
         not be cached, `state` is None, and no keys are written."""
         if self._journal is None:
             return
-        answer = not_cached(request) if state is None else state.answer
+        answer = not_cached(view) if request is None else request.answer
         # After a preemption, the answer may count generated tokens, too.
-        num_tokens = request.num_prompt_tokens if answer is None else answer.num_tokens
-        keys = () if state is None else state.keys.keys[: num_tokens // self._chunk]
-        arrived_at = time.time() if state is None else state.arrived_at
+        num_tokens = view.num_prompt_tokens if answer is None else answer.num_tokens
+        keys = () if request is None else request.keys.keys[: num_tokens // self._chunk]
+        arrived_at = time.time() if request is None else request.arrived_at
         self._journal.add(
-            arrived_at, request.request_id, num_tokens, keys, answer, round(compute_rate, 1)
+            arrived_at, view.request_id, num_tokens, keys, answer, round(compute_rate, 1)
         )
 
     def close(self) -> None:
@@ -185,32 +185,32 @@ class Accounts:
         if self._journal is not None:
             self._journal.close()
 
-    def _by_tier(self, state: RequestState, search: Search, start: int, stop: int) -> Counter[str]:
+    def _by_tier(self, request: Request, search: Search, start: int, stop: int) -> Counter[str]:
         tiers: Counter[str] = Counter()
         for index in range(start // self._chunk, -(-stop // self._chunk)):
-            tier = search.fetched.get(state.keys.keys[index], MEMORY)
+            tier = search.fetched.get(request.keys.keys[index], MEMORY)
             first = index * self._chunk
             tiers[tier] += min(stop, first + self._chunk) - max(start, first)
         return tiers
 
 
-def not_cached(request: RequestView) -> JournalAnswer:
+def not_cached(view: RequestView) -> JournalAnswer:
     """Return the answer to a request that must not be cached: every token is a miss, and none is
     stored."""
-    num_tokens = request.num_prompt_tokens
-    missed = {request.extra_keys.reason: num_tokens} if num_tokens else {}
-    return JournalAnswer(0, {}, missed, request.extra_keys.why, missed)
+    num_tokens = view.num_prompt_tokens
+    missed = {view.extra_keys.reason: num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, missed, view.extra_keys.why, missed)
 
 
 def explained(
-    result: FinishResult, request: RequestView, answer: JournalAnswer | None
+    result: FinishResult, view: RequestView, answer: JournalAnswer | None
 ) -> FinishResult:
     """Add to the result of a request what its tokens got, if it asked for that. `answer` is None if
     it was never admitted, or must not be cached."""
-    if not request.options.explain:
+    if not view.options.explain:
         return result
-    if answer is None and not request.extra_keys.cacheable:
-        answer = not_cached(request)
+    if answer is None and not view.extra_keys.cacheable:
+        answer = not_cached(view)
     if answer is None:
         return result
     explanation = write_explanation(**answer._asdict())
@@ -232,13 +232,13 @@ class Announcer:
         self._gone: list[bytes] = []
 
     def planned(
-        self, saves: Iterable[Save], step: StepView, requests: Mapping[str, RequestState]
+        self, saves: Iterable[Save], step: StepView, requests: Mapping[str, Request]
     ) -> None:
         """Remember the events of a step's saves until the index knows the chunks."""
         by_key = {save.chunk.key: save.chunk.first_token // self._chunk for save in saves}
         for item in step.scheduled:
-            state = requests.get(item.request.request_id)
-            keys = () if state is None else state.keys.keys
+            request = requests.get(item.request.request_id)
+            keys = () if request is None else request.keys.keys
             for key, index in by_key.items():
                 if index < len(keys) and keys[index] == key and key not in self._announced:
                     first = index * self._chunk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvferry.cache.deciding.requests import RequestState
+from kvferry.cache.deciding.request import Request
 from kvferry.keys import ChunkKeys
 from kvferry.store.base import Store, Value
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace, names_in
@@ -35,9 +35,9 @@ class Erased:
         return bool(names) and not set(names).isdisjoint(names_in(value))
 
 
-def is_of_request(names: frozenset[str], namespace: bytes, state: RequestState) -> bool:
+def is_of_request(names: frozenset[str], namespace: bytes, request: Request) -> bool:
     """Whether one of the names is that of a request's namespace, salt or chunk."""
-    keys: ChunkKeys = state.keys
+    keys: ChunkKeys = request.keys
     if not names.isdisjoint((name_of_namespace(namespace), name_of_mark(keys.mark))):
         return True
     return any(name_of_key(key) in names for key in keys.keys)

@@ -16,7 +16,8 @@ import secrets
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.lookup import ABSENT, NO_HANDOVER, HandoverPlan, Short
 from kvferry.cache.deciding.policy import ProducerWaits
-from kvferry.cache.deciding.requests import Requests, RequestState
+from kvferry.cache.deciding.request import Request
+from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
@@ -51,27 +52,27 @@ class Handovers:
         self.address: tuple[str, int] | None = None
         self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
 
-    def begin(self, request: RequestView, state: RequestState, limit: int) -> None:
+    def begin(self, view: RequestView, request: Request, limit: int) -> None:
         """Plan the handover of a request. Only the first call for a request has an effect.
 
         Args:
             limit: number of tokens of the longest hit that the prompt could have.
         """
-        handover, config = request.handover, self._context.config
-        if handover is None or state.handover is not NO_HANDOVER:
+        handover, config = view.handover, self._context.config
+        if handover is None or request.handover is not NO_HANDOVER:
             return
         source = handover.source
         is_turn = config.save_generated and source is not None
         gives = handover.gives or is_turn
         plan = HandoverPlan(gives=gives, lends=gives and config.serve is not None, is_turn=is_turn)
-        state.handover = plan if source is None else self._awaiting(plan, source, state, limit)
+        request.handover = plan if source is None else self._awaiting(plan, source, request, limit)
 
     def _awaiting(
-        self, plan: HandoverPlan, source: KVSource, state: RequestState, limit: int
+        self, plan: HandoverPlan, source: KVSource, request: Request, limit: int
     ) -> HandoverPlan:
         """Add to a plan what may be waited for, and how long; or why nothing is."""
-        chunk, stamp = state.keys.chunk_tokens, source.stamp
-        short = self._refusal(source, state)
+        chunk, stamp = request.keys.chunk_tokens, source.stamp
+        short = self._refusal(source, request)
         if short.miss is not LookupMiss.ABSENT or not source.waits:
             return plan._replace(short=short)
         num_chunks = -(-limit // chunk)  # a hit may end inside a chunk
@@ -84,7 +85,7 @@ class Handovers:
         if stamp is not None and source.host is not None and source.port is not None:
             # The first look-up fetches what this peer says it holds, without a question.
             holder = source.host, source.port
-            is_held = self._context.store.assume(state.keys.keys[:num_chunks], holder)
+            is_held = self._context.store.assume(request.keys.keys[:num_chunks], holder)
         until = now + (seconds if is_held else self._patience.seconds(now))
         return plan._replace(
             num_chunks=num_chunks,
@@ -94,9 +95,9 @@ class Handovers:
             short=Short(LookupMiss.NOT_PRODUCED, "the rest did not come"),
         )
 
-    def _refusal(self, source: KVSource, state: RequestState) -> Short:
+    def _refusal(self, source: KVSource, request: Request) -> Short:
         """Return why the chunks of a source cannot be those of this prompt; ABSENT if they can."""
-        stamp, keys = source.stamp, state.keys.keys
+        stamp, keys = source.stamp, request.keys.keys
         if stamp is None:
             other = "it is of another kind of engine" if source.has_blocks else ""
         elif stamp.version != STAMP_VERSION:
@@ -112,32 +113,32 @@ class Handovers:
             return Short(LookupMiss.OTHER_TOKENS, "it computed other tokens")
         return ABSENT
 
-    def answer(self, request: RequestView, state: RequestState) -> FinishResult:
+    def answer(self, view: RequestView, request: Request) -> FinishResult:
         """Return the result of a request that ended, with the parameters that the client passes to
         the next engine, if one is to continue it."""
-        handover, plan, spec = request.handover, state.handover, self._context.spec
+        handover, plan, spec = view.handover, request.handover, self._context.spec
         if handover is None or spec.mode is Mode.OFF or not (handover.answers or plan.is_turn):
             return FREE_NOW
         # The last token has no KV yet, unless it is a token of the prompt.
-        num_tokens = max(request.num_prompt_tokens, len(request.all_token_ids) - 1)
+        num_tokens = max(view.num_prompt_tokens, len(view.all_token_ids) - 1)
         if plan.is_turn:
-            state.keys.extend(request.all_token_ids)
+            request.keys.extend(view.all_token_ids)
         num_chunks = 0
-        for key in state.keys.keys[: num_tokens // state.keys.chunk_tokens]:
-            if not self._saves.has(key, state):
+        for key in request.keys.keys[: num_tokens // request.keys.chunk_tokens]:
+            if not self._saves.has(key, request):
                 break
             num_chunks += 1
         stamp = ProducerStamp(
             version=STAMP_VERSION,
             namespace=self._requests.namespace.hex()[:NAMESPACE_DIGITS],
             num_chunks=num_chunks,
-            last_key=state.keys.keys[num_chunks - 1] if num_chunks else b"",
+            last_key=request.keys.keys[num_chunks - 1] if num_chunks else b"",
         )
         params = write_handover(
             stamp,
             is_prefill=handover.answers,
             engine_id=self._engine_id,
-            request_id=request.request_id,
+            request_id=view.request_id,
             num_tokens=num_tokens,
             num_groups=len({part.table for part in spec.table_parts}),
             tp_size=spec.shard.world_size,

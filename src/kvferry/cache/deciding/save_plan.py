@@ -18,7 +18,9 @@ from kvferry.cache.deciding.failed_keys import (
     FailedKeys,
 )
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.requests import RequestPins, Requests, RequestState
+from kvferry.cache.deciding.pins import RequestPins
+from kvferry.cache.deciding.request import Request
+from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     Filled,
@@ -72,16 +74,16 @@ class SavePlan:
         self._take_out = take_out
         self._has_told = False  # of KV that is not finite
         self._is_alone = context.spec.shard.world_size == 1
-        self._unsaved: dict[str, RequestState] = {}
+        self._unsaved: dict[str, Request] = {}
         self._of_parts = FailedKeys(context.clock)  # computed with a part of an item alone
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
         self.pins = RequestPins(context.store, context.observer)
 
-    def admit(self, request_id: str, state: RequestState) -> None:
+    def admit(self, request_id: str, request: Request) -> None:
         """Consider the chunks of a request that was admitted, from the first on."""
-        state.next_save = 0
-        self._unsaved[request_id] = state
+        request.next_save = 0
+        self._unsaved[request_id] = request
 
     def lost_blocks(self, request_ids: Iterable[str]) -> None:
         """Learn that requests were preempted: what they may have shared is theirs no more."""
@@ -111,11 +113,11 @@ class SavePlan:
             self._find_parts(step)
         if self._unsaved:
             for item in step.scheduled:
-                state = self._unsaved.get(item.request.request_id)
-                if state is None or state.saves_blocked or state.is_erased:
+                request = self._unsaved.get(item.request.request_id)
+                if request is None or request.saves_blocked or request.is_erased:
                     continue
                 try:
-                    self._plan_request(item, state, saves)
+                    self._plan_request(item, request, saves)
                 except ContractError as error:
                     # Not raised: the saves of other requests have slots and must be planned.
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
@@ -145,62 +147,62 @@ class SavePlan:
         if self._is_saving:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
-    def _plan_request(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> None:
+    def _plan_request(self, item: ScheduledRequest, request: Request, saves: list[Save]) -> None:
         """Add to `saves` each missing chunk that is wanted and computed by the end of this step."""
-        request, chunk_tokens = item.request, state.keys.chunk_tokens
+        view, chunk_tokens = item.request, request.keys.chunk_tokens
         computed = item.num_computed_tokens + item.num_scheduled_tokens
         # Tokens past `all_token_ids` are drafts: the model has not confirmed them.
-        limit = len(request.all_token_ids)
+        limit = len(view.all_token_ids)
         if self._context.config.save_generated:
-            state.keys.extend(request.all_token_ids)
+            request.keys.extend(view.all_token_ids)
         else:
-            limit = min(limit, request.num_prompt_tokens)
-            if state.next_save >= limit // chunk_tokens:
-                self.forget(request.request_id)
+            limit = min(limit, view.num_prompt_tokens)
+            if request.next_save >= limit // chunk_tokens:
+                self.forget(view.request_id)
                 return
         whole = min(computed, limit) // chunk_tokens
-        keys = state.keys.keys
-        while state.next_save < whole:
-            key = keys[state.next_save]
+        keys = request.keys.keys
+        while request.next_save < whole:
+            key = keys[request.next_save]
             if key in self._of_parts:
-                self.forget(request.request_id)
+                self.forget(view.request_id)
                 return
-            if not self.has(key, state) and not self._plan_chunk(item, state, saves):
+            if not self.has(key, request) and not self._plan_chunk(item, request, saves):
                 self._context.observer.count("save_no_slot")
-                state.lacks_slot = True
+                request.lacks_slot = True
                 return  # offered again in the next step of this request
-            state.next_save += 1
-        state.lacks_slot = False
+            request.next_save += 1
+        request.lacks_slot = False
 
     def _find_parts(self, step: StepView) -> None:
         """Learn which chunks are wrong because this step ends in an item. A host has it end there
         after a hit of its own that did, and gives the blocks to later requests."""
         for scheduled in step.scheduled:
-            request, size = scheduled.request, self._context.chunk_tokens
-            if (state := self._requests.by_id.get(request.request_id)) is None:
+            view, size = scheduled.request, self._context.chunk_tokens
+            if (request := self._requests.by_id.get(view.request_id)) is None:
                 continue
             stop = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            for item in request.extra_keys.items:
+            for item in view.extra_keys.items:
                 if item.offset < stop < item.offset + item.length:
-                    wrong = state.keys.keys[item.offset // size :]
+                    wrong = request.keys.keys[item.offset // size :]
                     why = f"a part of the item at token {item.offset} was computed alone"
                     for failed in (self._of_parts, self._requests.refused):
                         failed.add(wrong, math.inf, LookupMiss.NOT_CACHEABLE, why)
 
-    def _plan_chunk(self, item: ScheduledRequest, state: RequestState, saves: list[Save]) -> bool:
+    def _plan_chunk(self, item: ScheduledRequest, request: Request, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. If it is
         stored and peers want it from memory, it is fetched instead, if there is room: windows may
         have dropped a part of it from the host's blocks."""
-        key, chunk_tokens = state.keys.keys[state.next_save], state.keys.chunk_tokens
-        first = state.next_save * chunk_tokens
-        if state.handover.lends and self._is_stored(key):
-            self._pool.fetch_whole(key, first, state.keys.mark)
+        key, chunk_tokens = request.keys.keys[request.next_save], request.keys.chunk_tokens
+        first = request.next_save * chunk_tokens
+        if request.handover.lends and self._is_stored(key):
+            self._pool.fetch_whole(key, first, request.keys.mark)
             return True
         blocks = self._context.tables.chunk_slices(item.block_ids, first, first + chunk_tokens)
         if blocks is None:
             self._context.observer.count("save_out_of_window")
             return True
-        slot = self._pool.save(key, first, state.keys.mark)
+        slot = self._pool.save(key, first, request.keys.mark)
         if slot is None:
             return False
         if not self._is_alone:
@@ -208,19 +210,19 @@ class SavePlan:
         saves.append(Save(SlotChunk(slot.index, key, first, slot.mark), blocks))
         return True
 
-    def has(self, key: ChunkKey, state: RequestState) -> bool:
+    def has(self, key: ChunkKey, request: Request) -> bool:
         """Whether a chunk is held, on its way, or stored. If another engine continues the request,
         the chunk must be where that engine looks: in memory that is lent, if peers are served, or
         else in the store. That engine does not see what else this one holds."""
         slot = self._pool.find(key)
         # A slot that one rank failed to fill is given up when the other ranks have ended.
         is_sound = slot is not None and not slot.failed
-        if state.handover.lends:
+        if request.handover.lends:
             return is_sound and self._pool.loans.knows(key)
         if slot is not None and is_sound:
             is_held = self._context.tables.all_groups <= slot.held
             # A pinned slot can take no copy now.
-            if slot.is_busy or (is_held and (slot.pins > 0 or not state.handover.gives)):
+            if slot.is_busy or (is_held and (slot.pins > 0 or not request.handover.gives)):
                 return True
         return self._is_stored(key)
 
@@ -229,23 +231,23 @@ class SavePlan:
         return is_here and key not in self._requests.unreadable
 
     def not_stored(
-        self, request: RequestView, state: RequestState, *, may_save: bool
+        self, view: RequestView, request: Request, *, may_save: bool
     ) -> tuple[dict[str, int], str, str]:
         """Count the tokens of a prompt that was computed whose chunks are neither stored nor on
         their way, by reason; say details of the first reason in words, and its `FaultKind`."""
-        size, end = state.keys.chunk_tokens, request.num_prompt_tokens
+        size, end = request.keys.chunk_tokens, view.num_prompt_tokens
         found: Counter[str] = Counter()
         why = kind = ""
-        for number, key in enumerate(state.keys.keys[: end // size]):
+        for number, key in enumerate(request.keys.keys[: end // size]):
             if key in self._requests.refused:
                 reason, *said = self._requests.refused.why(key)
                 if not why:
                     why, kind = said
-            elif self.has(key, state):
+            elif self.has(key, request):
                 continue
             elif not may_save:
                 reason = LookupMiss.NOT_STORING
-            elif state.lacks_slot and number >= state.next_save:
+            elif request.lacks_slot and number >= request.next_save:
                 reason = LookupMiss.NO_MEMORY
             else:
                 continue  # not computed, or removed since
@@ -297,9 +299,9 @@ class SavePlan:
         behind = self._requests.behind(slot.key) or [slot.key]
         why = f"computed at token {slot.first_token}"
         self._requests.refused.add(behind, REFUSED_SECONDS, LookupMiss.NOT_FINITE, why)
-        for request_id, state in self._requests.by_id.items():
-            if slot.key in state.keys.keys:
-                state.saves_blocked = True
+        for request_id, request in self._requests.by_id.items():
+            if slot.key in request.keys.keys:
+                request.saves_blocked = True
                 self.forget(request_id)
         found = map(self._pool.find, behind)
         saved = [each for each in found if each is not None and each.is_save]
@@ -363,9 +365,9 @@ class SavePlan:
     def _offer_again(self, keys: Collection[bytes]) -> None:
         """Have requests look once more at chunks that they passed: these are not stored after all.
         Rare; walks all live requests."""
-        for request_id, state in self._requests.by_id.items():
-            passed = state.keys.keys[: state.next_save]
+        for request_id, request in self._requests.by_id.items():
+            passed = request.keys.keys[: request.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)
-            if first is not None and not state.saves_blocked:
-                state.next_save = first
-                self._unsaved[request_id] = state
+            if first is not None and not request.saves_blocked:
+                request.next_save = first
+                self._unsaved[request_id] = request

@@ -26,7 +26,8 @@ from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
 from kvferry.cache.deciding.lookup import Lookup, Search, Short
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
-from kvferry.cache.deciding.requests import Requests, RequestState
+from kvferry.cache.deciding.request import Request
+from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.save_plan import SavePlan
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.deciding.weights_file import WeightsFile
@@ -147,138 +148,142 @@ class SharedStorageScheduler(SchedulerRole):
             logger.warning(why)
         self._is_running = False
 
-    def _may_load(self, request: RequestView) -> bool:
-        handover = request.handover
+    def _may_load(self, view: RequestView) -> bool:
+        handover = view.handover
         is_asked = self._reads or (handover is not None and handover.source is not None)
         is_able = self._is_running and not self.audits.has_failed
-        return is_asked and is_able and request.options.load
+        return is_asked and is_able and view.options.load
 
     @property
     def _may_save(self) -> bool:
         return self._is_running and not self.audits.has_failed
 
-    def _saves(self, request: RequestView, state: RequestState) -> bool:
-        return request.options.store and (self._writes or state.handover.gives)
+    def _saves(self, view: RequestView, request: Request) -> bool:
+        return view.options.store and (self._writes or request.handover.gives)
 
-    def _track(self, request: RequestView) -> RequestState:
-        state = self.requests.track(request)
-        limit = self._lookup.usable(len(state.keys.keys), len(request.all_token_ids) - 1)
-        self._handovers.begin(request, state, limit)
-        return state
+    def _track(self, view: RequestView) -> Request:
+        request = self.requests.track(view)
+        limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
+        self._handovers.begin(view, request, limit)
+        return request
 
-    def _follow(self, request: RequestView) -> bool:
+    def _follow(self, view: RequestView) -> bool:
         """Whether a request may be cached. If it changed, as a session grows, what was decided for
         it before ends: its search, its saves, and its keys."""
-        state = self.requests.by_id.get(request.request_id)
-        if state is not None and not state.is_of(request):
-            self._end_search(state)
-            self.saves.forget(request.request_id)
-            if request.extra_keys.cacheable:
-                self.requests.track(request)
+        request = self.requests.by_id.get(view.request_id)
+        if request is not None and not request.is_of(view):
+            self._end_search(request)
+            self.saves.forget(view.request_id)
+            if view.extra_keys.cacheable:
+                self.requests.track(view)
             else:
-                self.audits.forget(request.request_id)
-                del self.requests.by_id[request.request_id]
-        return request.extra_keys.cacheable
+                self.audits.forget(view.request_id)
+                del self.requests.by_id[view.request_id]
+        return view.extra_keys.cacheable
 
-    def _probe(self, state: RequestState) -> None:
+    def _probe(self, request: Request) -> None:
         """Have the store find out what it has of a prompt, unless it has just been asked to."""
         now = self.context.clock()
-        if state.probed_at is None or now - state.probed_at > REPROBE_SECONDS:
-            state.probed_at = now
-            self.context.store.probe(state.keys.keys)
+        if request.probed_at is None or now - request.probed_at > REPROBE_SECONDS:
+            request.probed_at = now
+            self.context.store.probe(request.keys.keys)
 
-    def _search(self, request: RequestView, state: RequestState) -> Search:
+    def _search(self, view: RequestView, request: Request) -> Search:
         """The search of a request, begun if there is none."""
-        if state.search is None:
-            most = request.options.max_load_tokens
-            asked_at = state.probed_at or 0.0
-            items = request.extra_keys.items if self.context.spec.whole_items else ()
-            state.search = self._lookup.begin(state.keys, state.handover, most, asked_at, items)
-        return state.search
+        if request.search is None:
+            most = view.options.max_load_tokens
+            asked_at = request.probed_at or 0.0
+            items = view.extra_keys.items if self.context.spec.whole_items else ()
+            request.search = self._lookup.begin(
+                request.keys, request.handover, most, asked_at, items
+            )
+        return request.search
 
-    def _end_search(self, state: RequestState) -> None:
+    def _end_search(self, request: Request) -> None:
         """End the search of a request that is not admitted yet. If it waits once more, another one
         begins."""
-        if state.search is not None:
-            self._lookup.release(state.search)
-            state.search = None
+        if request.search is not None:
+            self._lookup.release(request.search)
+            request.search = None
 
-    def on_new_request(self, request: RequestView) -> None:
-        if not self._follow(request):
+    def on_new_request(self, view: RequestView) -> None:
+        if not self._follow(view):
             return
-        if self._may_load(request):
-            state = self._track(request)
-            self._probe(state)
-            if state.handover.num_chunks:
-                self._handovers.early[request.request_id] = request
-        elif request.handover is not None:
-            self.context.store.probe(self._track(request).keys.keys)  # which chunks the store lacks
+        if self._may_load(view):
+            request = self._track(view)
+            self._probe(request)
+            if request.handover.num_chunks:
+                self._handovers.early[view.request_id] = view
+        elif view.handover is not None:
+            self.context.store.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
-    def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
+    def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         if not self._has_looked_up:  # before any hit of this step is promised
             self._has_looked_up = True
             self._heed_erased()
-        if not self._follow(request):
-            return LookupResult(0, False, request.extra_keys.reason)
+        if not self._follow(view):
+            return LookupResult(0, False, view.extra_keys.reason)
         if self._weights.is_open:
             is_unchanged = self._weights.is_unchanged()
             if is_unchanged is None:
                 return ASK_AGAIN
             if is_unchanged:
                 self._begin_epoch(self._first_namespace)
-        self._handovers.early.pop(request.request_id, None)
-        state = self._track(request)
-        if not self._may_load(request):
-            self._end_search(state)
+        self._handovers.early.pop(view.request_id, None)
+        request = self._track(view)
+        if not self._may_load(view):
+            self._end_search(request)
             is_other = self.audits.has_failed
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
-            search = self._search(request, state)
+            search = self._search(view, request)
             search.num_local, search.short = num_local_tokens, Short(miss)
             return LookupResult(0, False, miss)
         started = time.perf_counter()
-        answer = self._look_up(request, state, num_local_tokens)
+        answer = self._look_up(view, request, num_local_tokens)
         self.context.observer.observe("lookup", time.perf_counter() - started)
         return answer
 
-    def _look_up(self, request: RequestView, state: RequestState, num_local: int) -> LookupResult:
-        self._probe(state)
-        search = self._search(request, state)
-        return self._lookup.answer(search, len(request.all_token_ids), num_local)
+    def _look_up(self, view: RequestView, request: Request, num_local: int) -> LookupResult:
+        self._probe(request)
+        search = self._search(view, request)
+        return self._lookup.answer(search, len(view.all_token_ids), num_local)
 
     # -- allocation -----------------------------------------------------------------------------
 
     def update_after_alloc(
-        self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
+        self, view: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
-        if not self._follow(request) and num_external_tokens <= 0:
-            self._uncached[request.request_id] = not_cached(request)
-            self._accounts.not_cacheable(request)
+        if not self._follow(view) and num_external_tokens <= 0:
+            self._uncached[view.request_id] = not_cached(view)
+            self._accounts.not_cacheable(view)
             return
-        self._uncached.pop(request.request_id, None)
-        self._handovers.early.pop(request.request_id, None)
-        state = self._track(request)
-        state.handover = state.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        self._uncached.pop(view.request_id, None)
+        self._handovers.early.pop(view.request_id, None)
+        request = self._track(view)
+        request.handover = request.handover._replace(until=0.0, latest=0.0)  # it waits no more
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
-        self.saves.forget(request.request_id)
-        search = state.search or Search(Hold(self.pool))
+        self.saves.forget(view.request_id)
+        search = request.search or Search(Hold(self.pool))
         stop = search.num_local
         if num_external_tokens > 0:
             hit = search.hit
             if hit is None or num_external_tokens > hit.stop - hit.start:
                 # The engine counts on tokens that no plan will bring: the guard fails them.
                 raise ContractError(
-                    f"{num_external_tokens} tokens of {request.request_id!r} were never promised"
+                    f"{num_external_tokens} tokens of {view.request_id!r} were never promised"
                 )
             stop = hit.start + num_external_tokens
-            self._plan_load(request.request_id, search, block_ids, (hit.start, stop))
-        if self._saves(request, state):
-            self.saves.admit(request.request_id, state)
-        limit = self._lookup.usable(len(state.keys.keys), len(request.all_token_ids) - 1)
-        if state.search is not None or state.answer is None:  # else a session goes on in its blocks
-            self._accounts.admitted(request, state, search, stop, limit)
-        load, _hold = self._loads.get(request.request_id, (None, None))
-        self.audits.expect(request.request_id, self._lookup.admit(search), load)
-        state.search = None
+            self._plan_load(view.request_id, search, block_ids, (hit.start, stop))
+        if self._saves(view, request):
+            self.saves.admit(view.request_id, request)
+        limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
+        if (
+            request.search is not None or request.answer is None
+        ):  # else a session goes on in its blocks
+            self._accounts.admitted(view, request, search, stop, limit)
+        load, _hold = self._loads.get(view.request_id, (None, None))
+        self.audits.expect(view.request_id, self._lookup.admit(search), load)
+        request.search = None
 
     def _plan_load(
         self,
@@ -304,10 +309,10 @@ class SharedStorageScheduler(SchedulerRole):
         if not names:
             return
         namespace = self.requests.namespace
-        for request_id, state in self.requests.by_id.items():
-            if is_of_request(names, namespace, state):
-                state.is_erased = True
-                self._end_search(state)
+        for request_id, request in self.requests.by_id.items():
+            if is_of_request(names, namespace, request):
+                request.is_erased = True
+                self._end_search(request)
                 self.saves.forget(request_id)
         self.pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
         self._erased.heeded(pending)
@@ -375,14 +380,14 @@ class SharedStorageScheduler(SchedulerRole):
             for _ in range(slot.num_filling):
                 self._learn_filled(Filled(slot.index, MissReason.CANCELLED))
 
-    def _admit_late(self, request: RequestView) -> None:
+    def _admit_late(self, view: RequestView) -> None:
         """Store what a running request computes, as its extra keys became known after it was
         admitted. It was counted as a miss."""
-        state = self._track(request)
-        state.handover = state.handover._replace(until=0.0, latest=0.0)
-        state.answer = self._uncached.pop(request.request_id)
-        if self._saves(request, state):
-            self.saves.admit(request.request_id, state)
+        request = self._track(view)
+        request.handover = request.handover._replace(until=0.0, latest=0.0)
+        request.answer = self._uncached.pop(view.request_id)
+        if self._saves(view, request):
+            self.saves.admit(view.request_id, request)
 
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
@@ -392,14 +397,14 @@ class SharedStorageScheduler(SchedulerRole):
         for request_id in tuple(islice(early, EARLY_PER_STEP)):
             if 2 * self.pool.num_taken >= self.pool.num_slots:
                 return
-            request = early[request_id]
-            if not self._may_load(request):
+            view = early[request_id]
+            if not self._may_load(view):
                 return
-            state = self._track(request)
-            answer = self._look_up(request, state, 0)
+            request = self._track(view)
+            answer = self._look_up(view, request, 0)
             del early[request_id]
             if answer.num_tokens is None:
-                early[request_id] = request  # ask again, after the others
+                early[request_id] = view  # ask again, after the others
 
     @property
     def is_idle(self) -> bool:
@@ -431,7 +436,7 @@ class SharedStorageScheduler(SchedulerRole):
             if slot is not None:
                 missed[slot.key] = filled
         if missed:
-            searches = (state.search for state in self.requests.by_id.values())
+            searches = (request.search for request in self.requests.by_id.values())
             self._lookup.learn_missed(missed, searches)
         for key, filled in missed.items():
             if filled.missed == MissReason.NOT_FINITE:
@@ -457,36 +462,36 @@ class SharedStorageScheduler(SchedulerRole):
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishResult:
-        self._follow(request)
-        self._uncached.pop(request.request_id, None)
-        state = self.requests.by_id.pop(request.request_id, None)
+    def request_finished(self, view: RequestView, block_ids: BlockTable) -> FinishResult:
+        self._follow(view)
+        self._uncached.pop(view.request_id, None)
+        request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
-        self.saves.forget(request.request_id)
-        self.audits.forget(request.request_id)
-        self._forget_load(request.request_id)
-        self._handovers.early.pop(request.request_id, None)
-        if state is None:
-            if not request.extra_keys.cacheable:
-                self._accounts.ended(request, None, self.policy.compute_rate)
-            return explained(FREE_NOW, request, None)
-        result = self._handovers.answer(request, state)
-        if state.answer is not None and self._accounts.wants_end(request):
-            may_save = self._may_save and self._saves(request, state)
-            found, why, kind = self.saves.not_stored(request, state, may_save=may_save)
-            state.answer = state.answer._replace(
+        self.saves.forget(view.request_id)
+        self.audits.forget(view.request_id)
+        self._forget_load(view.request_id)
+        self._handovers.early.pop(view.request_id, None)
+        if request is None:
+            if not view.extra_keys.cacheable:
+                self._accounts.ended(view, None, self.policy.compute_rate)
+            return explained(FREE_NOW, view, None)
+        result = self._handovers.answer(view, request)
+        if request.answer is not None and self._accounts.wants_end(view):
+            may_save = self._may_save and self._saves(view, request)
+            found, why, kind = self.saves.not_stored(view, request, may_save=may_save)
+            request.answer = request.answer._replace(
                 not_stored=found, not_stored_why=why, not_stored_kind=kind
             )
-        self._accounts.ended(request, state, self.policy.compute_rate)
-        self._end_search(state)
+        self._accounts.ended(view, request, self.policy.compute_rate)
+        self._end_search(request)
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.
-        self.context.store.touch(state.keys.keys)
-        self.pool.touch(state.keys.keys)
-        if request.options.pin > 0.0:
-            num_chunks = request.num_prompt_tokens // state.keys.chunk_tokens
-            self.saves.pins.add(state.keys.keys[:num_chunks], request.options.pin)
-        return explained(result, request, state.answer)
+        self.context.store.touch(request.keys.keys)
+        self.pool.touch(request.keys.keys)
+        if view.options.pin > 0.0:
+            num_chunks = view.num_prompt_tokens // request.keys.chunk_tokens
+            self.saves.pins.add(request.keys.keys[:num_chunks], view.options.pin)
+        return explained(result, view, request.answer)
 
     def take_events(self) -> Iterable[Any]:
         announcer = self.saves.announcer
@@ -510,8 +515,8 @@ class SharedStorageScheduler(SchedulerRole):
             self._begin_epoch(namespace)
 
     def _begin_epoch(self, namespace: bytes) -> None:
-        for request_id, state in self.requests.by_id.items():
-            self._end_search(state)
+        for request_id, request in self.requests.by_id.items():
+            self._end_search(request)
             self._forget_load(request_id)
         self.audits.begin_epoch()
         self._uncached.clear()

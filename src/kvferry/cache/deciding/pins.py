@@ -1,0 +1,54 @@
+"""The chunks that requests ask to keep."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvferry.errors import ConfigError, StoreError
+from kvferry.observe import Observer
+from kvferry.store.base import Catalogue
+from kvferry.store.io_pool import IOPool, Job
+from kvferry.types import ChunkKey
+
+MAX_WAITING = 1 << 16
+"""Most chunks whose pins may wait for their save. With one more, the oldest is forgotten."""
+
+
+class RequestPins:
+    """The pins that requests ask for: they keep the chunks of a prompt from eviction once these are
+    stored. `add` and `stored` run in the scheduler thread; a thread of its own does the I/O."""
+
+    def __init__(self, store: Catalogue, observer: Observer) -> None:
+        self._store = store
+        self._observer = observer
+        self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._thread = IOPool(1, "kvferry-pin")
+
+    def add(self, keys: Sequence[ChunkKey], seconds: float) -> None:
+        """Pin those of `keys` that are stored for `seconds` from now, the others as they come."""
+        until = time.time() + seconds
+        self._waiting.update(dict.fromkeys(keys, until))
+        while len(self._waiting) > MAX_WAITING:
+            self._waiting.popitem(last=False)
+        self._pin_soon(keys, until)
+
+    def stored(self, key: ChunkKey) -> None:
+        """A chunk was saved."""
+        if key in self._waiting:
+            self._pin_soon([key], self._waiting.pop(key))
+
+    def _pin_soon(self, keys: Sequence[ChunkKey], until: float) -> None:
+        def pin(_job: Job[None]) -> None:
+            try:
+                if time.time() < until:
+                    self._store.pin(keys, until, by_client=True)
+            except (ConfigError, StoreError):  # it cannot pin, or clients have pinned enough
+                self._observer.count("pins_refused")
+
+        self._thread.submit(pin)
+
+    def close(self) -> None:
+        """Make the pins that are due, in bounded time."""
+        self._thread.close()
