@@ -25,14 +25,15 @@ def held_keys(pool: HostPool) -> set[ChunkKey]:
 
 def holds_of(role: SharedStorageScheduler) -> list[Hold]:
     """Return all that owns pins: of each search, its hit and its audit; loads; and audits."""
-    searches = [state.search for state in role.requests.by_id.values() if state.search]
+    requests = role.requests.by_id.values()
+    searches = [request.search for request in requests if request.search is not None]
     hits = [search.hit for search in searches if search.hit is not None]
     expected, running = role.audits._expected.values(), role.audits._running.values()
     audits = [*(hit.audit for hit in hits if hit.audit is not None), *expected, *running]
     return [
         *(search.pinned for search in searches),
         *(audit.hold for audit in audits),
-        *(hold for _load, hold in role._loads.values()),
+        *(request.load[1] for request in requests if request.load is not None),
     ]
 
 

@@ -151,8 +151,8 @@ class Events:
         audits = self.role.audits
         for audit in [*audits._expected.values(), *audits._running.values()]:
             pins.update((id(audit.record), id(audit.copy)))
-        for _load, slots in self.role._loads.values():
-            pins.update(map(id, slots))
+        for state in self.role.requests.by_id.values():
+            pins.update(map(id, () if state.load is None else state.load[1]))
         for slot in slots_of(self.role.pool).values():
             assert slot.pins == pins.pop(id(slot), 0)
         assert not pins, "slots that were assigned again while they had a pin"

@@ -192,6 +192,26 @@ class Search:
         so this sees one slot only."""
         return any(slot.filling for slot in reversed(self.pinned))
 
+    def withdraw(self) -> None:
+        """Leave `Settled`: withdraw the promise, and with it the audit."""
+        if isinstance(self.state, Settled):
+            if self.hit is not None and self.hit.audit is not None:
+                self.hit.audit.hold.release()
+            self.state = self.state.before
+
+    def release(self) -> None:
+        """End the pins and the promise of a search that ends."""
+        self.pinned.release()
+        self.withdraw()
+
+    def admit(self) -> Audit | None:
+        """End the search of a request that was admitted. Its load takes the pins over before. The
+        audit of its hit goes on: hand it over."""
+        audit = self.hit and self.hit.audit
+        self.pinned.release()
+        self.state = NEVER
+        return audit
+
     def wait(self, known: int = 0) -> Awaiting:
         """The wait for another engine: as it is, was or begins."""
         if isinstance(self.state, Awaiting):
@@ -293,7 +313,7 @@ class Lookup:
         if hit is None or hit.start != num_local:
             if self._nothing_came(search, num_local):
                 return ASK_AGAIN
-            self._withdraw(search)
+            search.withdraw()
             search.num_local = num_local
             if self._goes_on(search, num_tokens):
                 return ASK_AGAIN
@@ -435,26 +455,6 @@ class Lookup:
         state = search.state
         search.state = Settled(promised, state.before if isinstance(state, Settled) else state)
         return True
-
-    def _withdraw(self, search: Search) -> None:
-        """Leave `Settled`: withdraw the promise, and with it the audit."""
-        if isinstance(search.state, Settled):
-            if search.hit is not None and search.hit.audit is not None:
-                search.hit.audit.hold.release()
-            search.state = search.state.before
-
-    def admit(self, search: Search) -> Audit | None:
-        """End the search of a request that was admitted. Its load takes the pins over before. The
-        audit of its hit goes on: hand it over."""
-        audit = search.hit and search.hit.audit
-        search.pinned.release()
-        search.state = NEVER
-        return audit
-
-    def release(self, search: Search) -> None:
-        """End the pins and the promise of a search that ends."""
-        search.pinned.release()
-        self._withdraw(search)
 
     # -- what there is --------------------------------------------------------------------------
 

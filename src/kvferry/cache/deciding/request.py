@@ -1,23 +1,33 @@
-"""What the scheduler role knows of one live request."""
+"""One live request: what the scheduler role knows of it, and has decided for it.
+
+Each event of a request is one method here, which ends all that the event ends.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.cache.deciding.host_pool import Hold
 from kvferry.cache.deciding.lookup import NO_HANDOVER, HandoverPlan, Search
+from kvferry.cache.messages import Load
 from kvferry.journal import JournalAnswer
 from kvferry.keys import ChunkKeys
 from kvferry.types import ExtraKeys, RequestView
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """One live request."""
+    """One live request. Runs in: scheduler thread.
+
+    Invariant: it is in `at_work` while it has work.
+    """
 
     keys: ChunkKeys  # of its whole chunks
     inputs: tuple[ExtraKeys, int]  # extra keys and prompt tokens for which these keys stand
     arrived_at: float  # seconds since 1970
+    at_work: dict[Request, None] = field(repr=False)  # see `Requests`
     search: Search | None = None  # from its first look-up until it is admitted
+    load: tuple[Load, Hold] | None = None  # for the next plan, with the pins of its slots
     probed_at: float | None = None  # when the store was last asked what it has of the prompt
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
     next_save: int = 0  # chunks before it are stored, on their way, or not to be saved
@@ -29,3 +39,52 @@ class Request:
     def is_of(self, view: RequestView) -> bool:
         """Whether the keys stand for what the request is now."""
         return self.inputs == (view.extra_keys, view.num_prompt_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan is to carry something of it."""
+        return self.load is not None
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def grow(self, keys: ChunkKeys, inputs: tuple[ExtraKeys, int]) -> None:
+        """It has other inputs, as when a session grows: all of it is hashed again."""
+        self.end_search()
+        self.keys, self.inputs = keys, inputs
+        self.probed_at = None
+
+    def admit(self) -> None:
+        """The host gave it blocks. What was decided for its earlier blocks is over."""
+        self.handover = self.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        self.drop_load()
+
+    def promise(self, load: Load, hold: Hold) -> None:
+        """The host counts on a load."""
+        self.load = load, hold
+        self._works()
+
+    def give_back(self) -> None:
+        """It ended, or nothing that was decided for it holds any more."""
+        self.end_search()
+        self.drop_load()
+        self.at_work.pop(self, None)
+
+    # -- parts of events ------------------------------------------------------------------------
+
+    def _works(self) -> None:
+        """Be the last of those that have work."""
+        self.at_work.pop(self, None)
+        self.at_work[self] = None
+
+    def end_search(self) -> None:
+        """End its search. If it waits once more, another one begins."""
+        if self.search is not None:
+            self.search.release()
+            self.search = None
+
+    def drop_load(self) -> None:
+        """Drop its load: a plan carries it now, or it lost its blocks."""
+        if self.load is not None:
+            _load, hold = self.load
+            self.load = None
+            hold.release()

@@ -21,6 +21,8 @@ class Requests:
     Attributes:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
+        at_work: those that have work for a plan, in the order in which they got it. Some may have
+            none any more, until `rest`.
         unreadable: chunks that are not offered, although the store may seem to have them.
         refused: chunks that the store did not take.
     """
@@ -34,6 +36,7 @@ class Requests:
         self.namespace = namespace
         self._chunk_tokens = chunk_tokens
         self.by_id: dict[str, Request] = {}
+        self.at_work: dict[Request, None] = {}
         self.unreadable = FailedKeys(clock)
         self.refused = FailedKeys(clock)
 
@@ -46,13 +49,22 @@ class Requests:
             keys = ChunkKeys(self.namespace, self._chunk_tokens, view.extra_keys)
             inputs = view.extra_keys, view.num_prompt_tokens
             if request is None:
-                request = Request(keys, inputs, time.time())
+                request = Request(keys, inputs, time.time(), self.at_work)
                 self.by_id[view.request_id] = request
             else:
-                request.keys, request.inputs = keys, inputs
-                request.probed_at = None
+                request.grow(keys, inputs)
         request.keys.extend(view.all_token_ids)
         return request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request has work for a plan."""
+        return any(request.has_work for request in self.at_work)
+
+    def rest(self) -> None:
+        """A plan was built: let go of those that have no work any more."""
+        for request in [each for each in self.at_work if not each.has_work]:
+            del self.at_work[request]
 
     def behind(self, key: bytes) -> list[ChunkKey]:
         """Return the chunks of live requests from this one on. Rare; walks all live requests."""
@@ -65,6 +77,8 @@ class Requests:
 
     def begin_epoch(self, namespace: bytes) -> None:
         """Forget all requests. New ones get keys of that namespace."""
+        for request in self.by_id.values():
+            request.give_back()
         self.namespace = namespace
         self.by_id.clear()
         self.unreadable.clear()

@@ -116,8 +116,6 @@ class SharedStorageScheduler(SchedulerRole):
         )
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
-        # For the next plan, by request; the slots are pinned until that plan is complete.
-        self._loads: dict[str, tuple[Load, Hold]] = {}
         # Running requests that could not be cached when they were admitted, and what they got.
         self._uncached: dict[str, JournalAnswer] = {}
         self._plan_numbers = count(1)
@@ -172,12 +170,12 @@ class SharedStorageScheduler(SchedulerRole):
         it before ends: its search, its saves, and its keys."""
         request = self.requests.by_id.get(view.request_id)
         if request is not None and not request.is_of(view):
-            self._end_search(request)
             self.saves.forget(view.request_id)
             if view.extra_keys.cacheable:
                 self.requests.track(view)
             else:
                 self.audits.forget(view.request_id)
+                request.give_back()
                 del self.requests.by_id[view.request_id]
         return view.extra_keys.cacheable
 
@@ -198,13 +196,6 @@ class SharedStorageScheduler(SchedulerRole):
                 request.keys, request.handover, most, asked_at, items
             )
         return request.search
-
-    def _end_search(self, request: Request) -> None:
-        """End the search of a request that is not admitted yet. If it waits once more, another one
-        begins."""
-        if request.search is not None:
-            self._lookup.release(request.search)
-            request.search = None
 
     def on_new_request(self, view: RequestView) -> None:
         if not self._follow(view):
@@ -232,7 +223,7 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(view.request_id, None)
         request = self._track(view)
         if not self._may_load(view):
-            self._end_search(request)
+            request.end_search()
             is_other = self.audits.has_failed
             miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
             search = self._search(view, request)
@@ -260,11 +251,11 @@ class SharedStorageScheduler(SchedulerRole):
         self._uncached.pop(view.request_id, None)
         self._handovers.early.pop(view.request_id, None)
         request = self._track(view)
-        request.handover = request.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        request.admit()
         # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
         self.saves.forget(view.request_id)
         search = request.search or Search(Hold(self.pool))
-        stop = search.num_local
+        load, stop = None, search.num_local
         if num_external_tokens > 0:
             hit = search.hit
             if hit is None or num_external_tokens > hit.stop - hit.start:
@@ -273,7 +264,10 @@ class SharedStorageScheduler(SchedulerRole):
                     f"{num_external_tokens} tokens of {view.request_id!r} were never promised"
                 )
             stop = hit.start + num_external_tokens
-            self._plan_load(view.request_id, search, block_ids, (hit.start, stop))
+            blocks = self.context.tables.load_slices(block_ids, hit.start, stop)
+            chunks = self._lookup.chunks(search, hit.start, stop)
+            load = Load(view.request_id, chunks, hit.start, stop, blocks)
+            request.promise(load, search.pinned.move())
         if self._saves(view, request):
             self.saves.admit(view.request_id, request)
         limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
@@ -281,21 +275,8 @@ class SharedStorageScheduler(SchedulerRole):
             request.search is not None or request.answer is None
         ):  # else a session goes on in its blocks
             self._accounts.admitted(view, request, search, stop, limit)
-        load, _hold = self._loads.get(view.request_id, (None, None))
-        self.audits.expect(view.request_id, self._lookup.admit(search), load)
+        self.audits.expect(view.request_id, search.admit(), load)
         request.search = None
-
-    def _plan_load(
-        self,
-        request_id: str,
-        search: Search,
-        block_ids: BlockTable,
-        hit: tuple[int, int],
-    ) -> None:
-        blocks = self.context.tables.load_slices(block_ids, *hit)
-        chunks = self._lookup.chunks(search, *hit)
-        self._forget_load(request_id)
-        self._loads[request_id] = Load(request_id, chunks, *hit, blocks), search.pinned.move()
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -312,7 +293,7 @@ class SharedStorageScheduler(SchedulerRole):
         for request_id, request in self.requests.by_id.items():
             if is_of_request(names, namespace, request):
                 request.is_erased = True
-                self._end_search(request)
+                request.end_search()
                 self.saves.forget(request_id)
         self.pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
         self._erased.heeded(pending)
@@ -327,7 +308,8 @@ class SharedStorageScheduler(SchedulerRole):
             # of a scheduled request was planned after its preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
             for request_id in set(step.preempted_request_ids) - scheduled:
-                self._forget_load(request_id)
+                if request_id in self.requests.by_id:
+                    self.requests.by_id[request_id].drop_load()
                 self.audits.forget(request_id)
         try:
             return self._plan(step)
@@ -337,8 +319,9 @@ class SharedStorageScheduler(SchedulerRole):
         finally:
             # The plan carries the loads. If it could not be built, the guard reports them as
             # failed, and no later plan may carry them.
-            for request_id in tuple(self._loads):
-                self._forget_load(request_id)
+            for request in self.requests.at_work:
+                request.drop_load()
+            self.requests.rest()
 
     def _plan(self, step: StepView) -> Plan:
         for item in step.scheduled:
@@ -352,9 +335,10 @@ class SharedStorageScheduler(SchedulerRole):
         if saves:
             self.saves.await_reports()
         self._fetch_early()
-        timed = self.policy.begin_step(step.scheduled, loads=bool(self._loads))
+        loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
+        timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         unchecked = self.audits.take_unchecked()
-        if not (self._loads or saves or unchecked or timed or self.pool.has_orders):
+        if not (loads or saves or unchecked or timed or self.pool.has_orders):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
         return SharedStoragePlan(
@@ -362,7 +346,7 @@ class SharedStorageScheduler(SchedulerRole):
             number=next(self._plan_numbers),
             fetches=fetches,
             cancels=cancels,
-            loads=tuple(load for load, _hold in self._loads.values()),
+            loads=loads,
             saves=saves,
             unchecked=unchecked,
             failures_known=self.saves.failures_known,
@@ -408,7 +392,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def is_idle(self) -> bool:
-        is_waiting = self._loads or self.saves.has_unsaved or self._handovers.early
+        is_waiting = self.requests.has_work or self.saves.has_unsaved or self._handovers.early
         return not is_waiting and self.audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
@@ -469,8 +453,9 @@ class SharedStorageScheduler(SchedulerRole):
         self.saves.await_reports()
         self.saves.forget(view.request_id)
         self.audits.forget(view.request_id)
-        self._forget_load(view.request_id)
         self._handovers.early.pop(view.request_id, None)
+        if request is not None:
+            request.drop_load()
         if request is None:
             if not view.extra_keys.cacheable:
                 self._accounts.ended(view, None, self.policy.compute_rate)
@@ -483,7 +468,7 @@ class SharedStorageScheduler(SchedulerRole):
                 not_stored=found, not_stored_why=why, not_stored_kind=kind
             )
         self._accounts.ended(view, request, self.policy.compute_rate)
-        self._end_search(request)
+        request.give_back()
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.
         self.context.store.touch(request.keys.keys)
@@ -515,14 +500,11 @@ class SharedStorageScheduler(SchedulerRole):
             self._begin_epoch(namespace)
 
     def _begin_epoch(self, namespace: bytes) -> None:
-        for request_id, request in self.requests.by_id.items():
-            self._end_search(request)
-            self._forget_load(request_id)
+        self.requests.begin_epoch(namespace)
         self.audits.begin_epoch()
         self._uncached.clear()
         self.pool.clear()
         self._handovers.early.clear()
-        self.requests.begin_epoch(namespace)
         self.saves.begin_epoch()
 
     def close(self) -> None:
@@ -530,9 +512,3 @@ class SharedStorageScheduler(SchedulerRole):
         self.audits.close()
         self._weights.close()
         self._accounts.close()
-
-    def _forget_load(self, request_id: str) -> None:
-        """Drop the load of a request: a plan carries it now, or the request lost its blocks."""
-        if request_id in self._loads:
-            _load, hold = self._loads.pop(request_id)
-            hold.release()
