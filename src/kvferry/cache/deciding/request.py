@@ -30,6 +30,7 @@ class Request:
     load: tuple[Load, Hold] | None = None  # for the next plan, with the pins of its slots
     probed_at: float | None = None  # when the store was last asked what it has of the prompt
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
+    is_saving: bool = False  # whether later steps of it may bring saves
     next_save: int = 0  # chunks before it are stored, on their way, or not to be saved
     is_erased: bool = False  # by a command, while it ran: nothing more of it is stored
     lacks_slot: bool = False  # the host pool has no slot for the next chunk to save
@@ -43,38 +44,62 @@ class Request:
     @property
     def has_work(self) -> bool:
         """Whether a plan is to carry something of it."""
-        return self.load is not None
+        return self.load is not None or self.is_saving
 
     # -- events ---------------------------------------------------------------------------------
 
     def grow(self, keys: ChunkKeys, inputs: tuple[ExtraKeys, int]) -> None:
         """It has other inputs, as when a session grows: all of it is hashed again."""
         self.end_search()
+        self.is_saving = False
         self.keys, self.inputs = keys, inputs
         self.probed_at = None
 
     def admit(self) -> None:
-        """The host gave it blocks. What was decided for its earlier blocks is over."""
+        """The host gave it blocks. What was decided for its earlier ones is over. Nothing is saved
+        until `save` says so: if its load cannot be planned, it computes on unfilled blocks."""
         self.handover = self.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        self.is_saving = False
         self.drop_load()
+
+    def lose_blocks(self, *, is_admitted: bool) -> None:
+        """The host took its blocks back: what it may have shared is its no more. If it is admitted
+        again since, its load is for the new ones."""
+        self.saves_blocked = False
+        if not is_admitted:
+            self.drop_load()
+
+    def block_saves(self) -> None:
+        """It may have computed on blocks with wrong content: save nothing until it loses them."""
+        self.saves_blocked = True
+        self.is_saving = False
+
+    def erase(self) -> None:
+        """A command erased it while it lives: nothing more of it is stored, and nothing that it was
+        not promised yet is loaded."""
+        self.is_erased = True
+        self.is_saving = False
+        self.end_search()
+
+    def save(self, first: int) -> None:
+        """Consider its chunks, from this one on."""
+        self.next_save = first
+        self.is_saving = True
+        self.at_work.setdefault(self)
 
     def promise(self, load: Load, hold: Hold) -> None:
         """The host counts on a load."""
         self.load = load, hold
-        self._works()
+        self.at_work.setdefault(self)
 
     def give_back(self) -> None:
         """It ended, or nothing that was decided for it holds any more."""
         self.end_search()
         self.drop_load()
+        self.is_saving = False
         self.at_work.pop(self, None)
 
     # -- parts of events ------------------------------------------------------------------------
-
-    def _works(self) -> None:
-        """Be the last of those that have work."""
-        self.at_work.pop(self, None)
-        self.at_work[self] = None
 
     def end_search(self) -> None:
         """End its search. If it waits once more, another one begins."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
@@ -74,30 +74,13 @@ class SavePlan:
         self._take_out = take_out
         self._has_told = False  # of KV that is not finite
         self._is_alone = context.spec.shard.world_size == 1
-        self._unsaved: dict[str, Request] = {}
         self._of_parts = FailedKeys(context.clock)  # computed with a part of an item alone
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
         self.pins = RequestPins(context.store, context.observer)
 
-    def admit(self, request_id: str, request: Request) -> None:
-        """Consider the chunks of a request that was admitted, from the first on."""
-        request.next_save = 0
-        self._unsaved[request_id] = request
-
-    def lost_blocks(self, request_ids: Iterable[str]) -> None:
-        """Learn that requests were preempted: what they may have shared is theirs no more."""
-        for request_id in request_ids:
-            if request_id in self._requests.by_id:
-                self._requests.by_id[request_id].saves_blocked = False
-
-    def forget(self, request_id: str) -> None:
-        """Plan no more saves of a request for now."""
-        self._unsaved.pop(request_id, None)
-
     def begin_epoch(self) -> None:
-        """Save no more chunks of the requests so far: their keys belong to the old namespace."""
-        self._unsaved.clear()
+        """Announce that this engine no longer reads what it stored before."""
         if self.announcer is not None:
             self.announcer.forget_all()
 
@@ -111,10 +94,13 @@ class SavePlan:
         saves: list[Save] = []
         if self._context.spec.whole_items:
             self._find_parts(step)
-        if self._unsaved:
+        if self._requests.at_work:
+            by_id = self._requests.by_id
             for item in step.scheduled:
-                request = self._unsaved.get(item.request.request_id)
-                if request is None or request.saves_blocked or request.is_erased:
+                request = by_id.get(item.request.request_id)
+                if request is None or not request.is_saving:
+                    continue
+                if request.saves_blocked or request.is_erased:
                     continue
                 try:
                     self._plan_request(item, request, saves)
@@ -122,15 +108,10 @@ class SavePlan:
                     # Not raised: the saves of other requests have slots and must be planned.
                     logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
                     self._context.observer.count("save_refused")
-                    self.forget(item.request.request_id)
+                    request.is_saving = False
         if saves and self.announcer is not None:
             self.announcer.planned(saves, step, self._requests.by_id)
         return tuple(saves)
-
-    @property
-    def has_unsaved(self) -> bool:
-        """Whether later steps of some request may bring saves."""
-        return bool(self._unsaved)
 
     @property
     def keeps_host_awake(self) -> bool:
@@ -158,14 +139,14 @@ class SavePlan:
         else:
             limit = min(limit, view.num_prompt_tokens)
             if request.next_save >= limit // chunk_tokens:
-                self.forget(view.request_id)
+                request.is_saving = False
                 return
         whole = min(computed, limit) // chunk_tokens
         keys = request.keys.keys
         while request.next_save < whole:
             key = keys[request.next_save]
             if key in self._of_parts:
-                self.forget(view.request_id)
+                request.is_saving = False
                 return
             if not self.has(key, request) and not self._plan_chunk(item, request, saves):
                 self._context.observer.count("save_no_slot")
@@ -299,10 +280,9 @@ class SavePlan:
         behind = self._requests.behind(slot.key) or [slot.key]
         why = f"computed at token {slot.first_token}"
         self._requests.refused.add(behind, REFUSED_SECONDS, LookupMiss.NOT_FINITE, why)
-        for request_id, request in self._requests.by_id.items():
+        for request in self._requests.by_id.values():
             if slot.key in request.keys.keys:
-                request.saves_blocked = True
-                self.forget(request_id)
+                request.block_saves()
         found = map(self._pool.find, behind)
         saved = [each for each in found if each is not None and each.is_save]
         for each in saved:
@@ -359,15 +339,13 @@ class SavePlan:
                 self._pool.drop(ChunkKey(key))
             self._offer_again(report.failed_keys)
             for request_id in self._requests.by_id.keys() - report.failed_requests:
-                self._requests.by_id[request_id].saves_blocked = True
-                self.forget(request_id)
+                self._requests.by_id[request_id].block_saves()
 
     def _offer_again(self, keys: Collection[bytes]) -> None:
         """Have requests look once more at chunks that they passed: these are not stored after all.
         Rare; walks all live requests."""
-        for request_id, request in self._requests.by_id.items():
+        for request in self._requests.by_id.values():
             passed = request.keys.keys[: request.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)
             if first is not None and not request.saves_blocked:
-                request.next_save = first
-                self._unsaved[request_id] = request
+                request.save(first)

@@ -170,7 +170,6 @@ class SharedStorageScheduler(SchedulerRole):
         it before ends: its search, its saves, and its keys."""
         request = self.requests.by_id.get(view.request_id)
         if request is not None and not request.is_of(view):
-            self.saves.forget(view.request_id)
             if view.extra_keys.cacheable:
                 self.requests.track(view)
             else:
@@ -252,8 +251,6 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.early.pop(view.request_id, None)
         request = self._track(view)
         request.admit()
-        # Nothing is saved of a request whose load is not planned: it computes on unfilled blocks.
-        self.saves.forget(view.request_id)
         search = request.search or Search(Hold(self.pool))
         load, stop = None, search.num_local
         if num_external_tokens > 0:
@@ -269,7 +266,7 @@ class SharedStorageScheduler(SchedulerRole):
             load = Load(view.request_id, chunks, hit.start, stop, blocks)
             request.promise(load, search.pinned.move())
         if self._saves(view, request):
-            self.saves.admit(view.request_id, request)
+            request.save(0)
         limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
         if (
             request.search is not None or request.answer is None
@@ -290,11 +287,9 @@ class SharedStorageScheduler(SchedulerRole):
         if not names:
             return
         namespace = self.requests.namespace
-        for request_id, request in self.requests.by_id.items():
+        for request in self.requests.by_id.values():
             if is_of_request(names, namespace, request):
-                request.is_erased = True
-                request.end_search()
-                self.saves.forget(request_id)
+                request.erase()
         self.pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
         self._erased.heeded(pending)
         logger.info("dropped from memory what a command erased (%d names)", len(names))
@@ -303,14 +298,15 @@ class SharedStorageScheduler(SchedulerRole):
         self._has_looked_up = False
         self._heed_erased()
         if step.preempted_request_ids:
-            self.saves.lost_blocks(step.preempted_request_ids)
             # A host that preempts everything can admit a request again in the same step: the load
             # of a scheduled request was planned after its preemption.
             scheduled = {item.request.request_id for item in step.scheduled}
-            for request_id in set(step.preempted_request_ids) - scheduled:
-                if request_id in self.requests.by_id:
-                    self.requests.by_id[request_id].drop_load()
-                self.audits.forget(request_id)
+            for request_id in step.preempted_request_ids:
+                request = self.requests.by_id.get(request_id)
+                if request is not None:
+                    request.lose_blocks(is_admitted=request_id in scheduled)
+                if request_id not in scheduled:
+                    self.audits.forget(request_id)
         try:
             return self._plan(step)
         except Exception:
@@ -371,7 +367,7 @@ class SharedStorageScheduler(SchedulerRole):
         request.handover = request.handover._replace(until=0.0, latest=0.0)
         request.answer = self._uncached.pop(view.request_id)
         if self._saves(view, request):
-            self.saves.admit(view.request_id, request)
+            request.save(0)
 
     def _fetch_early(self) -> None:
         """Fetch what other engines have computed for requests that wait for a place to run: the
@@ -392,7 +388,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     @property
     def is_idle(self) -> bool:
-        is_waiting = self.requests.has_work or self.saves.has_unsaved or self._handovers.early
+        is_waiting = self.requests.has_work or self._handovers.early
         return not is_waiting and self.audits.is_idle and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
@@ -451,11 +447,11 @@ class SharedStorageScheduler(SchedulerRole):
         self._uncached.pop(view.request_id, None)
         request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
-        self.saves.forget(view.request_id)
         self.audits.forget(view.request_id)
         self._handovers.early.pop(view.request_id, None)
         if request is not None:
             request.drop_load()
+            request.is_saving = False
         if request is None:
             if not view.extra_keys.cacheable:
                 self._accounts.ended(view, None, self.policy.compute_rate)
