@@ -28,8 +28,12 @@ def holds_of(role: SharedStorageScheduler) -> list[Hold]:
     requests = role.requests.by_id.values()
     searches = [request.search for request in requests if request.search is not None]
     hits = [search.hit for search in searches if search.hit is not None]
-    expected, running = role.audits._expected.values(), role.audits._running.values()
-    audits = [*(hit.audit for hit in hits if hit.audit is not None), *expected, *running]
+    of_requests = (request.audit for request in requests)
+    audits = [
+        *(hit.audit for hit in hits if hit.audit is not None),
+        *(audit for audit in of_requests if audit is not None and audit.is_expected),
+        *role.audits._running.values(),
+    ]
     return [
         *(search.pinned for search in searches),
         *(audit.hold for audit in audits),

@@ -149,7 +149,9 @@ class Events:
                     audit = state.search.hit.audit
                     pins.update((id(audit.record), id(audit.copy)))
         audits = self.role.audits
-        for audit in [*audits._expected.values(), *audits._running.values()]:
+        found = (state.audit for state in self.role.requests.by_id.values())
+        expected = [audit for audit in found if audit is not None and audit.is_expected]
+        for audit in [*expected, *audits._running.values()]:
             pins.update((id(audit.record), id(audit.copy)))
         for state in self.role.requests.by_id.values():
             pins.update(map(id, () if state.load is None else state.load[1]))

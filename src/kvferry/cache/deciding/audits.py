@@ -35,7 +35,7 @@ from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.types import ChunkKey, ScheduledRequest, StepView
+from kvferry.types import ChunkKey, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Audit:
         behind: keys of the prompt, from that of the compared chunk on.
         load: load of the hit, once it is admitted; None if nothing is loaded, or the host cannot
             compute it again.
+        is_expected: whether the copy is still to be made, by a later step of the request.
+        unchecked: takes `load` if no rank will ever compare (`Audits.take_unchecked`).
         results: results of the ranks that have compared their part.
     """
 
@@ -71,8 +73,20 @@ class Audit:
     copy: Slot
     is_at_end: bool
     behind: Sequence[ChunkKey]
+    unchecked: list[Load] = field(repr=False)
     load: Load | None = None
+    is_expected: bool = True
     results: list[Filled] = field(default_factory=list)
+
+    def give_up(self) -> None:
+        """Expect the copy no more: the request lost its blocks, or others may have filled them with
+        something else. The host's own cache may still have their content, so the load counts as
+        unchecked. Does nothing once the copy is planned."""
+        if self.is_expected:
+            self.is_expected = False
+            self.hold.release()
+            if self.load is not None:
+                self.unchecked.append(self.load)
 
 
 class Audits:
@@ -99,7 +113,6 @@ class Audits:
         self._has_passed = False
         self.has_failed = False
         self._has_told = False  # of a doubtful difference
-        self._expected: dict[str, Audit] = {}  # by request
         self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
         self._thread = IOPool(1, "kvferry-discard")
@@ -154,53 +167,17 @@ class Audits:
         if copy is None:
             return None
         hold.add(record)
-        return Audit(hold, record, copy, is_at_end, keys[number:])
-
-    def expect(self, request_id: str, audit: Audit | None, load: Load | None) -> None:
-        """Expect the copy for the audit of a request that was admitted; None: it has none. `load`
-        is the load of its hit; None if nothing is loaded."""
-        self.forget(request_id)
-        if audit is not None:
-            self._expected[request_id] = audit
-            audit.load = load if self._context.spec.host_recomputes else None
-
-    def forget(self, request_id: str) -> None:
-        """Give up the audit of a request that lost its blocks. The host's own cache may still have
-        their content, so the load counts as unchecked."""
-        if request_id in self._expected:
-            audit = self._expected.pop(request_id)
-            audit.hold.release()
-            if audit.load is not None:
-                self._unchecked.append(audit.load)
-
-    def forget_all(self) -> None:
-        """Give up all audits that wait for their copy. After a failed load, their requests may
-        compute on blocks that were not filled."""
-        for request_id in list(self._expected):
-            self.forget(request_id)
+        return Audit(hold, record, copy, is_at_end, keys[number:], self._unchecked)
 
     def begin_epoch(self) -> None:
         """Forget mismatches: only this engine writes the records of the new epoch."""
-        self.forget_all()
         self.has_failed = False
 
     # -- plan -----------------------------------------------------------------------------------
 
-    def plan(self, step: StepView) -> tuple[Save, ...]:
-        """Return the saves that compare: of the audited chunks that this step completes."""
-        if not self._expected:
-            return ()
-        saves = []
-        for item in step.scheduled:
-            if item.request.request_id in self._expected:
-                save = self._plan_request(item)
-                if save is not None:
-                    saves.append(save)
-        return tuple(saves)
-
-    def _plan_request(self, item: ScheduledRequest) -> Save | None:
-        request_id = item.request.request_id
-        audit = self._expected[request_id]
+    def plan(self, item: ScheduledRequest, audit: Audit) -> Save | None:
+        """Return the save that compares the audited chunk of a request; None if this step does not
+        complete it, or it is in no blocks any more."""
         record, copy = audit.record, audit.copy
         first = record.first_token
         stop = first + self._context.chunk_tokens
@@ -209,13 +186,13 @@ class Audits:
         try:
             blocks = self._context.tables.chunk_slices(item.block_ids, first, stop)
         except ContractError as error:
-            logger.error("the hit of %s is not audited: %s", request_id, error)
+            logger.error("the hit of %s is not audited: %s", item.request.request_id, error)
             blocks = None
         if blocks is None:
             self._context.observer.count("audit_failed")
-            self.forget(request_id)
+            audit.give_up()
             return None
-        del self._expected[request_id]
+        audit.is_expected = False
         self._pool.fill_spare(copy)
         self._running[copy.index] = audit
         chunk, compare_with = (SlotChunk(each.index, record.key, first) for each in (copy, record))
@@ -234,8 +211,9 @@ class Audits:
         return unchecked
 
     @property
-    def is_idle(self) -> bool:
-        return not (self._expected or self._unchecked)
+    def has_unchecked(self) -> bool:
+        """Whether some loads wait to be reported as unchecked."""
+        return bool(self._unchecked)
 
     # -- reports --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.cache.deciding.audits import Audit
 from kvferry.cache.deciding.host_pool import Hold
 from kvferry.cache.deciding.lookup import NO_HANDOVER, HandoverPlan, Search
 from kvferry.cache.messages import Load
@@ -28,6 +29,7 @@ class Request:
     at_work: dict[Request, None] = field(repr=False)  # see `Requests`
     search: Search | None = None  # from its first look-up until it is admitted
     load: tuple[Load, Hold] | None = None  # for the next plan, with the pins of its slots
+    audit: Audit | None = None  # of its hit; perhaps no more expected
     probed_at: float | None = None  # when the store was last asked what it has of the prompt
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
     is_saving: bool = False  # whether later steps of it may bring saves
@@ -44,7 +46,8 @@ class Request:
     @property
     def has_work(self) -> bool:
         """Whether a plan is to carry something of it."""
-        return self.load is not None or self.is_saving
+        is_audited = self.audit is not None and self.audit.is_expected
+        return self.load is not None or self.is_saving or is_audited
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -61,6 +64,7 @@ class Request:
         self.handover = self.handover._replace(until=0.0, latest=0.0)  # it waits no more
         self.is_saving = False
         self.drop_load()
+        self.drop_audit()
 
     def lose_blocks(self, *, is_admitted: bool) -> None:
         """The host took its blocks back: what it may have shared is its no more. If it is admitted
@@ -68,6 +72,7 @@ class Request:
         self.saves_blocked = False
         if not is_admitted:
             self.drop_load()
+            self.drop_audit()
 
     def block_saves(self) -> None:
         """It may have computed on blocks with wrong content: save nothing until it loses them."""
@@ -92,10 +97,16 @@ class Request:
         self.load = load, hold
         self.at_work.setdefault(self)
 
+    def expect(self, audit: Audit) -> None:
+        """A later step of it computes the chunk to compare."""
+        self.audit = audit
+        self.at_work.setdefault(self)
+
     def give_back(self) -> None:
         """It ended, or nothing that was decided for it holds any more."""
         self.end_search()
         self.drop_load()
+        self.drop_audit()
         self.is_saving = False
         self.at_work.pop(self, None)
 
@@ -113,3 +124,9 @@ class Request:
             _load, hold = self.load
             self.load = None
             hold.release()
+
+    def drop_audit(self) -> None:
+        """Give up its audit if the copy is still expected."""
+        if self.audit is not None:
+            self.audit.give_up()
+            self.audit = None

@@ -36,6 +36,7 @@ from kvferry.cache.messages import (
     Filled,
     Load,
     RankReport,
+    Save,
     SharedStorageMeta,
     SharedStoragePlan,
 )
@@ -173,7 +174,6 @@ class SharedStorageScheduler(SchedulerRole):
             if view.extra_keys.cacheable:
                 self.requests.track(view)
             else:
-                self.audits.forget(view.request_id)
                 request.give_back()
                 del self.requests.by_id[view.request_id]
         return view.extra_keys.cacheable
@@ -272,7 +272,10 @@ class SharedStorageScheduler(SchedulerRole):
             request.search is not None or request.answer is None
         ):  # else a session goes on in its blocks
             self._accounts.admitted(view, request, search, stop, limit)
-        self.audits.expect(view.request_id, search.admit(), load)
+        audit = search.admit()
+        if audit is not None:
+            audit.load = load if self.context.spec.host_recomputes else None
+            request.expect(audit)
         request.search = None
 
     # -- plan -----------------------------------------------------------------------------------
@@ -305,8 +308,6 @@ class SharedStorageScheduler(SchedulerRole):
                 request = self.requests.by_id.get(request_id)
                 if request is not None:
                     request.lose_blocks(is_admitted=request_id in scheduled)
-                if request_id not in scheduled:
-                    self.audits.forget(request_id)
         try:
             return self._plan(step)
         except Exception:
@@ -327,7 +328,7 @@ class SharedStorageScheduler(SchedulerRole):
                 self._admit_late(item.request)
         self.saves.poll_writes()
         saves = self.saves.plan(step) if self._may_save else ()
-        saves += self.audits.plan(step)
+        saves += self._comparisons(step)
         if saves:
             self.saves.await_reports()
         self._fetch_early()
@@ -350,6 +351,16 @@ class SharedStorageScheduler(SchedulerRole):
             namespace=self.requests.namespace,
             first_namespace=self._first_namespace,
         )
+
+    def _comparisons(self, step: StepView) -> tuple[Save, ...]:
+        """The saves of audited chunks that this step completes."""
+        saves, by_id = [], self.requests.by_id
+        for item in step.scheduled if self.requests.at_work else ():
+            request = by_id.get(item.request.request_id)
+            audit = None if request is None else request.audit
+            if audit is not None and audit.is_expected:
+                saves.append(self.audits.plan(item, audit))
+        return tuple(save for save in saves if save is not None)
 
     def _cancel_copies(self) -> None:
         """Take back saves and audits of a plan that could not be built: no rank will report
@@ -389,7 +400,7 @@ class SharedStorageScheduler(SchedulerRole):
     @property
     def is_idle(self) -> bool:
         is_waiting = self.requests.has_work or self._handovers.early
-        return not is_waiting and self.audits.is_idle and self.pool.is_idle
+        return not is_waiting and not self.audits.has_unchecked and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return self.pool.has_orders or self.saves.keeps_host_awake
@@ -423,7 +434,9 @@ class SharedStorageScheduler(SchedulerRole):
                 self.audits.take_out(self.requests.behind(key), MissReason.NOT_FINITE)
         self.saves.learn(report)
         if report.failed_keys:
-            self.audits.forget_all()
+            # Requests may compute on blocks that were not filled.
+            for request in self.requests.at_work:
+                request.drop_audit()
 
     def _learn_filled(self, filled: Filled) -> Slot | None:
         """Learn that a rank ended a read or a copy. Return the slot of a chunk that it could not
@@ -447,10 +460,10 @@ class SharedStorageScheduler(SchedulerRole):
         self._uncached.pop(view.request_id, None)
         request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
-        self.audits.forget(view.request_id)
         self._handovers.early.pop(view.request_id, None)
         if request is not None:
             request.drop_load()
+            request.drop_audit()
             request.is_saving = False
         if request is None:
             if not view.extra_keys.cacheable:
