@@ -36,8 +36,6 @@ class Handovers:
         patience: says how long requests wait for a first chunk.
 
     Attributes:
-        early: requests by id that wait for another engine's chunks and that the host has not looked
-            up yet. The scheduler role fills and reads it.
         address: host and port where this engine serves peers; None if it does not.
     """
 
@@ -48,7 +46,6 @@ class Handovers:
         self._requests = requests
         self._saves = saves
         self._patience = patience
-        self.early: dict[str, RequestView] = {}
         self.address: tuple[str, int] | None = None
         self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
 

@@ -23,10 +23,12 @@ class Request:
     Invariant: it is in `at_work` while it has work.
     """
 
+    view: RequestView  # as the host showed it last
     keys: ChunkKeys  # of its whole chunks
     inputs: tuple[ExtraKeys, int]  # extra keys and prompt tokens for which these keys stand
     arrived_at: float  # seconds since 1970
     at_work: dict[Request, None] = field(repr=False)  # see `Requests`
+    is_queued: bool = False  # it waits for another engine, and the host has not looked it up yet
     search: Search | None = None  # from its first look-up until it is admitted
     load: tuple[Load, Hold] | None = None  # for the next plan, with the pins of its slots
     audit: Audit | None = None  # of its hit; perhaps no more expected
@@ -38,6 +40,7 @@ class Request:
     lacks_slot: bool = False  # the host pool has no slot for the next chunk to save
     handover: HandoverPlan = NO_HANDOVER
     answer: JournalAnswer | None = None  # what its tokens got at its first admission
+    uncached: JournalAnswer | None = None  # the same, if it runs and could not be cached then
 
     def is_of(self, view: RequestView) -> bool:
         """Whether the keys stand for what the request is now."""
@@ -46,8 +49,9 @@ class Request:
     @property
     def has_work(self) -> bool:
         """Whether a plan is to carry something of it."""
-        is_audited = self.audit is not None and self.audit.is_expected
-        return self.load is not None or self.is_saving or is_audited
+        if self.load is not None or self.is_saving or self.is_queued:
+            return True
+        return self.audit is not None and self.audit.is_expected
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -58,10 +62,26 @@ class Request:
         self.keys, self.inputs = keys, inputs
         self.probed_at = None
 
+    def queue(self) -> None:
+        """Its chunks are fetched when its turn comes, after all that wait already."""
+        self.is_queued = True
+        self.at_work.pop(self, None)
+        self.at_work[self] = None
+
+    def admit_uncached(self, answer: JournalAnswer) -> None:
+        """The host gave it blocks, and it may not be cached now."""
+        self.uncached = answer
+
+    def become_cacheable(self) -> None:
+        """It may be cached from now on. It was counted as a miss."""
+        self.answer, self.uncached = self.uncached, None
+        self._wait_no_more()
+
     def admit(self) -> None:
         """The host gave it blocks. What was decided for its earlier ones is over. Nothing is saved
         until `save` says so: if its load cannot be planned, it computes on unfilled blocks."""
-        self.handover = self.handover._replace(until=0.0, latest=0.0)  # it waits no more
+        self._wait_no_more()
+        self.uncached = None
         self.is_saving = False
         self.drop_load()
         self.drop_audit()
@@ -107,10 +127,14 @@ class Request:
         self.end_search()
         self.drop_load()
         self.drop_audit()
-        self.is_saving = False
+        self.is_saving = self.is_queued = False
         self.at_work.pop(self, None)
 
     # -- parts of events ------------------------------------------------------------------------
+
+    def _wait_no_more(self) -> None:
+        self.is_queued = False
+        self.handover = self.handover._replace(until=0.0, latest=0.0)
 
     def end_search(self) -> None:
         """End its search. If it waits once more, another one begins."""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from kvferry.cache.deciding.failed_keys import FailedKeys
 from kvferry.cache.deciding.request import Request
 from kvferry.keys import ChunkKeys
-from kvferry.types import ChunkKey, RequestView
+from kvferry.types import ChunkKey, ExtraKeys, RequestView
 
 
 class Requests:
-    """The live requests that may be cached. Runs in: scheduler thread; not thread-safe.
+    """The live requests that may be cached, or that run and may be later. Runs in: scheduler
+    thread; not thread-safe.
 
     Args:
         namespace: digest that roots the chunk keys.
@@ -40,21 +41,36 @@ class Requests:
         self.unreadable = FailedKeys(clock)
         self.refused = FailedKeys(clock)
 
+    def follow(self, view: RequestView) -> bool:
+        """Whether a request may be cached. If it changed, as a session grows, what was decided for
+        it before ends."""
+        is_cacheable = view.extra_keys.cacheable
+        request = self.by_id.get(view.request_id)
+        if request is not None and not request.is_of(view):
+            if is_cacheable or request.uncached is not None:
+                request.grow(*self._of(view))
+            else:
+                request.give_back()
+                del self.by_id[view.request_id]
+        return is_cacheable
+
     def track(self, view: RequestView) -> Request:
         """Return the state of a request, with the keys of all chunks that are whole by now. A new
         request gets a new state. If a session grew, all is hashed again: the host took back tokens
         that it had not computed, and an item may cover what had none."""
         request = self.by_id.get(view.request_id)
-        if request is None or not request.is_of(view):
-            keys = ChunkKeys(self.namespace, self._chunk_tokens, view.extra_keys)
-            inputs = view.extra_keys, view.num_prompt_tokens
-            if request is None:
-                request = Request(keys, inputs, time.time(), self.at_work)
-                self.by_id[view.request_id] = request
-            else:
-                request.grow(keys, inputs)
+        if request is None:
+            request = Request(view, *self._of(view), time.time(), self.at_work)
+            self.by_id[view.request_id] = request
+        elif not request.is_of(view):
+            request.grow(*self._of(view))
+        request.view = view
         request.keys.extend(view.all_token_ids)
         return request
+
+    def _of(self, view: RequestView) -> tuple[ChunkKeys, tuple[ExtraKeys, int]]:
+        keys = ChunkKeys(self.namespace, self._chunk_tokens, view.extra_keys)
+        return keys, (view.extra_keys, view.num_prompt_tokens)
 
     @property
     def has_work(self) -> bool:

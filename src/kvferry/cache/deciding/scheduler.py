@@ -52,7 +52,7 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import Mode
 from kvferry.errors import ContractError
-from kvferry.journal import Journal, JournalAnswer
+from kvferry.journal import Journal
 from kvferry.network import join_host
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
@@ -117,8 +117,6 @@ class SharedStorageScheduler(SchedulerRole):
         )
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
-        # Running requests that could not be cached when they were admitted, and what they got.
-        self._uncached: dict[str, JournalAnswer] = {}
         self._plan_numbers = count(1)
         self._erased = Erased(context.store)
         pool.loans.is_erased = self._erased.covers
@@ -166,18 +164,6 @@ class SharedStorageScheduler(SchedulerRole):
         self._handovers.begin(view, request, limit)
         return request
 
-    def _follow(self, view: RequestView) -> bool:
-        """Whether a request may be cached. If it changed, as a session grows, what was decided for
-        it before ends: its search, its saves, and its keys."""
-        request = self.requests.by_id.get(view.request_id)
-        if request is not None and not request.is_of(view):
-            if view.extra_keys.cacheable:
-                self.requests.track(view)
-            else:
-                request.give_back()
-                del self.requests.by_id[view.request_id]
-        return view.extra_keys.cacheable
-
     def _probe(self, request: Request) -> None:
         """Have the store find out what it has of a prompt, unless it has just been asked to."""
         now = self.context.clock()
@@ -197,13 +183,13 @@ class SharedStorageScheduler(SchedulerRole):
         return request.search
 
     def on_new_request(self, view: RequestView) -> None:
-        if not self._follow(view):
+        if not self.requests.follow(view):
             return
         if self._may_load(view):
             request = self._track(view)
             self._probe(request)
             if request.handover.num_chunks:
-                self._handovers.early[view.request_id] = view
+                request.queue()
         elif view.handover is not None:
             self.context.store.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
@@ -211,7 +197,7 @@ class SharedStorageScheduler(SchedulerRole):
         if not self._has_looked_up:  # before any hit of this step is promised
             self._has_looked_up = True
             self._heed_erased()
-        if not self._follow(view):
+        if not self.requests.follow(view):
             return LookupResult(0, False, view.extra_keys.reason)
         if self._weights.is_open:
             is_unchanged = self._weights.is_unchanged()
@@ -219,8 +205,8 @@ class SharedStorageScheduler(SchedulerRole):
                 return ASK_AGAIN
             if is_unchanged:
                 self._begin_epoch(self._first_namespace)
-        self._handovers.early.pop(view.request_id, None)
         request = self._track(view)
+        request.is_queued = False
         if not self._may_load(view):
             request.end_search()
             is_other = self.audits.has_failed
@@ -243,12 +229,10 @@ class SharedStorageScheduler(SchedulerRole):
     def update_after_alloc(
         self, view: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
-        if not self._follow(view) and num_external_tokens <= 0:
-            self._uncached[view.request_id] = not_cached(view)
+        if not self.requests.follow(view) and num_external_tokens <= 0:
+            self.requests.track(view).admit_uncached(not_cached(view))
             self._accounts.not_cacheable(view)
             return
-        self._uncached.pop(view.request_id, None)
-        self._handovers.early.pop(view.request_id, None)
         request = self._track(view)
         request.admit()
         search = request.search or Search(Hold(self.pool))
@@ -321,10 +305,13 @@ class SharedStorageScheduler(SchedulerRole):
             self.requests.rest()
 
     def _plan(self, step: StepView) -> Plan:
+        by_id = self.requests.by_id
         for item in step.scheduled:
             if not item.request.extra_keys.cacheable:
-                self._follow(item.request)
-            elif item.request.request_id in self._uncached:
+                self.requests.follow(item.request)
+                continue
+            request = by_id.get(item.request.request_id)
+            if request is not None and request.uncached is not None:
                 self._admit_late(item.request)
         self.saves.poll_writes()
         saves = self.saves.plan(step) if self._may_save else ()
@@ -373,10 +360,9 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _admit_late(self, view: RequestView) -> None:
         """Store what a running request computes, as its extra keys became known after it was
-        admitted. It was counted as a miss."""
+        admitted."""
         request = self._track(view)
-        request.handover = request.handover._replace(until=0.0, latest=0.0)
-        request.answer = self._uncached.pop(view.request_id)
+        request.become_cacheable()
         if self._saves(view, request):
             request.save(0)
 
@@ -384,23 +370,22 @@ class SharedStorageScheduler(SchedulerRole):
         """Fetch what other engines have computed for requests that wait for a place to run: the
         host does not look these up meanwhile. Each step serves a few of them, by turns. Half of the
         slots are left for requests that run."""
-        early = self._handovers.early
-        for request_id in tuple(islice(early, EARLY_PER_STEP)):
+        queued = (request for request in self.requests.at_work if request.is_queued)
+        for request in tuple(islice(queued, EARLY_PER_STEP)):
             if 2 * self.pool.num_taken >= self.pool.num_slots:
                 return
-            view = early[request_id]
+            view = request.view
             if not self._may_load(view):
                 return
-            request = self._track(view)
-            answer = self._look_up(view, request, 0)
-            del early[request_id]
+            answer = self._look_up(view, self._track(view), 0)
+            request.is_queued = False
             if answer.num_tokens is None:
-                early[request_id] = view  # ask again, after the others
+                request.queue()  # ask again, after the others
 
     @property
     def is_idle(self) -> bool:
-        is_waiting = self.requests.has_work or self._handovers.early
-        return not is_waiting and not self.audits.has_unchecked and self.pool.is_idle
+        has_work = self.requests.has_work or self.audits.has_unchecked
+        return not has_work and self.pool.is_idle
 
     def has_pending_work(self) -> bool:
         return self.pool.has_orders or self.saves.keeps_host_awake
@@ -456,28 +441,17 @@ class SharedStorageScheduler(SchedulerRole):
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, view: RequestView, block_ids: BlockTable) -> FinishResult:
-        self._follow(view)
-        self._uncached.pop(view.request_id, None)
+        self.requests.follow(view)
         request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
-        self._handovers.early.pop(view.request_id, None)
-        if request is not None:
-            request.drop_load()
-            request.drop_audit()
-            request.is_saving = False
-        if request is None:
+        if request is None or request.uncached is not None:
             if not view.extra_keys.cacheable:
                 self._accounts.ended(view, None, self.policy.compute_rate)
             return explained(FREE_NOW, view, None)
-        result = self._handovers.answer(view, request)
-        if request.answer is not None and self._accounts.wants_end(view):
-            may_save = self._may_save and self._saves(view, request)
-            found, why, kind = self.saves.not_stored(view, request, may_save=may_save)
-            request.answer = request.answer._replace(
-                not_stored=found, not_stored_why=why, not_stored_kind=kind
-            )
-        self._accounts.ended(view, request, self.policy.compute_rate)
-        request.give_back()
+        try:
+            result = self._close(view, request)
+        finally:
+            request.give_back()
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.
         self.context.store.touch(request.keys.keys)
@@ -486,6 +460,18 @@ class SharedStorageScheduler(SchedulerRole):
             num_chunks = view.num_prompt_tokens // request.keys.chunk_tokens
             self.saves.pins.add(request.keys.keys[:num_chunks], view.options.pin)
         return explained(result, view, request.answer)
+
+    def _close(self, view: RequestView, request: Request) -> FinishResult:
+        """Close the account of a request. Return its result for the host."""
+        result = self._handovers.answer(view, request)
+        if request.answer is not None and self._accounts.wants_end(view):
+            may_save = self._may_save and self._saves(view, request)
+            found, why, kind = self.saves.not_stored(view, request, may_save=may_save)
+            request.answer = request.answer._replace(
+                not_stored=found, not_stored_why=why, not_stored_kind=kind
+            )
+        self._accounts.ended(view, request, self.policy.compute_rate)
+        return result
 
     def take_events(self) -> Iterable[Any]:
         announcer = self.saves.announcer
@@ -511,9 +497,7 @@ class SharedStorageScheduler(SchedulerRole):
     def _begin_epoch(self, namespace: bytes) -> None:
         self.requests.begin_epoch(namespace)
         self.audits.begin_epoch()
-        self._uncached.clear()
         self.pool.clear()
-        self._handovers.early.clear()
         self.saves.begin_epoch()
 
     def close(self) -> None:
