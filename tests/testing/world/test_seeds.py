@@ -10,10 +10,10 @@ import pytest
 
 from kvferry.testing.world.__main__ import main
 from kvferry.testing.world.named import SCENARIOS
+from kvferry.testing.world.running import run, worlds
 from kvferry.testing.world.seeds import draw
-from kvferry.testing.world.world import run, worlds
 
-NUM_SEEDS = 64
+NUM_SEEDS = 48
 PER_TEST = 8
 
 
@@ -31,7 +31,7 @@ def test_everything_holds_in_a_scenario(name, capsys):
 def test_a_world_is_the_same_in_every_process():
     code = (
         "from kvferry.testing.world.seeds import draw\n"
-        "from kvferry.testing.world.world import run, worlds\n"
+        "from kvferry.testing.world.running import run, worlds\n"
         "with worlds() as seam:\n"
         "    print([run(draw(seed), seam).digest for seed in (3, 4, 5, 6)])\n"
     )

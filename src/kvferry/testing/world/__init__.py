@@ -7,7 +7,10 @@ thread and in virtual time. A failure is replayed by one line (docs/world.md).
     kv.py       KV that checks itself
     host.py     the simulated host: schedules requests over that KV
     engine.py   an engine: the cache as hosts open it, over such a host
-    world.py    actions, invariants, one run
+    scenario.py what a scenario is
+    world.py    engines, media, peers; what can happen to them
+    life.py     the life of a world from its start to its close, and liveness
+    running.py  runs scenarios behind the seam
     seeds.py    draws scenarios from seeds, and shortens those that fail
     named.py    scenarios with a name
 """

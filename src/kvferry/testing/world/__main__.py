@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvferry.testing.world.named import SCENARIOS
+from kvferry.testing.world.running import run, worlds
+from kvferry.testing.world.scenario import Outcome, Scenario, without
 from kvferry.testing.world.seeds import draw, shortened
 from kvferry.testing.world.threads import Seam
-from kvferry.testing.world.world import Outcome, Scenario, run, without, worlds
 
 COMMAND = "python -m kvferry.testing.world"
 MAX_SEED = 1 << 63

@@ -8,17 +8,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.spec import EngineSpec, Mode
-from kvferry.keys import ModelIdentity
+from kvferry.keys import ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.testing.pools import check_pool
-from kvferry.testing.world.host import Host, HostRequest, HostShape, Wrong
+from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled, Wrong
 from kvferry.testing.world.kv import RankKV
 from kvferry.testing.world.loop import Loop, Task
 from kvferry.testing.world.threads import Event
@@ -88,16 +88,27 @@ class EngineShape:
         )
 
 
+class WorldWatch(Protocol):
+    """As `Watch`, of several engines."""
+
+    def computed(self, engine: Engine, item: Scheduled) -> None: ...
+    def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None: ...
+
+
 class Engine:
     """One run of an engine, from its start to its end or death.
 
     Attributes:
         weights: number of the weights that it runs; a change in place is another number.
+        watch: hears what its host computes and loads.
         host: None until the cache is open.
         is_ending: whether it was told to close.
     """
 
-    def __init__(self, loop: Loop, shape: EngineShape, seed: int, run: int, weights: int) -> None:
+    def __init__(
+        self, loop: Loop, shape: EngineShape, seed: str, weights: int, watch: WorldWatch
+    ) -> None:
+        self.watch = watch
         self.loop = loop
         self.shape = shape
         self.weights = weights
@@ -106,7 +117,8 @@ class Engine:
         self.scheduler: Any = None
         self.parts: list[PrefixCache] = []
         self.is_closed = False
-        self._random = random.Random(f"engine {shape.name} {seed} {run}")
+        self._random = random.Random(f"engine {shape.name} {seed}")
+        self._namespaces: set[bytes] = set()
         self._inbox: deque[Callable[[Host], object]] = deque()
         self._woken = Event(loop)
         self.is_ending = False
@@ -119,6 +131,19 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         return not (self.task.is_killed or self.task.ended)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.host is not None and bool(self.host.requests)
+
+    @property
+    def num_slots(self) -> int:
+        """Chunks that host memory holds: at least as many as its shape says."""
+        return self.parts[0].num_slots
+
+    def marks_of(self, salt: str) -> set[bytes]:
+        """The marks of a salt in the namespaces that this run has had."""
+        return {salt_mark(namespace, salt) for namespace in self._namespaces}
 
     # -- what clients and operators do ----------------------------------------------------------
 
@@ -136,6 +161,7 @@ class Engine:
         def begin(host: Host) -> None:
             self.weights = weights
             host.reset(weights)
+            self._namespaces.add(self.scheduler.requests.namespace)
 
         self.tell(begin)
 
@@ -189,8 +215,9 @@ class Engine:
             driver = StepDriver(part.worker(), self.observer, strict=True)
             driver.role.register_kv_caches(kv.tensors)
             ranks.append((driver, kv))
-        self.host = Host(self.loop, shape.host, role, ranks, self._check, self._random)
+        self.host = Host(self.loop, shape.host, role, ranks, self, self._random)
         self.host.weights = self.weights
+        self._namespaces.add(self.scheduler.requests.namespace)
 
     def _close(self) -> None:
         assert self.host is not None
@@ -211,7 +238,13 @@ class Engine:
 
     # -- invariants -----------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def computed(self, item: Scheduled) -> None:
+        self.watch.computed(self, item)
+
+    def loaded(self, request: HostRequest, start: int, stop: int) -> None:
+        self.watch.loaded(self, request, start, stop)
+
+    def after_step(self) -> None:
         """What holds after every step."""
         try:
             check_pool(self.scheduler.pool)

@@ -8,14 +8,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
-from kvferry.testing.world.kv import RankKV, extend_seeds
+from kvferry.testing.world.kv import TAINT, RankKV, extend_seeds
 from kvferry.testing.world.loop import Loop
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -54,6 +54,7 @@ class HostRequest:
         admitted: tokens in all, local ones, and those from the connector, at its first admission.
         outcome: how it ended: "done", "abort" or "lost"; empty till then.
         params: what the connector says to the client.
+        is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         on_end: called once it has ended.
     """
 
@@ -70,6 +71,7 @@ class HostRequest:
     turn: int = 0
     admitted: tuple[int, int, int] | None = None
     asks_since: float | None = None
+    is_spoilt: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     on_end: Callable[[], object] = lambda: None
@@ -133,6 +135,19 @@ class HostShape:
         return num_tokens <= (self.num_blocks - 1) * self.block_size
 
 
+class Watch(Protocol):
+    """What a world wants to know of its hosts."""
+
+    def computed(self, item: Scheduled) -> None:
+        """A step computes right KV of these tokens."""
+
+    def loaded(self, request: HostRequest, start: int, stop: int) -> None:
+        """These tokens of a request come from the connector."""
+
+    def after_step(self) -> None:
+        """A step has ended."""
+
+
 @dataclass(slots=True)
 class Ledger:
     """What the host knows of all admissions, to compare with what the connector counts."""
@@ -148,7 +163,9 @@ class Host:
     Args:
         drivers: of the worker role of each rank.
         kv: of each rank.
-        check: called after each step.
+
+    Attributes:
+        num_glitches: so many requests have NaN computed for them, soon.
     """
 
     def __init__(
@@ -157,7 +174,7 @@ class Host:
         shape: HostShape,
         role: SchedulerRole,
         ranks: Sequence[tuple[StepDriver, RankKV]],
-        check: Callable[[], None],
+        watch: Watch,
         rng: random.Random,
     ) -> None:
         self.loop = loop
@@ -170,9 +187,10 @@ class Host:
         self.waiting: deque[HostRequest] = deque()
         self.running: list[HostRequest] = []
         self.ledger = Ledger()
-        self.num_steps = self.num_loaded = 0
+        self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
-        self._check = check
+        self.num_glitches = 0
+        self._watch = watch
         self._random = rng
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
@@ -226,6 +244,8 @@ class Host:
         request.on_end()
 
     def _check_kv(self, request: HostRequest) -> None:
+        if request.is_spoilt:
+            return
         for _, kv in self.ranks:
             seeds = request.seeds[: request.num_computed_tokens]
             if wrong := kv.wrong_blocks(request.block_ids, seeds):
@@ -236,6 +256,7 @@ class Host:
         request.block_ids = []
         request.num_computed_tokens = 0
         request.turn += 1
+        request.is_spoilt = False
 
     # -- scheduling -----------------------------------------------------------------------------
 
@@ -314,7 +335,8 @@ class Host:
         self.ledger.tokens += num_tokens
         self.ledger.local += num_local
         self.ledger.external += num_external
-        self.num_loaded += num_external
+        if num_external:
+            self._watch.loaded(request, num_local, num_local + num_external)
         self.role.update_after_alloc(request, (request.block_ids,), num_external)
         request.num_computed_tokens = num_local + num_external
         self.running.append(request)
@@ -356,7 +378,7 @@ class Host:
             self._late = step
         else:
             self._update(step)
-        self._check()
+        self._watch.after_step()
         if step.scheduled or not step.output.is_empty():
             self._idle = IDLE_SECONDS
         else:
@@ -366,6 +388,9 @@ class Host:
     def _execute(self, step: HostStep) -> WorkerOutput:
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         seconds = 0.002 + num_tokens / self.shape.tokens_per_second
+        for item in step.scheduled[: self.num_glitches]:
+            item.request.is_spoilt = True
+            self.num_glitches -= 1
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
         outputs: list[WorkerOutput] = [WorkerOutput()] * len(order)
@@ -405,11 +430,16 @@ class Host:
         """Read what each request attends to, and write what it computes: wrong KV from wrong."""
         for item in step.scheduled:
             request, start = item.request, item.num_computed_tokens
+            new = request.seeds[start : item.stop]
+            if request.is_spoilt:
+                kv.compute(request.block_ids, new, start, more=float("nan"))
+                continue
             found = kv.wrong_blocks(request.block_ids, request.seeds[:start])
             if found:
                 wrong.setdefault(request, set()).update(found)
-            new = request.seeds[start : item.stop]
-            kv.compute(request.block_ids, new, start, is_right=not found)
+            else:
+                self._watch.computed(item)
+            kv.compute(request.block_ids, new, start, more=TAINT if found else 0.0)
 
     def _update(self, step: HostStep) -> None:
         output = step.output
@@ -419,7 +449,8 @@ class Host:
             request = item.request
             if request.turn != item.turn or request not in self.running:
                 continue
-            self._commit(request, item.stop)
+            if not request.is_spoilt:
+                self._commit(request, item.stop)
             if item.stop == len(request.all_token_ids):
                 if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
                     self._end(request, "done")

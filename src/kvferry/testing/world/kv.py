@@ -80,15 +80,15 @@ class RankKV:
         return np.asarray(blocks)[tokens // self.block_size], tokens % self.block_size
 
     def compute(
-        self, blocks: Sequence[int], seeds: Sequence[int], start: int, *, is_right: bool
+        self, blocks: Sequence[int], seeds: Sequence[int], start: int, *, more: float
     ) -> None:
-        """Write the KV of the tokens that follow the first `start`; wrong KV if the forward read
-        wrong KV."""
+        """Write the KV of the tokens that follow the first `start`, and so much more than right:
+        `TAINT` if the forward read wrong KV."""
         which, places = self._places(blocks, start, start + len(seeds))
         of_tokens = np.asarray(seeds, dtype=np.uint64)
         for group, array in enumerate(self._arrays):
             values = self._values(group, of_tokens)
-            array[:, which, :, places] = values if is_right else values + np.float32(TAINT)
+            array[:, which, :, places] = values + np.float32(more)
 
     def wrong_blocks(self, blocks: Sequence[int], seeds: Sequence[int]) -> set[int]:
         """The blocks in which the KV of the tokens with these seeds is not right."""

@@ -66,6 +66,10 @@ class Medium:
         self._max_bytes = max_bytes
         self._random = random.Random(f"medium {name} {seed}")
 
+    @property
+    def keeps_all(self) -> bool:
+        return self._max_bytes is None
+
     def has(self, fault: str, owner: str) -> bool:
         return self.faults.get(fault) in ("", owner)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import HostShape
-from kvferry.testing.world.world import Action, Ask, Scenario
+from kvferry.testing.world.scenario import Action, Ask, Scenario
 
 _ONE = EngineShape(name="a", tiers=("sim://m0/kv",))
 _NO_CACHE = HostShape(prefix_caching=False)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import FAULTS, OFFENCES
-from kvferry.testing.world.world import Action, Ask, Outcome, Scenario, without
+from kvferry.testing.world.scenario import Action, Ask, Outcome, Scenario, without
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 FIRST_PORT = 7000
 RECORD_BYTES = 4096
+SALTS = ("salt", "other")
 
 
 def draw(seed: int) -> Scenario:
@@ -70,7 +71,7 @@ def _engine(
         tiers=tuple(tiers),
         host=host,
         options=options,
-        num_slots=rng.choice((16, 24, 60)),
+        num_slots=rng.choice((12, 16, 24)),
         world_size=world_size,
         recomputes=rng.random() < 0.5,
     )
@@ -85,6 +86,9 @@ _WEIGHTS = {
     "kill": 2,
     "restart": 2,
     "reset": 3,
+    "glitch": 1,
+    "break_load": 2,
+    "erase": 2,
 }
 
 
@@ -123,6 +127,12 @@ def _given(
         return rng.choice([*media, "wire"]), kind, seconds, owner
     if what == "suffer":
         return rng.choice(media), rng.choice(OFFENCES)
+    if what == "glitch":
+        return (name,)
+    if what == "break_load":
+        return name, rng.randrange(1, 4)
+    if what == "erase":
+        return (rng.choice(SALTS),)
     if what == "reset":
         return name, rng.random() < 0.6
     return name, round(5 * rng.random(), 3)
@@ -142,7 +152,7 @@ def _ask(rng: random.Random) -> Ask:
         document=rng.randrange(4),
         length=length,
         tail=rng.choice((1, 3, 20)),
-        salt=rng.choice((None, None, None, "salt", "other")),
+        salt=rng.choice((None, None, None, *SALTS)),
         lora=rng.choice((None, None, None, None, "adapter")),
         image=(rng.randrange(2), 6) if rng.random() < 0.1 else None,
         max_tokens=rng.choice((1, 2, 5, 20)),

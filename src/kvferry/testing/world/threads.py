@@ -195,7 +195,7 @@ class Seam:
     Attributes:
         loop: of the world that runs.
         random: draws what code of kvferry draws, such as the namespace of an epoch.
-        media, peers: of that world, for the kind of store and the links that it brings.
+        media, peers, world: of that world, for the kind of store, links and devices that it brings.
     """
 
     def __init__(self) -> None:
@@ -203,6 +203,7 @@ class Seam:
         self.random = random.Random(0)
         self.media: Any = None
         self.peers: Any = None
+        self.world: Any = None
         self._undo: list[Callable[[], object]] = []
         self._thread = threading.get_ident()
         self.threading = self._module(

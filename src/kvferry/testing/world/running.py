@@ -1,0 +1,118 @@
+"""Runs scenarios: puts the seam in place, lives a world through, and says how it went."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvferry.blocks.copies import BlockCopies, ChunkCopy
+from kvferry.cache import build
+from kvferry.errors import TransferError
+from kvferry.store import kinds
+from kvferry.store.servers import peer
+from kvferry.testing.world.host import Wrong
+from kvferry.testing.world.life import live
+from kvferry.testing.world.loop import START, Killed, Loop, Stuck
+from kvferry.testing.world.media import Media, Peers
+from kvferry.testing.world.scenario import Outcome, Scenario
+from kvferry.testing.world.threads import Seam, in_world
+from kvferry.testing.world.world import World
+
+DEVICE_FAULT = "the device of this world failed"
+
+
+class _Errors(logging.Handler):
+    """Errors that kvferry logs: it logs none unless something is wrong with it or its host."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        said = record.getMessage()
+        if not isinstance(error, Killed | Wrong) and DEVICE_FAULT not in said:
+            self.lines.append(f"{said}: {error!r}" if error else said)
+
+
+@contextmanager
+def _watched() -> Iterator[_Errors]:
+    """Collect errors that are logged; show nothing."""
+    logger = logging.getLogger("kvferry")
+    errors, before = _Errors(), (logger.propagate, logger.level)
+    logger.addHandler(errors)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+    was_enabled = gc.isenabled()
+    gc.disable()  # finalisers run when references go, at the same place in every run
+    try:
+        yield errors
+    finally:
+        logger.removeHandler(errors)
+        logger.propagate, level = before
+        logger.setLevel(level)
+        if was_enabled:
+            gc.enable()
+
+
+def run(scenario: Scenario, seam: Seam) -> Outcome:
+    """Live a scenario through. Needs the block of `worlds` around it."""
+    loop = seam.loop = Loop(scenario.seed)
+    seam.random = random.Random(f"seam {scenario.seed}")
+    media, peers = seam.media, seam.peers = Media(loop), Peers(loop, scenario.seed)
+    world = seam.world = World(scenario, loop, media, peers)
+    failure: Wrong | None = None
+    with _watched() as errors:
+        main = loop.spawn(lambda: live(world), "main", owner="world")
+        try:
+            loop.run(main)
+        except Wrong as wrong:
+            failure = wrong
+        except Stuck as stuck:
+            failure = Wrong("stuck", str(stuck))
+        except Exception as error:  # of kvferry: whatever it is, the world found it
+            failure = Wrong("raised", f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+        if failure is None and errors.lines:
+            failure = Wrong("logged", errors.lines[0])
+        seconds = loop.now - START
+        world.note(f"ended after {loop.num_turns} turns: {failure}")
+        errors.lines.clear()
+        loop.dispose()
+    return Outcome(failure, world.trace, seconds, world.happened)
+
+
+class _Point:
+    """The entry point of the kind of store that a world brings."""
+
+    value = "kvferry.testing.world.media"
+    dist = None
+
+    def __init__(self, seam: Seam) -> None:
+        self._seam = seam
+
+    def load(self) -> Any:
+        return self._seam.media.load()
+
+
+@contextmanager
+def worlds() -> Iterator[Seam]:
+    """The block in which worlds run: kvferry's modules find virtual time, and no sockets."""
+    with in_world() as seam:
+        point = _Point(seam)
+        seam.put(kinds, "_installed", lambda: {"sim": (point,)})
+        seam.put(build, "PeerServer", lambda *a, **k: seam.peers.server(*a, **k))
+        seam.put(peer, "PeerClient", lambda *a, **k: seam.peers.client(*a, **k))
+        scatter = BlockCopies.scatter
+
+        def scatter_or_fail(self: BlockCopies, copy: ChunkCopy) -> None:
+            if seam.world.device_fails():
+                raise TransferError(DEVICE_FAULT)
+            scatter(self, copy)
+
+        seam.put(BlockCopies, "scatter", scatter_or_fail)
+        yield seam
