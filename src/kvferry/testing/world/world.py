@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvferry.contract.handover import read_handover
-from kvferry.record.check import mark_of
-from kvferry.store.erasures import add_to_notice, name_of_mark
+from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import HostRequest, Scheduled, Wrong
 from kvferry.testing.world.loop import START, Loop
 from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
 from kvferry.testing.world.scenario import Ask, Scenario
 from kvferry.testing.world.threads import EPOCH
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, MultimodalItem
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 
 VOCABULARY = 97
 
@@ -158,17 +157,20 @@ class World:
     def erase(self, salt: str) -> None:
         """An operator erases what was stored for a salt, as `kvferry rm` does."""
         self._erased[salt] = self.loop.now
+        runs = [*self.engines.values(), *self.past]
+        known = {name_of_mark(mark) for engine in runs for mark in engine.marks_of(salt)}
         for medium in self.media.by_name.values():
-            marks = {name: mark_of(value) for name, value in medium.values.items()}
-            chosen = {mark for name, mark in marks.items() if mark and self._is_of(mark, salt)}
+            of_values = {
+                name: known.intersection(names_in((ChunkKey(b""), [value])))
+                for name, value in medium.values.items()
+            }
+            names = set[str]().union(*of_values.values())
             notice = medium.values.get(NOTICE, b"").decode()
-            names = [name_of_mark(mark) for mark in sorted(chosen)]
-            medium.values[NOTICE] = add_to_notice(
-                notice, names, EPOCH + self.loop.now % START
-            ).encode()
-            for name, mark in marks.items():
-                if mark in chosen:
+            said = add_to_notice(notice, sorted(names), EPOCH + self.loop.now % START)
+            for name, found in of_values.items():
+                if found:
                     del medium.values[name]
+            medium.values[NOTICE] = said.encode()
 
     def mend_devices(self) -> None:
         self._device_faults.clear()
@@ -213,9 +215,6 @@ class World:
         """The number of a document that nobody has asked for."""
         self._num_documents += 1
         return 1_000_000 + self._num_documents
-
-    def _is_of(self, mark: bytes, salt: str) -> bool:
-        return any(mark in engine.marks_of(salt) for engine in [*self.engines.values(), *self.past])
 
     def tokens_of(self, ask: Ask) -> list[int]:
         document = random.Random(f"document {ask.document}")
