@@ -27,12 +27,14 @@ class HostTable:
     Attributes:
         block_size: tokens per block.
         window: tokens that are kept, the next one to compute included; None for all.
+        chunk: tokens of the attention chunks, of which the last is kept; None for all.
         layers: pairs of a group and its layers in the table; empty if the connector has no part in
             the table.
     """
 
     block_size: int
     window: int | None = None
+    chunk: int | None = None
     layers: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def num_dropped(self, num_computed: int) -> int:
@@ -41,6 +43,8 @@ class HostTable:
 
     def attended_from(self, num_computed: int) -> int:
         """Return the first token that token `num_computed` attends to."""
+        if self.chunk is not None:
+            return num_computed // self.chunk * self.chunk
         return 0 if self.window is None else max(0, num_computed - self.window + 1)
 
 
@@ -50,6 +54,7 @@ def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
         HostTable(
             block_size=group.block_size,
             window=group.window,
+            chunk=group.chunk,
             layers=((index, tuple(range(group.num_layers))),),
         )
         for index, group in enumerate(groups)
@@ -66,6 +71,7 @@ def parts_of_tables(tables: Sequence[HostTable]) -> tuple[TablePart, ...]:
             layer_names=tuple(f"{group}.{layer}" for layer in layers),
             block_size=table.block_size,
             window=table.window,
+            chunk=table.chunk,
         )
         for index, table in enumerate(tables)
         for group, layers in table.layers

@@ -198,7 +198,7 @@ class StepView(Protocol):
 class KVGroup:
     """Geometry of one KV group of the *whole* model, whatever a rank holds of it.
 
-    A group has all layers with the same heads, content, dtype and window, in layer order. It
+    A group has all layers with the same heads, content, dtype, window and chunk, in layer order. It
     belongs to the model, not to a host. `TablePart` says how a host spreads it over block tables.
 
     Attributes:
@@ -209,6 +209,8 @@ class KVGroup:
         dtype: "float32", "bfloat16", "float16" or "float8_e4m3fn".
         block_size: tokens per block of the engine, unless a `TablePart` states another size.
         window: sliding window in tokens, including the attending one; None for full attention.
+        chunk: tokens of an attention chunk: a token attends to those before it that are in the same
+            chunk, counted from the first token of the prompt; None for attention without chunks.
         values: dtype of the values that a host keeps as bytes, such as "float8_e4m3fn": for what is
             about to be stored, which must be finite. It divides no groups. Empty: `dtype`.
     """
@@ -219,6 +221,7 @@ class KVGroup:
     dtype: str
     block_size: int
     window: int | None = None
+    chunk: int | None = None
     values: str = field(default="", compare=False)
 
 
@@ -264,6 +267,8 @@ class TablePart:
         window: tokens that the table keeps, including the next one to compute. A block that lies
             wholly before them is the null block. None: the table keeps every block, and all must be
             right, since the host may offer any of them to other requests.
+        chunk: tokens of an attention chunk: a block that lies wholly before the chunk of the next
+            token to compute is the null block. None: as for `window`.
     """
 
     table: int
@@ -272,3 +277,4 @@ class TablePart:
     layer_names: tuple[str, ...] | None
     block_size: int
     window: int | None = None
+    chunk: int | None = None

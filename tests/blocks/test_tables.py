@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.blocks.paged import layer_spans
-from kvferry.blocks.tables import Tables
+from kvferry.blocks.tables import Table, Tables
 from kvferry.contract.spec import EngineSpec
 from kvferry.errors import ContractError
 from kvferry.keys import ModelIdentity
@@ -18,8 +18,9 @@ from tests.host_tables import HostTable, parts_of_tables
 
 @st.composite
 def specs(draw) -> EngineSpec:
-    """One table per group, each with its own block size and window, or none."""
+    """One table per group, each with its own block size and window or attention chunk, or none."""
     windows = draw(st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3))
+    chunks = [draw(st.none() | st.integers(1, 30)) if w is None else None for w in windows]
     groups = tuple(
         KVGroup(
             num_layers=1,
@@ -28,8 +29,9 @@ def specs(draw) -> EngineSpec:
             dtype="float32",
             block_size=1,
             window=window,
+            chunk=chunk,
         )
-        for window in windows
+        for window, chunk in zip(windows, chunks, strict=True)
     )
     tables = tuple(
         HostTable(
@@ -37,6 +39,7 @@ def specs(draw) -> EngineSpec:
             window=None
             if window is None or draw(st.booleans())
             else window + draw(st.sampled_from((0, 2))),
+            chunk=None if draw(st.booleans()) else chunks[index],
             layers=((index, (0,)),),
         )
         for index, window in enumerate(windows)
@@ -60,10 +63,18 @@ def test_a_table_is_filled_from_its_first_kept_block_on(spec: EngineSpec, blocks
             # vLLM drops the blocks of which no token is in the window of the next one.
             dropped = max(0, stop - part.window + 1) // part.block_size
             kept = range(max(start, dropped * part.block_size), stop)
+        if part.chunk is not None:
+            # vLLM drops the blocks of which no token is in the chunk of the next one.
+            dropped = stop // part.chunk * part.chunk // part.block_size
+            kept = range(max(start, dropped * part.block_size), stop)
         assert list(range(first, stop)) == list(kept)
         window = spec.groups[part.group].window
         if window is not None:
             assert set(range(max(start, stop - window + 1), stop)) <= set(kept)
+        chunk = spec.groups[part.group].chunk
+        if chunk is not None:
+            attended = {token for token in range(start, stop) if token // chunk == stop // chunk}
+            assert attended <= set(kept)
 
 
 @given(
@@ -86,7 +97,7 @@ def test_a_hit_needs_of_each_chunk_the_groups_of_which_a_table_keeps_tokens(
         expected = {group for group, held in kept.items() if set(held) & set(tokens)}
         found = tables.groups_of(first + chunk, start, stop)
         assert expected <= found
-        if first + chunk <= stop or not tables.has_windows:
+        if first + chunk <= stop or not tables.drops_blocks:
             assert found == expected
     firsts = [held.start for held in kept.values()]
     assert tables.first_needed(start, stop) == min(firsts)
@@ -104,6 +115,27 @@ def test_runs_of_layers_name_each_layer_once(layers: list[int]):
 
 def test_consecutive_layers_are_one_run():
     assert list(layer_spans((1, 2, 3, 7))) == [(slice(1, 4), 0), (slice(7, 8), 3)]
+
+
+@given(
+    num_tokens=st.integers(1, 12),
+    limit=st.integers(1, 30),
+    in_chunks=st.booleans(),
+    block_size=st.sampled_from((1, 2, 3, 4)),
+)
+def test_a_table_keeps_chunks_whole_if_no_step_can_begin_where_it_has_dropped_a_part(
+    num_tokens: int, limit: int, in_chunks: bool, block_size: int
+):
+    named = {"chunk" if in_chunks else "window": limit}
+    table = Table(index=0, block_size=block_size, **({"window": None} | named))
+    host = HostTable(block_size=block_size, **named)
+    dropped = [
+        first
+        for first in range(0, 200, num_tokens)
+        # The step that completes the chunk begins at any token of it.
+        if any(host.num_dropped(t) * block_size > first for t in range(first, first + num_tokens))
+    ]
+    assert not (table.keeps_whole(num_tokens) and dropped)
 
 
 def test_a_group_is_needed_from_the_first_token_that_any_of_its_tables_keeps():

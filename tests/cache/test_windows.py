@@ -1,4 +1,4 @@
-"""Several block tables and sliding windows: any host reads what any other stored.
+"""Several block tables, sliding windows and attention chunks: any host reads what any other stored.
 
 The simulated host drops blocks as vLLM does and checks, after every request, that all KV the next
 token attends to is there and that every block it keeps is right.
@@ -62,10 +62,12 @@ def host_tables(draw, groups: tuple[KVGroup, ...]) -> tuple[HostTable, ...]:
 
 @st.composite
 def cases(draw) -> Case:
-    windows = draw(
-        st.lists(st.none() | st.sampled_from((1, 2, 3, 5, 8, 9, 17, 40)), min_size=1, max_size=3)
+    sizes = st.none() | st.sampled_from((1, 2, 3, 5, 8, 9, 17, 40))
+    kinds = draw(st.lists(st.tuples(sizes, st.booleans()), min_size=1, max_size=3))
+    groups = tuple(
+        group(draw(st.integers(1, 4)), **{"chunk" if in_chunks else "window": size})
+        for size, in_chunks in kinds
     )
-    groups = tuple(group(draw(st.integers(1, 4)), window) for window in windows)
     return Case(
         groups=groups,
         chunk=draw(st.integers(1, 12)),

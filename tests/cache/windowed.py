@@ -17,7 +17,13 @@ from tests.host_tables import HostTable
 from tests.simulated_host import SimulatedHost
 
 
-def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_size: int = 4):
+def group(
+    num_layers: int = 2,
+    window: int | None = None,
+    heads: int = 1,
+    block_size: int = 4,
+    chunk: int | None = None,
+) -> KVGroup:
     return KVGroup(
         num_layers=num_layers,
         num_kv_heads=heads,
@@ -25,6 +31,7 @@ def group(num_layers: int = 2, window: int | None = None, heads: int = 1, block_
         dtype="float32",
         block_size=block_size,
         window=window,
+        chunk=chunk,
     )
 
 
@@ -76,6 +83,7 @@ def split(
                 HostTable(
                     block_size=block_sizes[len(tables) % len(block_sizes)],
                     window=None if keeps_all else each.window,
+                    chunk=None if keeps_all else each.chunk,
                     layers=((index, tuple(range(way, each.num_layers, ways))),),
                 )
             )

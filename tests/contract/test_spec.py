@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.contract.spec import EngineSpec
@@ -65,7 +67,7 @@ def test_layers_may_be_spread_and_tables_shared():
         ),
         pytest.param(
             (part(0, 0, (0, 1)), part(0, 0, (2, 3), window=16)),
-            "two block sizes and windows",
+            "two block sizes, windows and chunks",
             id="table with two windows",
         ),
         pytest.param((part(0, 0, (0, 1, 2, 3), window=7),), "attends to 8", id="window too small"),
@@ -81,6 +83,15 @@ def test_tables_that_cannot_be_are_refused_in_one_line(tables, message: str):
     with pytest.raises(ConfigError, match=message) as refused:
         spec((group(window=8),), tables)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_a_table_may_keep_all_tokens_or_the_chunks_of_its_group_and_no_others(chunk: int | None):
+    groups = (replace(group(), chunk=chunk),)
+    spec(groups, (part(0, 0, (0, 1, 2, 3)),))
+    with pytest.raises(ConfigError, match=f"attends in chunks of {chunk}"):
+        spec(groups, (part(0, 0, (0, 1, 2, 3), chunk=64),))
+    assert [each.chunk for each in spec(groups, None).table_parts] == [chunk]
 
 
 def test_a_window_on_a_table_of_full_attention_is_refused():

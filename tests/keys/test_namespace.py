@@ -38,7 +38,14 @@ def identity(*, weights=b"w" * 32, config=CONFIG, weights_version=None):
 
 
 def group(
-    *, num_layers=5, num_kv_heads=3, content_size=26, dtype="bfloat16", block_size=16, window=None
+    *,
+    num_layers=5,
+    num_kv_heads=3,
+    content_size=26,
+    dtype="bfloat16",
+    block_size=16,
+    window=None,
+    chunk=None,
 ):
     return KVGroup(
         num_layers=num_layers,
@@ -47,6 +54,7 @@ def group(
         dtype=dtype,
         block_size=block_size,
         window=window,
+        chunk=chunk,
     )
 
 
@@ -66,6 +74,8 @@ VARIANTS = {
     "content": lambda: digest_of(groups=(group(content_size=28),)),
     "dtype": lambda: digest_of(groups=(group(dtype="float16"),)),
     "window": lambda: digest_of(groups=(group(window=64),)),
+    "attention chunk": lambda: digest_of(groups=(group(chunk=64),)),
+    "another attention chunk": lambda: digest_of(groups=(group(chunk=128),)),
     "no config": lambda: digest_of(identity(config={})),
     "nested config": lambda: digest_of(
         identity(config={**CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}})
@@ -180,7 +190,8 @@ def test_fields_that_do_not_decide_kv_bytes_are_dropped_at_every_config_level():
 def test_every_field_of_a_group_is_decided_upon():
     """A new field of KVGroup must be put into the namespace or, knowingly, left out."""
     names = {field.name for field in dataclasses.fields(KVGroup)}
-    described = set(Namespace.of(identity(), (group(),), 1).description["groups"][0])
+    described = set(Namespace.of(identity(), (group(chunk=8),), 1).description["groups"][0])
+    assert "chunk" not in Namespace.of(identity(), (group(),), 1).description["groups"][0]
     assert names - described == {"block_size", "values"}
 
 

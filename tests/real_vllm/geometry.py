@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,9 @@ class Mix:
         layout: vLLM's name of the order in memory.
         chunk: tokens of a record.
         refused: what the message says, with these numbers of ranks; empty: served.
-        speculates: whether the model has a drafter.
+        drafts: layers of a drafter.
+        hybrid: whether each kind of layer has a block table of its own.
+        budget: tokens of the steps that store a prompt.
     """
 
     specs: Callable[[int], Mapping[str, Any]]
@@ -63,6 +65,12 @@ class Mix:
     chunk: int = CHUNK
     refused: str = ""
     drafts: Collection[str] = ()
+    hybrid: bool = True
+    budget: int = 96
+
+    def but(self, **more: Any) -> Mix:
+        """The same with other values."""
+        return replace(self, **more)
 
     def heads_of(self, name: str, spec: Any, rank: int, tp: int) -> range:
         """The heads that a rank really has of a layer."""
@@ -85,6 +93,7 @@ def resolved(mix: Mix, tp: int, vllm_config: Any) -> tuple[list[Any], Any]:
     config.model_config = copy.copy(vllm_config.model_config)
     config.scheduler_config = copy.copy(vllm_config.scheduler_config)
     config.scheduler_config.max_num_encoder_input_tokens = 64
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not mix.hybrid
     config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
     config.cache_config.kv_cache_layout = mix.layout
     config.model_config.max_model_len = 320
@@ -150,7 +159,7 @@ class RankOfVllm:
     def __init__(
         self, mix: Mix, tp: int, rank: int, groups: Any, vllm_layout: Any, driver: StepDriver
     ) -> None:
-        from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+        from vllm.v1.kv_cache_interface import CircularBufferSpec, UniformTypeKVCacheSpecs
         from vllm.v1.worker.utils import allocate_kv_cache
 
         self.worker, self.driver = driver.role, driver
@@ -168,6 +177,7 @@ class RankOfVllm:
                 for name in group.layer_names
                 if name not in mix.drafts
             }
+            specs = {n: s for n, s in specs.items() if not isinstance(s, CircularBufferSpec)}
             self._layers.append(
                 [(name, spec, mix.heads_of(name, spec, rank, tp)) for name, spec in specs.items()]
             )
@@ -201,20 +211,30 @@ class RankOfVllm:
             wanted = torch.tensor([seeds[token] for token in held]).view(-1, 1, 1)
             for name, spec, heads in layers:
                 values = self._values(name, spec, heads, wanted)
-                yield self._cells(name, blocks, places, size), values
+                yield self._cells(name, spec, blocks, places), values
 
     def _values(self, name: str, spec: Any, heads: range, seeds: torch.Tensor) -> torch.Tensor:
-        content = torch.arange(self.caches[name].shape[-1] * spec.dtype.itemsize)
+        content = torch.arange(self._token_bytes(name, spec))
         layer = sum(name.encode())
         value = seeds * 31 + layer * 1009 + torch.tensor(heads).view(1, -1, 1) * 97 + content * 7
         return (value % 251).to(torch.uint8)
 
+    def _kernel(self, name: str, spec: Any) -> int:
+        """Tokens per block of a tensor."""
+        return int(self.caches[name].shape[2] * getattr(spec, "tokens_per_state", 1))
+
+    def _token_bytes(self, name: str, spec: Any) -> int:
+        cache = self.caches[name]
+        return cache.shape[2] * cache.shape[3] * cache.itemsize // self._kernel(name, spec)
+
     def _cells(
-        self, name: str, blocks: torch.Tensor, places: torch.Tensor, size: int
+        self, name: str, spec: Any, blocks: torch.Tensor, places: torch.Tensor
     ) -> Callable[[Any], Any]:
         cache = self.caches[name].view(torch.uint8)
-        kernel = cache.shape[2]
-        at = blocks * (size // kernel) + places // kernel, places % kernel
+        kernel, token_bytes = self._kernel(name, spec), self._token_bytes(name, spec)
+        at = blocks * (spec.block_size // kernel) + places // kernel, places % kernel
+        if kernel != cache.shape[2]:  # a row for several tokens
+            cache = cache.view(cache.shape[0], 1, kernel, token_bytes)
         if not name.endswith(self._keys_first):
 
             def by_token(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -248,19 +268,25 @@ class RankOfVllm:
 
     def poison(self, blocks: Collection[int]) -> None:
         for layers, group in zip(self._layers, self._groups, strict=True):
-            for name, _, _ in layers:
+            for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
-                parts = group.kv_cache_spec.block_size // cache.shape[2]
+                parts = group.kv_cache_spec.block_size // self._kernel(name, spec)
                 for block in blocks:
                     cache[block * parts : (block + 1) * parts] = GARBAGE
 
     def check_null_block(self) -> None:
         for layers, group in zip(self._layers, self._groups, strict=True):
-            for name, _, _ in layers:
+            for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
-                parts = group.kv_cache_spec.block_size // cache.shape[2]
+                parts = group.kv_cache_spec.block_size // self._kernel(name, spec)
                 if not bool((cache[:parts] == GARBAGE).all()):
                     raise AssertionError("the null block was written")
+
+
+def ring(group: Any) -> int | None:
+    """How many tokens vLLM keeps of a group that no part names, if it does not keep all."""
+    spec = group.kv_cache_spec
+    return spec.block_size if type(spec).__name__ == "CircularBufferSpec" else None
 
 
 class EngineOfVllm:
@@ -311,7 +337,8 @@ class EngineOfVllm:
         tables = [
             HostTable(
                 block_size=group.kv_cache_spec.block_size,
-                window=next((p.window for p in spec.table_parts if p.table == index), None),
+                window=next((p.window for p in spec.table_parts if p.table == index), ring(group)),
+                chunk=next((p.chunk for p in spec.table_parts if p.table == index), None),
                 layers=tuple((p.group, p.layers) for p in spec.table_parts if p.table == index),
             )
             for index, group in enumerate(workers[0].kv_cache_groups)

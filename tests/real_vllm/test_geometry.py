@@ -11,6 +11,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what
 
 BF16, BYTES = torch.bfloat16, torch.uint8
 FP8 = {"dtype": BYTES, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+DS_MLA = {**FP8, "head_size": 576, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
 TOKENS = [(7 * index) % 251 for index in range(300)]
 
 
@@ -61,6 +63,64 @@ def full(tp, heads, **more):
 def window(tp, heads, **more):
     values = {"block_size": 16, "head_size": 16, "dtype": BF16, "sliding_window": 128} | more
     return SlidingWindowSpec(num_kv_heads=share(heads, tp), **values)
+
+
+def chunked(tp, heads, **more):
+    values = {"block_size": 16, "head_size": 16, "dtype": BF16, "attention_chunk_size": 128} | more
+    return ChunkedLocalAttentionSpec(num_kv_heads=share(heads, tp), **values)
+
+
+def llama4(**more):
+    """Attention in chunks, and every other layer over all tokens."""
+    return two_kinds(
+        (lambda tp: chunked(tp, 8), 8),
+        (lambda tp: full(tp, 8), 8),
+        kinds=("chunked_attention", "full_attention"),
+        num_key_value_heads=8,
+        attention_chunk_size=128,
+    ).but(**more)
+
+
+def with_scales(spec):
+    """What the backend makes of a spec."""
+    # It warns when it is imported.
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    return TritonAttentionBackend.customize_spec(spec)
+
+
+def scaled(heads, mode, dtype, **more):
+    """A model whose KV has a scale for each token and head, as its backend describes it."""
+    base = plain(heads, dtype=dtype, kv_quant_mode=mode, **more)
+    return base.but(
+        specs=lambda tp: {name: with_scales(spec) for name, spec in base.specs(tp).items()},
+        backends={"attn": "TritonAttentionBackend"},
+    )
+
+
+def compressed(ring=16, ratio=4, **more):
+    """Latents, an indexer with a row for some tokens, and a ring of those that have none yet, as in
+    GLM-5.3-Flash."""
+    return Mix(
+        specs=lambda _: {
+            name: spec
+            for i in range(2)
+            for name, spec in (
+                (attn(i), mla()),
+                (indexer(i), index(tokens_per_state=ratio)),
+                (
+                    f"model.layers.{i}.self_attn.indexer.tail",
+                    CircularBufferSpec(
+                        block_size=ring, num_kv_heads=2, head_size=8, head_size_v=0, dtype=BF16
+                    ),
+                ),
+            )
+        },
+        config={"num_hidden_layers": 2},
+        backends={"k_cache": "Glm5NextIndexerBackend", "tail": "KpoolTailBackend"},
+        layout="BLNHC",  # else vLLM makes pages of one size, and rings of other sizes
+        **more,
+    )
 
 
 def mla(**more):
@@ -243,15 +303,77 @@ MIXES = {
     ),
     "gated delta nets": one(mamba(kind=MambaAttentionBackendEnum.GDN_ATTN), refused="MambaSpec"),
     "states with speculation": one(mamba(num_speculative_blocks=2), refused="MambaSpec"),
-    "chunked attention": one(
-        ChunkedLocalAttentionSpec(
-            block_size=16, num_kv_heads=8, head_size=16, dtype=BF16, attention_chunk_size=64
-        ),
-        refused="ChunkedLocalAttentionSpec.*KVFerryTier",
+    "Llama 4": llama4(),
+    "Llama 4, all tokens kept": llama4(hybrid=False),
+    "attention chunks that a record is cut by": two_kinds(
+        (lambda tp: chunked(tp, 8, attention_chunk_size=192), 8),
+        (lambda tp: full(tp, 8), 8),
+        kinds=("chunked_attention", "full_attention"),
+        num_key_value_heads=8,
+    ).but(budget=300),
+    "attention chunks that are no whole blocks": two_kinds(
+        (lambda tp: chunked(tp, 8, attention_chunk_size=200), 8),
+        (lambda tp: full(tp, 8), 8),
+        kinds=("chunked_attention", "full_attention"),
+        num_key_value_heads=8,
+    ).but(budget=300),
+    "int8 with a scale for each token and head": scaled(
+        8, KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8
+    ),
+    "fp8 with a scale for each token and head": scaled(8, KVQuantMode.FP8_PER_TOKEN_HEAD, BYTES),
+    "int4 with a scale for each token and head": scaled(8, KVQuantMode.INT4_PER_TOKEN_HEAD, BYTES),
+    "scales of 2 heads, copied on 4 ranks and more": scaled(
+        2, KVQuantMode.FP8_PER_TOKEN_HEAD, BYTES
+    ),
+    "some layers with scales": Mix(
+        specs=lambda tp: {
+            attn(i): with_scales(
+                full(tp, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)
+            )
+            if i % 2
+            else full(tp, 8)
+            for i in range(4)
+        },
+        heads={attn(i): 8 for i in range(4)},
+        config={"num_key_value_heads": 8},
+        backends={"attn": "TritonAttentionBackend"},
+    ),
+    "DeepSeek V3.2 in fp8_ds_mla": Mix(
+        specs=lambda _: {
+            name: spec
+            for i in range(2)
+            for name, spec in ((attn(i), mla(**DS_MLA)), (indexer(i), index()))
+        },
+        config={"num_hidden_layers": 2},
+        backends={"k_cache": "DeepseekV32IndexerBackend", "attn": "FlashMLASparseBackend"},
+    ),
+    "fp8_ds_mla of a backend that is not known": Mix(
+        specs=lambda _: {attn(i): mla(**DS_MLA) for i in range(2)},
+        backends={"attn": "SomeBackend"},
+    ),
+    "GLM-5.3: a row for four tokens, and a ring": compressed(),
+    "Qwen 4: keys of a row for four tokens": Mix(
+        specs=lambda tp: {
+            name: spec
+            for i in range(2)
+            for name, spec in (
+                (attn(i), full(tp, 8)),
+                (f"model.layers.{i}.qsa", mla(block_size=16, tokens_per_state=4)),
+            )
+        },
+        heads={attn(i): 8 for i in range(2)},
+        config={"num_hidden_layers": 2, "num_key_value_heads": 8},
+        layout="BLNHC",
+    ),
+    "a ring in which a hit would end": compressed(
+        ring=128, refused="last 128 tokens as a CircularBufferSpec.*KVFerryTier"
+    ),
+    "a row for tokens that do not divide its bytes": compressed(
+        ratio=16, refused="tokens_per_state=16"
     ),
     "DeepSeek V4": one(
         mla(block_size=256, tokens_per_state=4, alignment=512, model_version="deepseek_v4"),
-        refused="tokens_per_state=4, model_version='deepseek_v4'.*KVFerryTier",
+        refused="model_version='deepseek_v4'.*KVFerryTier",
     ),
     "fp8 with a scale for each token": one(
         full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),
@@ -262,7 +384,7 @@ MIXES = {
     ),
     "nvfp4": one(
         full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=9),
-        refused="state_content_bytes=9",
+        refused="NVFP4.*--kv-cache-dtype",
     ),
     "cross attention": one(
         CrossAttentionSpec(block_size=16, num_kv_heads=8, head_size=16, dtype=BF16),
@@ -305,7 +427,7 @@ def test_each_mix_is_served_byte_by_byte_or_refused_by_name(name, tp, vllm_confi
     for _ in range(2):
         engine = EngineOfVllm(mix, tp, vllm_config, tmp_path)
         try:
-            hits += [engine.run(TOKENS, budget=budget) for budget in (96, 300)]
+            hits += [engine.run(TOKENS, budget=budget) for budget in (mix.budget, 300)]
             counted = engine.counters.pop_all()
             assert [each for each in counted if "hook_failed" in each or "violation" in each] == []
         finally:
@@ -338,6 +460,20 @@ def test_halves_that_see_different_layers_serve_nothing_and_say_so(
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+def test_engines_that_keep_an_attention_chunk_or_all_tokens_share_records(
+    tp, vllm_config, tmp_path
+):
+    hits = []
+    for hybrid in (True, False, True):
+        engine = EngineOfVllm(llama4(hybrid=hybrid), tp, vllm_config, tmp_path)
+        hits.append(engine.run(TOKENS, budget=96))
+        kept = {part.chunk for part in engine.spec.table_parts}
+        assert kept == ({None, 128} if hybrid else {None})
+        engine.close()
+    assert hits == [0, 256, 256]
+
+
 PORTABLE = {
     "8 heads": 256,
     "2 heads, copied on 4 ranks and more": 256,
@@ -345,6 +481,11 @@ PORTABLE = {
     "Gemma 4: fewer and longer heads in full layers": 256,
     "latents": 256,
     "DeepSeek V3.2: latents and an indexer": 256,
+    "Llama 4": 256,
+    "fp8 with a scale for each token and head": 256,
+    "scales of 2 heads, copied on 4 ranks and more": 256,
+    "DeepSeek V3.2 in fp8_ds_mla": 256,
+    "GLM-5.3: a row for four tokens, and a ring": 256,
     # With 8 ranks it is not known which layers' heads are copies.
     "MiMo-V2: more heads in window layers": 0,
     "MiMo-V2, its configuration names no other number": 0,
@@ -391,6 +532,7 @@ CHANGED = {
 }
 SERVED = [
     full(1, 8, block_size=64),
+    chunked(1, 8, block_size=64),
     window(1, 8, block_size=64),
     mla(),
     SlidingWindowMLASpec(

@@ -73,6 +73,28 @@ def own_answers(engine: Engine, prompts: list[list[int]], block: int = 64) -> li
     return list(answers)
 
 
+def test_attention_in_chunks_is_read_by_another_process_and_equals_the_engines_own_hit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    model = make_tiny_model(tmp_path_factory.mktemp("chunked") / "m", "llama4_text", seed=3)
+    lengths = (100, 193, 384, 385, 700)  # shorter than an attention chunk, about it, longer
+    prompts = [make_prompt(n) for n in lengths]
+    connector = kvferry(tmp_path, **CHUNKS)
+    with second.engine(model, block_size=64) as engine:
+        own = own_answers(engine, prompts)
+    with first.engine(model, connector, **SMALL_STEPS) as engine:
+        cold = engine.generate(prompts)
+    assert_same(own, cold)
+    wait_for_records(tmp_path, sum(n // 64 for n in lengths))
+    with second.engine(model, connector, **SMALL_STEPS) as engine:
+        warm = engine.generate(prompts)
+    assert_same(own, warm)
+    assert [answer.cached for answer in warm] == [
+        expected_hit(n, chunk=64, block=64) for n in lengths
+    ]
+
+
 DAMAGES: tuple[Damage, ...] = (truncate, flip_in_payload, delete, swap, all_become_directories)
 
 

@@ -2,7 +2,8 @@
 
 After a hit `[.., stop)`, the next token to compute attends, in a group with window w, to
 `[stop - w + 1, stop)` and to itself. In a table with that window, every block that ends before
-these tokens is the null block:
+these tokens is the null block. With attention chunks of c tokens these are `[stop // c * c, stop)`,
+none where a chunk ends:
 
     tokens   0 .............. start ............................... stop
     table    [ null ........................ ][ block ][ block ]...|
@@ -42,13 +43,24 @@ class Table:
     index: int
     block_size: int
     window: int | None
+    chunk: int | None = None
 
     def fill_start(self, start: int, stop: int) -> int:
         """Return the first token that this table needs of a hit of `[start, stop)`; `stop` if none.
         `stop` is a whole number of blocks."""
-        if self.window is None:
+        if self.window is not None:
+            first = stop - self.window + 1
+        elif self.chunk is not None:
+            first = stop // self.chunk * self.chunk
+        else:
             return start
-        return max(start, (stop - self.window + 1) // self.block_size * self.block_size)
+        return max(start, first // self.block_size * self.block_size)
+
+    def keeps_whole(self, num_tokens: int) -> bool:
+        """Whether all of a chunk of so many tokens, which begins at a multiple of them, is still
+        in this table in the step that completes it, however steps divide it."""
+        fits_window = self.window is None or self.window >= num_tokens
+        return fits_window and (self.chunk is None or self.chunk % num_tokens == 0)
 
 
 class Tables:
@@ -56,7 +68,10 @@ class Tables:
 
     def __init__(self, spec: EngineSpec) -> None:
         parts = spec.table_parts
-        by_index = {part.table: Table(part.table, part.block_size, part.window) for part in parts}
+        by_index = {
+            part.table: Table(part.table, part.block_size, part.window, part.chunk)
+            for part in parts
+        }
         self.tables = tuple(by_index[index] for index in sorted(by_index))
         # A host that does not describe its tables has one per group; another number is refused.
         self._num_tables = None if spec.tables is not None else len(spec.groups)
@@ -67,18 +82,18 @@ class Tables:
         self.all_groups = frozenset(range(len(spec.groups)))
         self.block_size = math.lcm(*(table.block_size for table in self.tables))
         """The length of every hit is a multiple of this."""
-        self.has_windows = any(table.window is not None for table in self.tables)
+        self.drops_blocks = any(t.window is not None or t.chunk is not None for t in self.tables)
 
     def first_needed(self, start: int, stop: int) -> int:
         """Return the first token that a hit of `[start, stop)` needs in any table."""
-        if not self.has_windows:
+        if not self.drops_blocks:
             return start
         return min(table.fill_start(start, stop) for table in self.tables)
 
     def groups_of(self, chunk_stop: int, start: int, stop: int) -> frozenset[int]:
         """Return the groups that a hit of `[start, stop)` needs of the chunk that ends at
         `chunk_stop`."""
-        if not self.has_windows:
+        if not self.drops_blocks:
             return self.all_groups
         return frozenset(
             group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import weakref
@@ -202,15 +203,17 @@ class PrefixCache:
         return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
-        """Warn if chunks are longer than a window: they are stored only if one step computes them
-        whole."""
-        windows = (part.window for part in self.spec.table_parts if part.window is not None)
-        smallest = min(windows, default=self._chunk_tokens)
-        if Mode.WRITE in self.spec.mode and smallest < self._chunk_tokens:
+        """Warn if chunks are longer than a window, or lie in two attention chunks: they are stored
+        only if one step computes them whole."""
+        parts, chunk = self.spec.table_parts, self._chunk_tokens
+        smallest = min((part.window for part in parts if part.window is not None), default=chunk)
+        smallest = min(smallest, *(math.gcd(part.chunk or chunk, chunk) for part in parts))
+        if Mode.WRITE in self.spec.mode and smallest < chunk:
             logger.warning(
-                "chunk_tokens=%d is more than the smallest attention window: chunks that two steps "
-                "compute are not stored; set it to at most %d",
-                self._chunk_tokens,
+                "chunk_tokens=%d is more than the smallest attention window, or does not divide "
+                "attention chunks: chunks that two steps compute are not stored; set it to at most "
+                "%d",
+                chunk,
                 smallest,
             )
 

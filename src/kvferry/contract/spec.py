@@ -51,10 +51,10 @@ class EngineSpec:
         engine_id: names this engine, in all its processes. Ranks that hold the same kv heads then
             share host memory; None: each has its own.
         tables: how the host divides the layers over block tables. A scheduler role reads table,
-            group, block size and window only, and needs a part for every table and group that some
-            rank uses. The host may have further tables. None: one table per group, in order, with
-            the group's block size and window; a single group then consists of every layer that the
-            host registers.
+            group, block size, window and chunk only, and needs a part for every table and group
+            that some rank uses. The host may have further tables. None: one table per group, in
+            order, with the group's block size, window and chunk; a single group then consists of
+            every layer that the host registers.
 
     Raises:
         ConfigError: `tables` do not hold every layer of this rank once, or contradict each other or
@@ -93,6 +93,7 @@ class EngineSpec:
                 layer_names=None,
                 block_size=group.block_size,
                 window=group.window,
+                chunk=group.chunk,
             )
             for index, (group, shard) in enumerate(zip(self.groups, self.shard.groups, strict=True))
         )
@@ -111,17 +112,23 @@ class EngineSpec:
                 f"table {part.table} keeps {part.window} tokens, KV group {part.group} attends to "
                 f"{'all' if window is None else window}"
             )
+        chunk = self.groups[part.group].chunk
+        if part.chunk not in (None, chunk):
+            raise ConfigError(
+                f"table {part.table} keeps chunks of {part.chunk} tokens, KV group {part.group} "
+                f"attends in chunks of {chunk}"
+            )
 
     def _check_tables(self, parts: tuple[TablePart, ...]) -> None:
-        kinds: dict[int, tuple[int, int | None]] = {}
+        kinds: dict[int, tuple[int, int | None, int | None]] = {}
         layers: list[list[int]] = [[] for _ in self.groups]
         for part in parts:
             self._check_part(part)
-            kind = (part.block_size, part.window)
+            kind = (part.block_size, part.window, part.chunk)
             if kinds.setdefault(part.table, kind) != kind:
                 raise ConfigError(
-                    f"table {part.table} has two block sizes and windows: {kinds[part.table]} and "
-                    f"{kind}"
+                    f"table {part.table} has two block sizes, windows and chunks: "
+                    f"{kinds[part.table]} and {kind}"
                 )
             layers[part.group] += part.layers
         for index, (held, shard) in enumerate(zip(layers, self.shard.groups, strict=True)):

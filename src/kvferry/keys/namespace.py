@@ -232,13 +232,16 @@ def relevant_config(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 def describe_group(group: KVGroup) -> dict[str, JsonValue]:
     """Return the fields of a group that decide KV bytes."""
     # block_size is the engine's page: it decides where KV lies in memory, not what it is.
-    return {
+    described: dict[str, JsonValue] = {
         "num_layers": group.num_layers,
         "num_kv_heads": group.num_kv_heads,
         "content_size": group.content_size,
         "dtype": group.dtype,
         "window": group.window,
     }
+    if group.chunk is not None:  # others keep the names that they had before there were chunks
+        described["chunk"] = group.chunk
+    return described
 
 
 def _copied(value: JsonValue) -> JsonValue:

@@ -73,8 +73,20 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
     },
-    # Two that the engine refuses: no causal mask; latent attention that it does not know.
+    # Three that the engine refuses: no causal mask; attention in chunks, with layers of all tokens;
+    # latent attention that it does not know.
     "bert": {**_SMALL},
+    "llama4_text": {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 192,
+    },
     "youtu": {**_SMALL, **_LATENT, "q_lora_rank": 16},
 }
 

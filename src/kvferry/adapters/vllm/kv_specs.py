@@ -28,7 +28,7 @@ _ATTENTION = _ANY | {
     "kv_quant_mode": _CONTENT,
     "page_size_padded": _PAGE,
     "num_head_slots": _UNSERVED,
-    "state_content_bytes": _UNSERVED,
+    "state_content_bytes": _CONTENT,
     "tokens_per_state": _UNSERVED,
     "max_tp_shards": _NOTHING,
     "indexes_kv_by_block_stride": _NOTHING,
@@ -36,7 +36,7 @@ _ATTENTION = _ANY | {
 
 _FULL = _ATTENTION | {
     "sliding_window": _CONTENT,
-    "attention_chunk_size": _UNSERVED,
+    "attention_chunk_size": _CONTENT,
     # Such layers read tokens that come later, so a prefix has no KV of its own.
     "non_causal": _UNSERVED,
 }
@@ -54,6 +54,7 @@ _MLA = (
     | _LATENT
     | {
         "cache_role": _CONTENT,
+        "tokens_per_state": _CONTENT,
         "is_index_group_leader": _PAGE,
         "non_causal_multi_token_decode": _PAGE,
         "topk_buffer_width": _PAGE,

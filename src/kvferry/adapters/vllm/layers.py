@@ -9,8 +9,9 @@ of the first layer, and no modules. So the two halves may describe a model diffe
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -22,6 +23,8 @@ from kvferry.types import KVGroup
 
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+_CHUNKED = frozenset({"ChunkedLocalAttentionSpec"})
+_SERVED = _FULL | _SLIDING | _CHUNKED
 _FLOAT8 = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -29,6 +32,18 @@ _FLOAT8 = {
 }
 """By `--kv-cache-dtype`."""
 _MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+_RING = "CircularBufferSpec"
+
+_SCALED = {
+    "INT4_PER_TOKEN_HEAD": 2,
+    "INT8_PER_TOKEN_HEAD": 1,
+    "FP8_PER_TOKEN_HEAD": 1,
+}
+"""By mode with a float32 scale behind the keys, and behind the values, of each token and head: how
+many values share a byte."""
+
+_LATENT_BYTES = {"fp8_ds_mla": 656}
+"""By dtype of latents: the bytes of a token, with its scales, where they lie token by token."""
 
 _BY_TOKEN = re.compile(
     r"((Triton)?Flash(Attention|Infer)|(Flash|Triton)AttentionDiffKV|(Triton|Flex|Tree)Attention"
@@ -64,6 +79,7 @@ class Layer:
         table: index of its KV group in vLLM, and so of its block table.
         block_size: tokens per block of that table.
         table_window: tokens that the table keeps (with a drafter, more than the window); None: all.
+        table_chunk: tokens of the attention chunks of which the table keeps the last; None: all.
         kind: the form of its KV, as a group of one layer; layers of one kind make a record's group.
         whole_blocks: how its blocks lie, if they can only be stored whole; None: token by token.
     """
@@ -73,6 +89,7 @@ class Layer:
     table: int
     block_size: int
     table_window: int | None
+    table_chunk: int | None
     kind: KVGroup
     whole_blocks: str | None
 
@@ -94,7 +111,7 @@ def refuse_parallel(parallel: Any) -> None:
 def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:
     """Return every layer of every group, in any order: a hit would leave any other as it was. Only
     draft layers of speculative decoding are left out: their KV depends on another model, and a
-    wrong draft only costs time.
+    wrong draft only costs time. So are rings, which are empty where a hit ends.
 
     Args:
         kv_cache_config: the host's groups.
@@ -107,12 +124,16 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
     compilation = getattr(vllm_config, "compilation_config", None)
     modules = getattr(compilation, "static_forward_context", {})
     drafts = _drafts(vllm_config, kv_cache_config, modules)
-    found, place = [], 0
+    found, rings, place = [], {}, 0
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _specs_of(group):
             number = _number_of(name, place)
             place += 1
             if name in drafts:
+                continue
+            if _is_ring(spec):
+                unserved_fields(spec, KV_SPECS, f"layer {name}")
+                rings[name] = int(spec.block_size)
                 continue
             kind = _kind_of(name, number, spec, model, parallel.tensor_parallel_size)
             values = _values_of(spec, vllm_config.cache_config.cache_dtype, platform)
@@ -123,11 +144,34 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                     table=table,
                     block_size=group.kv_cache_spec.block_size,
                     table_window=_table_window(spec),
-                    kind=replace(kind, window=_window_of(number, spec, model), values=values),
+                    table_chunk=_chunk_of(number, spec, model) if _is_chunked(spec) else None,
+                    kind=replace(
+                        kind,
+                        window=_window_of(number, spec, model),
+                        chunk=_chunk_of(number, spec, model),
+                        values=values,
+                    ),
                     whole_blocks=_whole_blocks(spec, modules.get(name), platform),
                 )
             )
+    _check_rings(rings, {layer.block_size for layer in found})
     return found
+
+
+def _is_ring(spec: Any) -> bool:
+    """Whether a layer keeps tokens that are not compressed yet; vLLM's own hits do without them."""
+    return type(spec).__name__ == _RING and getattr(spec, "prefix_cacheable", True) is False
+
+
+def _check_rings(rings: Mapping[str, int], block_sizes: Collection[int]) -> None:
+    """Raise ConfigError if a hit might end where a layer's ring holds tokens: it is empty at
+    multiples of its size."""
+    for name, size in rings.items():
+        if math.lcm(1, *block_sizes) % size:
+            raise ConfigError(
+                f"layer {name} keeps its last {size} tokens as a {_RING}, and blocks of "
+                f"{', '.join(map(str, sorted(block_sizes)))} tokens end within them; {_TIER}"
+            )
 
 
 def num_target_layers(model: Any) -> int:
@@ -195,7 +239,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
     def looks_so(name: str) -> bool:
         is_named_so = not {"draft_model", "mtp"}.isdisjoint(name.split("."))
         is_behind = _number_of(name, 0) >= num_layers
-        keeps_tokens = type(specs[name]).__name__ in _FULL | _SLIDING
+        keeps_tokens = type(specs[name]).__name__ in _SERVED
         return keeps_tokens and (is_named_so or is_behind)
 
     made = [name for name in modules if name in specs]
@@ -216,7 +260,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
 def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
     """Return the form of a layer's KV, without window; block size 0: all sizes are stored alike."""
     kind, where = type(spec).__name__, f"layer {name}"
-    if kind in KV_SPECS.keys() - _FULL - _SLIDING:
+    if kind in KV_SPECS.keys() - _SERVED:
         raise ConfigError(
             f"{where} keeps its KV as a {kind}, which kvferry's connector does not store; {_TIER}"
         )
@@ -226,18 +270,9 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
         raise ConfigError(
             f"{where} has {fields}, which kvferry's connector does not store; {_TIER}"
         )
-    # Other modes have scales in the blocks or beside them, or belong to one platform.
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    if mode not in ("NONE", "FP8_PER_TENSOR"):
-        raise ConfigError(
-            f"{where} keeps its KV as {mode}, which kvferry's connector does not store; set "
-            f"another --kv-cache-dtype, or {_TIER}"
-        )
-    content, heads = spec.head_size, 1
-    if kind not in _MLA:
-        content += getattr(spec, "head_size_v", None) or spec.head_size
-        heads = spec.num_kv_heads
-    size = content * heads * spec.block_size * spec.dtype.itemsize
+    content, dtype = _content_of(spec, where)
+    heads = 1 if kind in _MLA else spec.num_kv_heads
+    size = content * heads * spec.block_size * (1 if dtype == "uint8" else spec.dtype.itemsize)
     padded = getattr(spec, "page_size_padded", None)
     if spec.page_size_bytes < size or (padded is None and spec.page_size_bytes != size):
         raise ConfigError(
@@ -248,15 +283,58 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
         num_layers=1,
         num_kv_heads=1 if kind in _MLA else _total_heads(heads, number, model, tp),
         content_size=content,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=dtype,
         block_size=0,
     )
+
+
+def _content_of(spec: Any, where: str) -> tuple[int, str]:
+    """Return how many elements a token and head has, and of which dtype: bytes, if scales stand
+    among the values."""
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    # Other modes have scales elsewhere in the blocks or beside them, or belong to one platform.
+    if mode not in ("NONE", "FP8_PER_TENSOR", *_SCALED):
+        raise ConfigError(
+            f"{where} keeps its KV as {mode}, which kvferry's connector does not store; set "
+            f"another --kv-cache-dtype, or {_TIER}"
+        )
+    sizes = [spec.head_size]
+    if type(spec).__name__ not in _MLA:
+        sizes.append(getattr(spec, "head_size_v", None) or spec.head_size)
+    dtype = str(spec.dtype).removeprefix("torch.")
+    packed, ratio = getattr(spec, "state_content_bytes", None), _tokens_per_row(spec)
+    if packed is not None or mode in _SCALED:
+        expected = _LATENT_BYTES.get(getattr(spec, "cache_dtype_str", None) or "")
+        if mode in _SCALED:
+            expected = sum(size // _SCALED[mode] for size in sizes) + 2 * 4
+        if packed is None or packed != expected or spec.dtype.itemsize != 1 or ratio != 1:
+            raise ConfigError(
+                f"{where} has state_content_bytes={packed} and keeps its KV as {mode}, which "
+                f"kvferry's connector does not store; set another --kv-cache-dtype, or {_TIER}"
+            )
+        return packed, "uint8"
+    if ratio == 1:
+        return sum(sizes), dtype
+    # One row for several tokens: blocks are stored whole, as if each token had a part of it.
+    content, rest = divmod(sizes[0] * spec.dtype.itemsize, ratio)
+    if ratio < 1 or rest or spec.block_size % ratio:
+        raise ConfigError(
+            f"{where} has tokens_per_state={ratio}, which does not divide its {spec.block_size} "
+            f"tokens and {sizes[0] * spec.dtype.itemsize} bytes; {_TIER}"
+        )
+    return int(content), "uint8"
+
+
+def _tokens_per_row(spec: Any) -> Any:
+    """Return how many tokens a row of a layer stands for: a whole number, or part of one."""
+    found = getattr(spec, "tokens_per_state", None)
+    return 1 if found is None else found
 
 
 def _values_of(spec: Any, cache_dtype: str, platform: str) -> str:
     """Return the dtype of values that vLLM keeps as bytes; empty if they are not, or not known: an
     indexer's bytes hold scales, too, and devices of AMD may have a float8 of their own."""
-    is_plain = type(spec).__name__ in (_FULL | _SLIDING) - _MLA
+    is_plain = type(spec).__name__ in _SERVED - _MLA
     is_known = is_plain and str(spec.dtype) == "torch.uint8" and platform != "rocm"
     return _FLOAT8.get(cache_dtype, "") if is_known else ""
 
@@ -272,6 +350,20 @@ def _window_of(number: int, spec: Any, model: Any) -> int | None:
     return window if isinstance(window, int) else None
 
 
+def _is_chunked(spec: Any) -> bool:
+    return type(spec).__name__ in _CHUNKED
+
+
+def _chunk_of(number: int, spec: Any, model: Any) -> int | None:
+    """Return the tokens of a layer's attention chunks. As for windows, the model's configuration
+    says which layers have them where vLLM keeps all tokens of all layers in one group."""
+    chunk = getattr(spec, "attention_chunk_size", None)
+    kinds = getattr(_text_config(model), "layer_types", None)
+    if not _is_chunked(spec) and isinstance(kinds, list) and number < len(kinds):
+        chunk = chunk if kinds[number] == "chunked_attention" else None
+    return chunk if isinstance(chunk, int) else None
+
+
 def _table_window(spec: Any) -> int | None:
     """Return how many tokens vLLM keeps of a layer; None if all."""
     if type(spec).__name__ not in _SLIDING:
@@ -284,9 +376,11 @@ def _whole_blocks(spec: Any, module: Any, platform: str) -> str | None:
 
     The indexer of sparse attention keeps all keys of a block before all scales, in another order on
     each platform; latents of bytes without a mode may do the same. So may backends that are not
-    known. (On a CPU, the kernels decide: see `spec.engine_spec`.)
+    known. (On a CPU, the kernels decide: see `spec.engine_spec`.) Rows for several tokens cannot be
+    divided by tokens.
     """
-    if platform == "cpu":
+    is_compressed = _tokens_per_row(spec) != 1
+    if platform == "cpu" and not is_compressed:
         return None
     ask = getattr(module, "get_attn_backend", None)
     backend = None if ask is None else str(ask().__name__)
@@ -294,7 +388,8 @@ def _whole_blocks(spec: Any, module: Any, platform: str) -> str | None:
     role = getattr(getattr(spec, "cache_role", None), "name", None)
     of_bytes = str(spec.dtype).endswith("int8") and mode == "NONE"
     by_token = backend is None or _BY_TOKEN.fullmatch(backend) is not None
-    if by_token and role != "INDEXER" and not (of_bytes and type(spec).__name__ in _MLA):
+    is_latent = type(spec).__name__ in _MLA
+    if by_token and role != "INDEXER" and not is_compressed and not (of_bytes and is_latent):
         return None
     return f"{backend or role} of {spec.block_size} tokens on {platform}"
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers
@@ -23,9 +25,6 @@ from kvferry.keys import UNREAD, JsonValue, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.types import KVGroup, TablePart
 from kvferry.v1.running_model import running_model
-
-if TYPE_CHECKING:
-    import torch
 
 _MODES = {"kv_producer": Mode.WRITE, "kv_consumer": Mode.READ}
 _MULTI_PROCESS_EXECUTORS = ("mp", "ray", "external_launcher")
@@ -177,6 +176,7 @@ def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[
                     layer_names=tuple(layer.name for _, layer in here),
                     block_size=here[0][1].block_size,
                     window=here[0][1].table_window,
+                    chunk=here[0][1].table_chunk,
                 )
             )
     return tuple(groups), tuple(parts)
@@ -306,9 +306,26 @@ def layer_views(
     }
     for layer in layers:
         if layer.name in views:
+            view = views[layer.name]
+            if layer.kind.dtype == "uint8" and view.dtype != torch.uint8:
+                view = view.view(torch.uint8)  # bytes that hold scales
             is_whole = layout == _WHOLE_BLOCKS or layer.whole_blocks is not None
-            views[layer.name] = _of_whole_blocks(views[layer.name], layer, is_whole=is_whole)
+            if is_whole:
+                view = _as_if_by_token(view, layer)
+            views[layer.name] = _of_whole_blocks(view, layer, is_whole=is_whole)
     return views
+
+
+def _as_if_by_token(tensor: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Return a view that gives each token an equal part of its block, if there is a row for several
+    tokens. Such blocks are stored whole."""
+    blocks, heads, rows, size = tensor.shape if tensor.dim() == 4 else (0, 0, 0, 0)
+    content = layer.kind.content_size
+    is_of_rows = heads == 1 and size * rows == content * layer.block_size and size != content
+    if not is_of_rows or tensor.stride()[2:] != (size, 1):
+        return tensor  # as it is, or refused when it is registered
+    strides = (tensor.stride(0), layer.block_size * content, content, 1)
+    return tensor.as_strided((blocks, 1, layer.block_size, content), strides)
 
 
 def _of_whole_blocks(tensor: torch.Tensor, layer: Layer, *, is_whole: bool) -> torch.Tensor:

@@ -293,6 +293,6 @@ def _why_not(context: RoleContext) -> str | None:
         return "no tolerance is known for KV of this dtype"
     if not tolerances_for(context.spec.identity.config):
         return "this model rounds activations to 4 bits, which blurs what a comparison would show"
-    if any(table.window is not None and table.window < chunk for table in context.tables.tables):
-        return f"an attention window is shorter than chunk_tokens={chunk}"
+    if not all(table.keeps_whole(chunk) for table in context.tables.tables):
+        return f"an attention window is shorter than chunk_tokens={chunk}, or chunks divide it not"
     return None
