@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvferry.engine.model import quiet_transformers
 from kvferry.testing.models import make_tiny_model, write_random_model
-from tests.adapters.transformers.image_models import build
-from tests.adapters.transformers.tiny_configs import build_model, tiny_config
+from tests.adapters.transformers.image_configs import build_image_text, image_text_config
+from tests.adapters.transformers.image_models import build as build_with_images
+from tests.adapters.transformers.tiny_configs import MODEL_TYPES, build_model, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +71,30 @@ def image_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def factory(model_type: str) -> Path:
         if model_type not in made:
             place = tmp_path_factory.mktemp(model_type) / "model"
-            made[model_type] = write_random_model(place, partial(build, model_type))
+            made[model_type] = write_random_model(place, partial(build_with_images, model_type))
+        return made[model_type]
+
+    return factory
+
+
+@pytest.fixture(scope="session")
+def any_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Factory: a directory of a tiny model, with images where its type takes some, made once, and
+    the class that loads it."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def factory(model_type: str) -> tuple[Path, Any]:
+        if model_type not in made:
+            place = tmp_path_factory.mktemp(model_type) / "model"
+            if model_type in MODEL_TYPES:
+                build, auto_class = (
+                    partial(build_model, tiny_config(model_type)),
+                    AutoModelForCausalLM,
+                )
+            else:
+                config = image_text_config(model_type)
+                build, auto_class = partial(build_image_text, config), AutoModelForImageTextToText
+            made[model_type] = write_random_model(place, build), auto_class
         return made[model_type]
 
     return factory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.engine.model import quiet_transformers
 from kvferry.errors import ConfigError
 from tests.adapters.transformers.generating import CHUNK, prompt, reuse
 
@@ -47,3 +49,36 @@ def test_weights_that_are_tied_or_renamed_count_as_read(model_dir, load_model, s
     for arch, options in (("llama", {"tie_word_embeddings": True}), ("gpt_oss", {})):
         model = load_model(model_dir(arch, **options))
         assert reuse(model, f"{store_url}/{arch}", prompt(40)).num_saved == 40 // CHUNK * CHUNK
+
+
+CHANGED = {
+    # Renamed when they are loaded: all tensors of these classes are.
+    "gemma3": "language_model.layers.0.self_attn.v_proj.weight",
+    "llava": "language_model.layers.1.mlp.up_proj.weight",
+    "internvl": "language_model.norm.weight",
+    # Experts that are apart in the files, together in memory; others renamed beside them.
+    "mixtral": "layers.1.mlp.experts.gate_up_proj",
+    "qwen3_moe": "layers.0.mlp.experts.down_proj",
+    "minimax_m3_vl": "language_model.layers.1.mlp.experts.down_proj",
+    # Apart in memory, one in the files.
+    "lara_mini": "layers.0.linear_attn.in_proj_z.weight",
+    "ernie4_5_vl_moe": "language_model.layers.1.mlp.text_moe.gate.weight",
+    "kimi_k25": "vision_tower.layers.0.attn.k_proj.weight",
+}
+"""By type, a parameter in another form than in the files."""
+
+
+@pytest.mark.parametrize("model_type", CHANGED)
+def test_a_change_of_weights_that_loading_renamed_or_joined_is_found(
+    any_dir, store_url, model_type, caplog
+):
+    directory, auto_class = any_dir(model_type)
+    with quiet_transformers():
+        model = auto_class.from_pretrained(directory, dtype=torch.float32)
+    caplog.set_level(logging.INFO)
+    StoredKV(model, store_url).close()
+    assert "were not compared" not in caplog.text
+    with torch.no_grad():
+        model.base_model.get_parameter(CHANGED[model_type]).add_(1e-3)
+    with pytest.raises(ConfigError, match="was changed after loading"):
+        StoredKV(model, store_url)

@@ -108,7 +108,7 @@ class HostModel:
             refuse_other_code(model)
             state = model.state_dict()
             is_packed = bool(quantisation_of(config))
-            refuse_other_weights(state, directory, is_packed=is_packed)
+            refuse_other_weights(model, state, directory, is_packed=is_packed)
             refuse_unread_weights(model, directory)
             is_mixed = weight_files(directory, Loads.BY_NAME).left_out
             if is_mixed and is_all_of_files(state, directory):

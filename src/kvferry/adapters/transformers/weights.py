@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from kvferry.adapters.transformers.plain_kv import UNRUNNABLE
 from kvferry.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,9 @@ _MAX_HEADER_BYTES = 100 << 20
 """The bound of the safetensors format itself."""
 
 _MAX_ROW_BYTES = 64 * 1024
+_PARTS = 8
+"""One row in each of so many parts of a tensor is compared: a file may hold several as one."""
+
 _PIECE = 1 << 20
 """Elements that are compared at a time."""
 
@@ -39,40 +45,48 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
 """Errors of files that are not as they should be."""
 
 
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    fd: int
+    data_start: int
+    header: Mapping[str, Any]
+
+
 def refuse_other_weights(
-    state: Mapping[str, torch.Tensor], directory: Path, *, is_packed: bool = False
+    model: Any, state: Mapping[str, torch.Tensor], directory: Path, *, is_packed: bool = False
 ) -> None:
-    """Refuse tensors that differ from those stored under their names in `directory`.
+    """Refuse tensors that differ from those stored in `directory`.
 
-    Compares some rows of every tensor. The identity is a digest of the files, which cannot show
-    that a model was trained, merged or patched in memory after it was loaded. Such a change alters
-    nearly every row, so a few rows show it.
+    Compares some rows of every tensor, in the form in which Transformers would save it: under the
+    name of the files, and parted where loading made one of several. The identity is a digest of
+    the files, which cannot show that a model was trained, merged or patched in memory after it was
+    loaded. Such a change alters nearly every row, so a few rows show it.
 
-    Reads the files that Transformers would load. Skips tensors that Transformers renames, builds
-    from several or unpacks, formats other than safetensors, and files that cannot be read; a log
-    line says how many are skipped.
+    Reads the files that Transformers would load. Skips tensors that it unpacks or cannot turn back,
+    formats other than safetensors, and files that cannot be read; a log line says how many are
+    skipped.
 
     Args:
+        state: of the model.
         is_packed: the model was published quantised, so that loading may give tensors another
             shape.
 
     Raises:
         ConfigError: a tensor that differs.
     """
-    compared: set[str] = set()
-    for path in _files(directory):
-        try:
-            with path.open("rb") as file:
-                differing = _first_differing(state, file.fileno(), compared, is_packed=is_packed)
-        except _UNREADABLE:
-            continue
-        if differing is not None:
-            raise ConfigError(
-                f"the model's {differing} is not the one in {directory}: it was changed after "
-                "loading; save it to a directory of its own and load it from there, or pass a "
-                "weights_version"
-            )
-    seen = {state[name].data_ptr() for name in compared}
+    with ExitStack() as opened:
+        files = _open_tensors(directory, opened)
+        differing, seen = _compare(files, _forms_by_module(model, state), state, is_packed)
+        if differing:  # maybe a part of what the files hold as one
+            whole = [(list(state), _forms_in_files(model, state))]
+            differing, seen = _compare(files, whole, state, is_packed)
+    if differing:
+        raise ConfigError(
+            f"the model's {differing} is not the one in {directory}: it was changed after "
+            "loading; save it to a directory of its own and load it from there, or pass a "
+            "weights_version"
+        )
     skipped = [name for name, each in state.items() if each.data_ptr() not in seen]
     if skipped:
         logger.info(
@@ -80,6 +94,77 @@ def refuse_other_weights(
             "compared with %s: %s, ...",
             *(len(skipped), len(state), directory, skipped[0]),
         )
+
+
+def _open_tensors(directory: Path, opened: ExitStack) -> dict[str, _Stored]:
+    """Return the stored tensors by name. `opened` closes their files."""
+    found: dict[str, _Stored] = {}
+    for path in _files(directory):
+        try:
+            fd = opened.enter_context(path.open("rb")).fileno()
+            header, start = _header(fd)
+        except _UNREADABLE:
+            continue
+        found.update((name, _Stored(fd, start, each)) for name, each in header.items())
+    return found
+
+
+_Forms = tuple[list[str], Mapping[str, torch.Tensor]]
+"""Names of tensors in memory, and these tensors as Transformers would save them."""
+
+
+def _forms_by_module(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[_Forms]:
+    """Yield the tensors of one module after another, since turning them back may copy them."""
+    for _, group in groupby(state, lambda name: name.rpartition(".")[0]):
+        held = {name: state[name] for name in group}
+        yield list(held), _forms_in_files(model, held)
+
+
+def _forms_in_files(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # a release of Transformers that saves all under its names in memory
+        return state
+    try:
+        forms: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    except UNRUNNABLE:
+        return state
+    return forms
+
+
+def _compare(
+    files: Mapping[str, _Stored],
+    all_forms: Iterable[_Forms],
+    state: Mapping[str, torch.Tensor],
+    is_packed: bool,
+) -> tuple[str, set[int]]:
+    """Return the name of the first tensor that differs, empty if none does, and the addresses of
+    those that were compared."""
+    seen: set[int] = set()
+    for names, forms in all_forms:
+        agreed = {
+            name: _agrees(tensor, files.get(name), is_packed) for name, tensor in forms.items()
+        }
+        if False in agreed.values():
+            return next(name for name, each in agreed.items() if each is False), seen
+        seen.update(forms[name].data_ptr() for name, each in agreed.items() if each)
+        if all(each or forms[name].data_ptr() in seen for name, each in agreed.items()):  # or tied
+            seen.update(state[name].data_ptr() for name in names)
+    return "", seen
+
+
+def _agrees(tensor: torch.Tensor, stored: _Stored | None, is_packed: bool) -> bool | None:
+    """Whether some rows of a tensor are the stored ones; None if it cannot be told."""
+    if stored is None:
+        return None
+    try:
+        dtype = _comparable_dtype(tensor, stored.header["dtype"])
+        has_its_shape = tuple(tensor.shape) == tuple(stored.header["shape"])
+        if dtype is None or (is_packed and not has_its_shape):
+            return None
+        return has_its_shape and not _differs(tensor, dtype, stored)
+    except _UNREADABLE:
+        return None
 
 
 def refuse_unread_weights(model: Any, directory: Path) -> None:
@@ -146,23 +231,6 @@ def _header(fd: int) -> tuple[dict[str, Any], int]:
     return json.loads(os.pread(fd, size, 8)), 8 + size
 
 
-def _first_differing(
-    state: Mapping[str, torch.Tensor], fd: int, compared: set[str], *, is_packed: bool
-) -> str | None:
-    """Return the name of the first tensor that differs, if any. Adds names to `compared`."""
-    header, start = _header(fd)
-    for name in header.keys() & state.keys():
-        tensor, stored = state[name], header[name]
-        dtype = _comparable_dtype(tensor, stored["dtype"])
-        has_its_shape = tuple(tensor.shape) == tuple(stored["shape"])
-        if dtype is None or (is_packed and not has_its_shape):
-            continue
-        compared.add(name)
-        if not has_its_shape or _differs(tensor, dtype, stored, fd, start):
-            return name
-    return None
-
-
 def _comparable_dtype(tensor: torch.Tensor, stored: str) -> torch.dtype | None:
     """Return the dtype of a stored tensor; None if one of the two was packed or unpacked."""
     if tensor.dtype in _DTYPES.values():
@@ -183,17 +251,16 @@ def _files(directory: Path) -> list[Path]:
         return []
 
 
-def _differs(
-    tensor: torch.Tensor, dtype: torch.dtype, stored: Mapping[str, Any], fd: int, data_start: int
-) -> bool:
+def _differs(tensor: torch.Tensor, dtype: torch.dtype, stored: _Stored) -> bool:
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return False
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
     num_rows, width = rows.shape
     seen = min(width, _MAX_ROW_BYTES // dtype.itemsize)
-    start = data_start + stored["data_offsets"][0]
-    for row in sorted({0, num_rows // 2, num_rows - 1}):
-        data = os.pread(fd, seen * dtype.itemsize, start + row * width * dtype.itemsize)
+    start = stored.data_start + stored.header["data_offsets"][0]
+    for row in sorted({num_rows * part // _PARTS for part in range(_PARTS)} | {num_rows - 1}):
+        place = start + row * width * dtype.itemsize
+        data = os.pread(stored.fd, seen * dtype.itemsize, place)
         expected = torch.frombuffer(bytearray(data), dtype=dtype).to(tensor.dtype)
         if not _are_equal(expected, rows[row, :seen].cpu()):
             return True
