@@ -100,7 +100,7 @@ def test_a_look_up_that_was_under_way_begins_again(host):
 
 def test_records_in_doubt_are_not_read_again(host):
     assert hit(host) == HIT
-    host.scheduler.audits.has_failed = True
+    assert host.scheduler.identity.distrust("a test")
     for _ in range(2):
         assert host.scheduler.reset()
         assert hit(host) == 0

@@ -8,7 +8,6 @@ import random
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,12 +20,13 @@ from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
+from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.moving.worker import SharedStorageWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec, Mode
-from kvferry.errors import ConfigError, FaultKind, StoreError
-from kvferry.keys import UNREAD, Namespace
+from kvferry.errors import ConfigError
+from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Catalogue
@@ -57,6 +57,9 @@ class PrefixCache:
     Raises:
         ConfigError: a wrong option, too little memory for one chunk of this model (two with
             audits), or a store that cannot be used.
+
+    Attributes:
+        identity: what is loaded and stored, and whether anything is.
     """
 
     def __init__(
@@ -70,22 +73,24 @@ class PrefixCache:
         has_scheduler: bool = True,
     ) -> None:
         config = build_config(SharedStorageConfig, options, where=where)
-        self.spec = spec
+        self._spec = spec
         self.config = config
-        self._named: Future[Namespace] = Future()
-        self._to_name: list[Callable[[bytes], None]] = []
         chunk_tokens = config.chunk_tokens or default_chunk_tokens(spec.groups, spec.chunk_multiple)
         self._chunk_tokens = chunk_tokens
-        version = config.weights_version
-        self._first_namespace = self._namespace(
-            spec.identity.weights_version if version is None else version
+        model = spec.identity
+        if config.weights_version is not None:
+            model = replace(model, weights_version=config.weights_version)
+        groups, tenant = spec.groups, config.tenant
+        self.identity = CacheIdentity(
+            model, lambda model: Namespace.of(model, groups, chunk_tokens, tenant)
         )
-        if self.is_named:
-            self._named.set_result(self._first_namespace)
-        self.schema = RecordSchema.for_groups(
-            namespace=self._first_namespace.digest,
+        if spec.mode is Mode.OFF:
+            self.identity.stop("this engine neither loads nor saves")
+        self._schema = RecordSchema.for_groups(
+            # Whatever would go wrong before there is a name, nobody finds what is stored.
+            namespace=self.identity.first or secrets.token_bytes(32),
             chunk_tokens=chunk_tokens,
-            groups=spec.groups,
+            groups=groups,
         )
         self.num_slots = self._count_slots()
         self.observer = observer
@@ -97,19 +102,34 @@ class PrefixCache:
             store=self.store,
             observer=observer,
             tables=Tables(spec),
+            identity=self.identity,
         )
         self._server: PeerServer | None = None
         self._keep_server: Callable[[], object] = _nothing
         role = "scheduler" if has_scheduler else "worker"
         observer.watch(_while_there(self.store, lambda store: _tier_gauges(store, role)))
 
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine, with the digest of its weights once that is known."""
+        model = replace(self._spec.identity, weights=self.identity.model.weights)
+        return replace(self._spec, identity=model)
+
+    @property
+    def schema(self) -> RecordSchema:
+        """The layout of records of the first epoch, under a random name while that has none."""
+        first = self.identity.first
+        return self._schema.with_namespace(first) if first else self._schema
+
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
-        record_bytes = slot_size(self.schema.record_bytes)
+        record_bytes = slot_size(self._schema.record_bytes)
         memory_bytes = self.config.memory_bytes
         if memory_bytes is None:
             token_bytes = record_bytes / self._chunk_tokens
-            memory_bytes = default_memory_bytes(token_bytes, self.spec.step_tokens, machine_bytes())
+            memory_bytes = default_memory_bytes(
+                token_bytes, self._spec.step_tokens, machine_bytes()
+            )
         num_slots = memory_bytes // record_bytes
         needed = 1 if self.config.audit == "off" else 2  # an audit needs two
         if num_slots < needed:
@@ -126,10 +146,10 @@ class PrefixCache:
         Raises:
             ConfigError: it cannot be used.
         """
-        spec, listen, known = self.spec, self._listen(), self._named
+        spec, listen, identity = self._spec, self._listen(), self.identity
 
         def named() -> tuple[bytes, str | None]:
-            name = known.result()  # without this object, which the store would keep alive
+            name = identity.wait_first()  # without this object, which the store would keep alive
             # Described once per engine, by the process of the scheduler role.
             return name.digest, name.as_text() if index and Mode.WRITE in spec.mode else None
 
@@ -138,34 +158,15 @@ class PrefixCache:
             observer=self.observer,
             multi_process=spec.multi_process or spec.shard.world_size > 1,
             index=index,
-            check=value_check(self.schema),
+            check=value_check(self._schema),
             named=named,
-            start_seconds=self.config.start_timeout_seconds if self.is_named else 0.0,
+            start_seconds=self.config.start_timeout_seconds if identity.first else 0.0,
         )
 
     def _listen(self) -> Listen | None:
         """Where peers are served; None if they are not. Raises ConfigError."""
-        serve, index = self.config.serve, self.spec.data_parallel_index
+        serve, index = self.config.serve, self._spec.data_parallel_index
         return None if serve is None else Listen.parse(serve).for_engine(index)
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the namespace is known: the digest of the weights is."""
-        return self.spec.identity.weights != UNREAD
-
-    def take_up(self, weights: bytes) -> None:
-        """Take the digest of weights that were `UNREAD`, and open the store. Until then the host
-        must show the scheduler role no request that may be cached. Call it between steps."""
-        self.spec = replace(self.spec, identity=replace(self.spec.identity, weights=weights))
-        self._first_namespace = self._first_namespace.of_weights(weights)
-        self.schema = self.schema.with_namespace(self._first_namespace.digest)
-        while self._to_name:
-            self._to_name.pop()(self.schema.namespace)
-        self._named.set_result(self._first_namespace)
-
-    def _name_later(self, *take_up: Callable[[bytes], None]) -> None:
-        if not self.is_named:  # else roles and this object would keep each other and the pool alive
-            self._to_name += take_up
 
     @property
     def block_multiple(self) -> int:
@@ -182,33 +183,16 @@ class PrefixCache:
         if self._server is not None:
             self._keep_server()
             self._server.close()
-        if not self._named.done():
-            self._named.set_exception(
-                StoreError(FaultKind.CLOSED, "closed before the weights were hashed")
-            )
+        self.identity.close()
         self.store.close()
-
-    def _namespace(self, weights_version: str | None) -> Namespace:
-        name = Namespace.of(
-            replace(self.spec.identity, weights_version=weights_version),
-            self.spec.groups,
-            self._chunk_tokens,
-            self.config.tenant,
-        )
-        # Whatever would go wrong, no other engine finds what is stored under it.
-        return name if self.is_named else name.of_weights(secrets.token_bytes(32))
-
-    def _next_epoch(self) -> bytes:
-        """A namespace that no stored record has, for new weights that came without a version."""
-        return self._namespace(f"epoch-{secrets.token_hex(16)}").digest
 
     def _warn_of_windows(self) -> None:
         """Warn if chunks are longer than a window, or lie in two attention chunks: they are stored
         only if one step computes them whole."""
-        parts, chunk = self.spec.table_parts, self._chunk_tokens
+        parts, chunk = self._spec.table_parts, self._chunk_tokens
         smallest = min((part.window for part in parts if part.window is not None), default=chunk)
         smallest = min(smallest, *(math.gcd(part.chunk or chunk, chunk) for part in parts))
-        if Mode.WRITE in self.spec.mode and smallest < chunk:
+        if Mode.WRITE in self._spec.mode and smallest < chunk:
             logger.warning(
                 "chunk_tokens=%d is more than the smallest attention window, or does not divide "
                 "attention chunks: chunks that two steps compute are not stored; set it to at most "
@@ -235,26 +219,24 @@ class PrefixCache:
                 `weights_version_file` cannot be read.
         """
         self._warn_of_windows()
-        world_size = self.spec.shard.world_size
+        world_size = self._spec.shard.world_size
         ranks = RankSlots(
-            self.spec.groups, self.schema, self.num_slots, world_size, is_named=self.is_named
+            self._spec.groups, self._schema, self.num_slots, world_size, self.identity
         )
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
         scheduler = SharedStorageScheduler(
             replace(self.context, draw=draw, log=log),
-            self.schema,
+            self._schema,
             pool,
-            new_namespace=self._next_epoch,
-            shared_writes=SharedWrites(self.context, pool, ranks, self.schema),
+            shared_writes=SharedWrites(self.context, pool, ranks, self._schema),
         )
-        self._name_later(scheduler.take_up, ranks.take_up)
         listen = self._listen()
         if listen is not None:
-            requests = scheduler.requests
+            identity = self.identity
             self._server = PeerServer(
-                pool.loans, lambda: requests.namespace, listen, observer=self.observer
+                pool.loans, lambda: identity.state.namespace, listen, observer=self.observer
             )
             self._keep_server = end_when_dropped(self, str(self._server), self._server.close)
             scheduler.advertise(*self._server.address)
@@ -266,13 +248,8 @@ class PrefixCache:
         Raises:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
-        rows = RankRows(self.spec.groups, self.spec.shard, self.schema)
-        namespace = self.schema.namespace if self.is_named else b""
-        worker = SharedStorageWorker(
-            self.context, rows, self.num_slots, setup or DeviceSetup(), namespace
-        )
-        self._name_later(worker.take_up)
-        return worker
+        rows = RankRows(self._spec.groups, self._spec.shard, self._schema)
+        return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
 
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:

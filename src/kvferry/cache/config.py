@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.blocks.tables import Tables
+from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import ChunkOptions
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
@@ -104,6 +105,7 @@ class RoleContext:
         store: where records are; whoever built the roles closes it.
         observer: receives counts.
         tables: block tables of the host.
+        identity: what is loaded and stored, and whether anything is.
         clock: monotonic seconds.
         draw: makes a random number in [0, 1).
         log: gets a line for each request that another engine prefills or decodes.
@@ -116,6 +118,7 @@ class RoleContext:
     store: Catalogue
     observer: Observer
     tables: Tables
+    identity: CacheIdentity
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     log: logging.Logger = logger

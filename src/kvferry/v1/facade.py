@@ -99,7 +99,7 @@ class OneRole:
             block_size: number of tokens; hits are multiples of it.
             observer: receives counts of faults and violations.
             requests: reads the host's requests for a scheduler role; None: as hosts without LoRA
-                adapters, drafts and late weights have them.
+                adapters and drafts have them.
         """
         if isinstance(role, SchedulerRole):
             guarded = GuardedScheduler(role, observer, block_size=block_size)

@@ -136,8 +136,6 @@ class HostRequests:
             another connector hands over and answers.
         drafts: whether the host decodes speculatively. vLLM 0.32 then keeps the KV of drafts behind
             a stop token as that of a session's next piece, so sessions that grow are not cached.
-        unread: says why the model has no identity yet; empty if it has one. Requests that come
-            before are not cached.
         loads: False: nothing is loaded for any request, whatever it asks for.
 
     Attributes:
@@ -154,11 +152,9 @@ class HostRequests:
         *,
         hands_over: bool = True,
         drafts: bool = False,
-        unread: Callable[[], str] = str,
         loads: bool = True,
     ) -> None:
         self._hands_over = hands_over
-        self._unread = unread
         self._drafts = drafts
         self._loads = loads
         self._lora_identity = lora_identity
@@ -182,9 +178,6 @@ class HostRequests:
             if not self._loads or needs_all_tokens(request):
                 options = msgspec.structs.replace(options, load=False)
             view = self._views[request.request_id] = HostRequestView(request, handover, options)
-            why = self._unread()
-            if why:
-                view.extra_keys = ExtraKeys(cacheable=False, reason=LookupMiss.HASHING, why=why)
         if view.extra_keys.cacheable or view.is_unread:
             self._follow(view)
         view.awaits_adapter = view.is_unread

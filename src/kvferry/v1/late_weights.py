@@ -16,12 +16,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from kvferry.cache.epoch import BEING_HASHED
 from kvferry.errors import ConfigError
 from kvferry.identity import Loads, weights_digest
 from kvferry.keys import UNREAD
 from kvferry.v1.running_model import model_files
 
 logger = logging.getLogger(__name__)
+
+NO_DIGEST = "the weights have no digest"
 
 WEIGHTS_SECONDS = 20.0
 """How long a start waits for the weights to be hashed."""
@@ -33,6 +36,8 @@ class LateWeights:
     Attributes:
         why: why there is no digest; empty if there is one, or none is needed.
         has_failed: whether there will be none.
+        found: what is being hashed; its thread sets the result, or what it raised. None if the
+            start waited for it.
         late: gets the digest that a start did not wait for, on the thread that hashes, unless it is
             cancelled. None if there is nothing to come.
     """
@@ -40,6 +45,7 @@ class LateWeights:
     def __init__(self) -> None:
         self.why = ""
         self.has_failed = False
+        self.found: Future[bytes] | None = None
         self.late: Future[bytes] | None = None
 
     def hashed(self, read: Callable[[], bytes]) -> bytes:
@@ -56,7 +62,7 @@ class LateWeights:
         threading.Thread(target=run, name="kvferry-weights", daemon=True).start()
         if wait([found], WEIGHTS_SECONDS).done:
             return found.result()
-        self.why = "the weights are being hashed"
+        self.why = BEING_HASHED
         logger.warning(
             "kvferry: the weights are not hashed after %g s; the engine starts, and nothing is "
             "loaded or stored until they are",
@@ -64,20 +70,17 @@ class LateWeights:
         )
         self.late = Future()
         found.add_done_callback(partial(self._end, self.late))
+        self.found = found
         return UNREAD
 
     def _end(self, late: Future[bytes], found: Future[bytes]) -> None:
         error = found.exception()
         if error is not None:
             logger.error("kvferry is off: the weights have no digest: %s", error)
-            self.fail()
+            self.why, self.has_failed = NO_DIGEST, True
         elif late.set_running_or_notify_cancel():
             logger.info("kvferry: the weights are hashed")
             late.set_result(found.result())
-
-    def fail(self) -> None:
-        """Note that there is no digest that can be used."""
-        self.why, self.has_failed = "the weights have no digest", True
 
     def take(self) -> bytes | None:
         """Return the late digest, once, if it has come. Never waits."""

@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 
 from kvferry.adapters.vllm import connector
-from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding.policy import PREFILL_TOKENS
+from kvferry.cache.epoch import BEING_HASHED, CacheIdentity
 from kvferry.errors import ConfigError
 from kvferry.journal import journal_lines
 from kvferry.testing.stores.hooks import PATIENCE_SECONDS, wait_until
@@ -71,6 +71,12 @@ def become_known(host):
     for half in (host.scheduler, *host.workers):
         if isinstance(half._weights, GatedWeights):
             half._weights.become_known()
+            identity = half._cache.identity
+            wait_until(partial(is_told, identity), "the name is known, or that there is none")
+
+
+def is_told(identity):
+    return identity.state.why != BEING_HASHED or identity._first.done()
 
 
 def take_up(host):
@@ -197,10 +203,10 @@ def test_weights_that_cannot_be_hashed_leave_an_engine_without_the_cache(
             raise fault
         return b"w" * 32
 
-    def broken(_cache, _weights):
+    def broken(_identity, _weights):
         raise ArithmeticError("no namespace")
 
-    monkeypatch.setattr(PrefixCache, "take_up", broken)
+    monkeypatch.setattr(CacheIdentity, "name", broken)
     host = late(*halves, world=world, found=found)
     become_known(host)
     for start in (0, 2):  # stored and new

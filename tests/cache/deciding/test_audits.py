@@ -322,7 +322,7 @@ def test_after_a_mismatch_nothing_is_read_or_written(
         else:
             assert unchecked_run(host, "first", PROMPT, budget=budget) == SHORT
             assert not host.invalid_block_ids
-        assert host.scheduler.audits.has_failed
+        assert host.scheduler.identity.state.miss is LookupMiss.OTHER_MODEL
         for prompt in (PROMPT, SECOND, THIRD, THIRD):
             assert settled_run(host, "later", prompt).num_external_tokens == 0
     assert counts(host) == (0, 1, 0)
@@ -475,7 +475,7 @@ def test_requests_under_way_at_a_mismatch_are_computed_without_the_store(reader)
         host.complete(each)
     end(host)
     assert host.observer["audits"] == host.observer["audit_failed"] == 0
-    assert host.scheduler.audits.has_failed
+    assert host.scheduler.identity.state.miss is LookupMiss.OTHER_MODEL
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

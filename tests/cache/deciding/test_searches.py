@@ -278,10 +278,10 @@ class Events:
         before = self.answers.get(name)
         promised, is_async, _reason = self.role.lookup(request, local)
         assert not is_async
-        if before is not None and before[0] == local and not self.role.audits.has_failed:
+        if before is not None and before[0] == local and self.role.identity.state.miss is None:
             assert promised == before[1], "a promise stands"
         self.answers.pop(name, None)
-        if name not in self.role.requests.by_id or self.role.audits.has_failed:
+        if name not in self.role.requests.by_id or self.role.identity.state.miss is not None:
             return
         if promised is None:
             search = self.role.requests.by_id[name].search
@@ -306,7 +306,7 @@ class Events:
             return
         local = self.locals.get(request.request_id, 0)
         _local, promised = self.answers.pop(request.request_id, (0, 0))
-        if self.role.audits.has_failed:
+        if self.role.identity.state.miss is not None:
             promised = 0
         # A part of a hit may need windows that the hit does not: workers then report a failed load.
         is_whole = how < 6 or self.num_tables > 1

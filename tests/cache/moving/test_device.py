@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -616,22 +617,32 @@ def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypa
     host.worker.register_kv_caches(host.tensors)
 
 
-def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(caplog):
-    def refuse(_device):
-        raise TransferError("no such device")
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(bad, caplog, tmp_path):
+    """One rank's outage has one text in each process: rank 0 is in that of the scheduler."""
+    ranks = count()
 
-    host, (part,) = make_shared_storage_host(
-        {"store": "memory://test", "chunk_tokens": 8, "memory_bytes": 1 << 20},
+    def refuse(device):
+        if next(ranks) == bad:
+            raise TransferError("no such device")
+        return Streams.of(device)
+
+    host, parts = make_shared_storage_host(
+        {"store": f"file://{tmp_path}", "chunk_tokens": 8, "memory_bytes": 1 << 20},
         setup=DeviceSetup(streams=refuse),
+        world_size=bad + 1,
     )
+    part = parts[0]
     for number in range(3):
         assert host.run(f"r{number}", range(40)).num_external_tokens == 0
         host.settle()
     assert part.store.stat().num_records == 0
-    assert "rank 0: no such device. Nothing is loaded or saved" in caplog.text
+    assert caplog.text.count("no such device") == 1 + bad
+    assert caplog.text.count("rank 1: no such device. Nothing is loaded or saved") == bad
     assert part.observer["save_refused"] == 0
     host.close()
-    part.store.close()
+    for part in parts:
+        part.store.close()
 
 
 class Wrong(TorchCopies):

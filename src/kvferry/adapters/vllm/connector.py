@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
@@ -27,7 +29,9 @@ from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentitie
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import build_config, format_size, unknown
+from kvferry.contract.messages import LookupMiss
 from kvferry.contract.rules import HookFaults
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
@@ -37,7 +41,7 @@ from kvferry.observe import Counters
 from kvferry.store.kinds import is_private
 from kvferry.v1.facade import OneRole
 from kvferry.v1.host import CLIENT_OPTIONS, HostRequests
-from kvferry.v1.late_weights import LateWeights, begin_hashing
+from kvferry.v1.late_weights import NO_DIGEST, LateWeights, begin_hashing
 from kvferry.v1.running_model import model_files, running_model
 
 if TYPE_CHECKING:
@@ -148,20 +152,6 @@ class FerryConnector(OneRole):
             return "it keeps no KV (as encoders and most embedders do), so there is nothing to do"
         return computes_otherwise(self._host_config)
 
-    def _why_unread(self) -> str:
-        """Take up the weights' digest if it has become known. Return why there is none, or empty
-        text. Runs between steps; never waits, never raises."""
-        digest = self._weights.take()
-        if digest is not None:
-            if self._faults.run(self._cache.take_up, digest, then="nothing is loaded or saved"):
-                logger.info("kvferry: namespace %s", self._cache.schema.namespace.hex()[:16])
-            else:
-                self._weights.fail()
-        if self._weights.has_failed and self._is_worker:
-            role: Any = self._worker.role
-            role.stop(self._weights.why)
-        return self._weights.why
-
     def _open(self, spec: EngineSpec) -> None:
         """Open the cache, and take this half's role of it."""
         self._observer = Counters()
@@ -169,6 +159,9 @@ class FerryConnector(OneRole):
         self._cache = PrefixCache(
             spec, self._options, self._observer, where=WHERE, has_scheduler=not self._is_worker
         )
+        if not self._cache.identity.first and self._weights.found is not None:
+            name = partial(_name, self._cache.identity, self._faults)
+            self._weights.found.add_done_callback(name)
         in_memory = is_private(self._cache.store.url)
         self._translator: EventTranslator | None = None
         if spec.host_publishes_events:
@@ -182,7 +175,6 @@ class FerryConnector(OneRole):
             ItemIdentities(config, model_files(config).find()),
             hands_over=self._hands_over,
             drafts=getattr(config, "speculative_config", None) is not None,
-            unread=self._why_unread,
             loads=not needs_all_tokens(config),
         )
         requests.client_options = self._client_options
@@ -205,7 +197,6 @@ class FerryConnector(OneRole):
     # its workers: its half takes their description before the first request.
 
     def get_handshake_metadata(self) -> EngineSpec | None:
-        self._why_unread()
         return None if shares_handshake(self) else self._cache.spec
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
@@ -279,10 +270,6 @@ class FerryConnector(OneRole):
         layout = self._cache.spec.kv_layout
         super().register_kv_caches(layer_views(kv_caches, modules, self._layers or (), layout))
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:  # noqa: ANN401 - the host's
-        self._why_unread()
-        super().bind_connector_metadata(connector_metadata)
-
     # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
     # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.
 
@@ -330,6 +317,18 @@ class FerryConnector(OneRole):
             del _ANSWERING[self._engine_id]
         self._lora_identities.close()
         self._cache.close()
+
+
+def _name(identity: CacheIdentity, faults: HookFaults, found: Future[bytes]) -> None:
+    """Take the digest of weights that were hashed after the start. Runs on the thread that did
+    that, which logged an error."""
+    is_named = found.exception() is None and faults.run(
+        identity.name, found.result(), then="nothing is loaded or saved"
+    )
+    if is_named:
+        logger.info("kvferry: namespace %s", identity.first.hex()[:16])
+    else:
+        identity.stop(NO_DIGEST, LookupMiss.HASHING)
 
 
 _ANSWERING: WeakValueDictionary[str, FerryConnector] = WeakValueDictionary()
@@ -421,7 +420,7 @@ def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
         stat.num_records,
         format_size(stat.used_bytes),
         "no quota" if stat.max_bytes is None else format_size(stat.max_bytes),
-        schema.namespace.hex()[:16] if cache.is_named else "not known yet",
+        cache.identity.first.hex()[:16] or "not known yet",
         schema.chunk_tokens,
         format_size(schema.record_bytes),
         len(spec.groups),

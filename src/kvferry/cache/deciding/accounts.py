@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.lookup import Search
@@ -152,26 +153,31 @@ class Accounts:
         for reason, tokens in misses.items():
             self._observer.count(f"miss_tokens/{reason}", tokens)
 
-    def not_cacheable(self, view: RequestView) -> None:
+    def not_cacheable(self, view: RequestView, refusal: Refusal) -> None:
         """Count a request that was admitted and must not be cached."""
-        num_tokens, reason = len(view.all_token_ids), view.extra_keys.reason
+        num_tokens, reason = len(view.all_token_ids), refusal.reason
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
             self._observer.count(f"miss_tokens/{reason}", num_tokens)
         if view.handover is not None:
-            answer = JournalAnswer(0, {}, {reason: num_tokens}, view.extra_keys.why)
+            answer = JournalAnswer(0, {}, {reason: num_tokens}, refusal.why)
             self._count_handover(view, view.handover, answer, {})
 
     def wants_end(self, view: RequestView) -> bool:
         """Whether the journal or the client wants to know what of a request was not stored."""
         return self._journal is not None or view.options.explain
 
-    def ended(self, view: RequestView, request: Request | None, compute_rate: float) -> None:
-        """Note a request that ended, with the tokens a second that the engine computes. If it must
-        not be cached, `state` is None, and no keys are written."""
+    def ended(
+        self,
+        view: RequestView,
+        request: Request | None,
+        answer: JournalAnswer | None,
+        compute_rate: float,
+    ) -> None:
+        """Note a request that ended, with what its tokens got, and the tokens a second that the
+        engine computes. If it must not be cached, `request` is None, and no keys are written."""
         if self._journal is None:
             return
-        answer = not_cached(view) if request is None else request.answer
         # After a preemption, the answer may count generated tokens, too.
         num_tokens = view.num_prompt_tokens if answer is None else answer.num_tokens
         keys = () if request is None else request.keys.keys[: num_tokens // self._chunk]
@@ -194,24 +200,29 @@ class Accounts:
         return tiers
 
 
-def not_cached(view: RequestView) -> JournalAnswer:
+class Refusal(NamedTuple):
+    """Why a request must not be cached."""
+
+    reason: str
+    """A `LookupMiss`."""
+    why: str
+    """The same in words; empty for most."""
+
+
+def not_cached(view: RequestView, refusal: Refusal) -> JournalAnswer:
     """Return the answer to a request that must not be cached: every token is a miss, and none is
     stored."""
     num_tokens = view.num_prompt_tokens
-    missed = {view.extra_keys.reason: num_tokens} if num_tokens else {}
-    return JournalAnswer(0, {}, missed, view.extra_keys.why, missed)
+    missed = {refusal.reason: num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, missed, refusal.why, missed)
 
 
 def explained(
     result: FinishResult, view: RequestView, answer: JournalAnswer | None
 ) -> FinishResult:
     """Add to the result of a request what its tokens got, if it asked for that. `answer` is None if
-    it was never admitted, or must not be cached."""
-    if not view.options.explain:
-        return result
-    if answer is None and not view.extra_keys.cacheable:
-        answer = not_cached(view)
-    if answer is None:
+    it was never admitted."""
+    if answer is None or not view.options.explain:
         return result
     explanation = write_explanation(**answer._asdict())
     params = dict(result.params or {})

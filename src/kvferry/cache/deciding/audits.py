@@ -8,10 +8,10 @@ Every hit is audited until one audit passes at the last chunk of its hit that ca
 From then on a share of hits is audited (option `audit`).
 
 kvferry stores only what it saw computed, so a mismatch shows another model or broken hardware: the
-record is taken out of the store, and nothing is loaded or saved until the next epoch
-(`begin_epoch`, when weights change). NaN or Inf in a record shows no other model, only a bad step
-of its writer, an older release: the record goes, with all behind it in the prompt. In what was
-computed they show nothing of the record. Both ways the cache goes on.
+record is taken out of the store, and nothing is loaded or saved until the next epoch, when
+weights change. NaN or Inf in a record shows no other model, only a bad step of its writer, an older
+release: the record goes, with all behind it in the prompt. In what was computed they show nothing
+of the record. Both ways the cache goes on.
 
 A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFUL`).
 """
@@ -95,9 +95,6 @@ class Audits:
 
     Args:
         pool: assigns the slots.
-
-    Attributes:
-        has_failed: an audit of this epoch found a record that differs.
     """
 
     def __init__(self, context: RoleContext, pool: HostPool) -> None:
@@ -111,7 +108,6 @@ class Audits:
         if why_not or option == "off":
             self._rate = None  # not even the first
         self._has_passed = False
-        self.has_failed = False
         self._has_told = False  # of a doubtful difference
         self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
@@ -168,10 +164,6 @@ class Audits:
             return None
         hold.add(record)
         return Audit(hold, record, copy, is_at_end, keys[number:], self._unchecked)
-
-    def begin_epoch(self) -> None:
-        """Forget mismatches: only this engine writes the records of the new epoch."""
-        self.has_failed = False
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -251,8 +243,7 @@ class Audits:
             self._has_passed |= audit.is_at_end
             return
         observer.count("audit_mismatch")
-        if not self.has_failed:
-            self.has_failed = True
+        if self._context.identity.distrust(f"{where} differs"):
             self.take_out((key,), OTHER_KV)
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.detail, REMEDY)
 

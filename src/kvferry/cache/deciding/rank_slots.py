@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.blocks.rows import RankRows
+from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
 from kvferry.errors import TransferError
@@ -47,10 +48,10 @@ class RankSlots:
 
     Args:
         groups: KV groups of the whole model.
-        schema: layout of the records, with the namespace that all ranks must begin with.
+        schema: layout of the records, under any namespace.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
-        is_named: False if that namespace is not known before `take_up`.
+        identity: has the namespace that all ranks must begin with.
     """
 
     def __init__(
@@ -59,21 +60,16 @@ class RankSlots:
         schema: RecordSchema,
         num_slots: int,
         world_size: int,
-        *,
-        is_named: bool = True,
+        identity: CacheIdentity,
     ) -> None:
         self._groups = groups
         self._schema = schema
         self._num_slots = num_slots
         self._world_size = world_size
-        self._is_named = is_named
+        self._identity = identity
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
         self._parts: tuple[_Part, ...] | None = None
-
-    def take_up(self, namespace: bytes) -> None:
-        """Take the namespace that the ranks must begin with. Some may have begun already."""
-        self._schema, self._is_named = self._schema.with_namespace(namespace), True
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
@@ -84,9 +80,12 @@ class RankSlots:
             loads from slots that are not those of the first rank that holds the same. Empty if all
             is well.
         """
-        if not self._is_named or self._regions.get(region.shard.rank) == region:
+        if self._regions.get(region.shard.rank) == region:
             return ""  # a rank says it again in each report
-        if region.namespace != self._schema.namespace:
+        namespace = self._identity.first
+        if not namespace:
+            return ""
+        if region.namespace != namespace:
             return (
                 f"rank {region.shard.rank} stores KV under another namespace than the scheduler "
                 "looks it up: the host describes the model differently to both. Nothing is loaded "

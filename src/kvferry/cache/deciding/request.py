@@ -41,6 +41,7 @@ class Request:
     handover: HandoverPlan = NO_HANDOVER
     answer: JournalAnswer | None = None  # what its tokens got at its first admission
     uncached: JournalAnswer | None = None  # the same, if it runs and could not be cached then
+    is_past: bool = False  # its epoch is over: it is kept for its answer, and nothing is cached
 
     def is_of(self, view: RequestView) -> bool:
         """Whether the keys stand for what the request is now."""
@@ -121,6 +122,11 @@ class Request:
         """A later step of it computes the chunk to compare."""
         self.audit = audit
         self.at_work.setdefault(self)
+
+    def outlive_epoch(self) -> None:
+        """It runs on after its epoch. What it computes goes on from KV of before."""
+        self.give_back()
+        self.is_past = True
 
     def give_back(self) -> None:
         """It ended, or nothing that was decided for it holds any more."""

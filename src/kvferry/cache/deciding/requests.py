@@ -46,7 +46,7 @@ class Requests:
         it before ends."""
         is_cacheable = view.extra_keys.cacheable
         request = self.by_id.get(view.request_id)
-        if request is not None and not request.is_of(view):
+        if request is not None and not request.is_past and not request.is_of(view):
             if is_cacheable or request.uncached is not None:
                 request.grow(*self._of(view))
             else:
@@ -59,7 +59,7 @@ class Requests:
         request gets a new state. If a session grew, all is hashed again: the host took back tokens
         that it had not computed, and an item may cover what had none."""
         request = self.by_id.get(view.request_id)
-        if request is None:
+        if request is None or request.is_past:
             request = Request(view, *self._of(view), time.time(), self.at_work)
             self.by_id[view.request_id] = request
         elif not request.is_of(view):
@@ -92,9 +92,10 @@ class Requests:
         return list(found)
 
     def begin_epoch(self, namespace: bytes) -> None:
-        """Forget all requests. New ones get keys of that namespace."""
+        """Forget all requests, but what those got that run uncached. New ones get keys of that
+        namespace."""
         for request in self.by_id.values():
-            request.give_back()
+            request.outlive_epoch()
         self.namespace = namespace
-        self.by_id.clear()
+        self.by_id = {name: each for name, each in self.by_id.items() if each.uncached is not None}
         self.unreadable.clear()

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
+from kvferry.cache.deciding.accounts import Accounts, Announcer, Refusal, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
@@ -68,17 +68,22 @@ EARLY_PER_STEP = 4
 """Requests of the host's queue that one step looks up, if they wait for another engine."""
 
 
+def _never_promised(view: RequestView, num_tokens: int) -> ContractError:
+    """The engine counts on tokens that no plan will bring: the guard fails them."""
+    return ContractError(f"{num_tokens} tokens of {view.request_id!r} were never promised")
+
+
 class SharedStorageScheduler(SchedulerRole):
     """The scheduler role of an engine; the host calls its hooks. Runs in: scheduler process, one
     thread. No hook but `close` blocks or does I/O.
 
     Args:
-        schema: layout of the records; its namespace roots the chunk keys.
+        schema: layout of the records, under any namespace.
         pool: slots, owned by this role from now on.
-        new_namespace: makes the namespace digest of a new epoch (see `reset`).
         shared_writes: writes the records that several ranks hold together.
 
     Attributes:
+        identity: under which namespace it loads and saves, and whether it does.
         pool, requests, policy, saves, audits: parts of the role, open for tests and benchmarks.
 
     Raises:
@@ -92,7 +97,6 @@ class SharedStorageScheduler(SchedulerRole):
         schema: RecordSchema,
         pool: HostPool,
         *,
-        new_namespace: Callable[[], bytes],
         shared_writes: SharedWrites,
     ) -> None:
         config, spec = context.config, context.spec
@@ -102,8 +106,10 @@ class SharedStorageScheduler(SchedulerRole):
         journal = None
         if config.record is not None:
             journal = Journal(Path(config.record), schema.chunk_tokens)
-        self.requests = Requests(schema.namespace, schema.chunk_tokens, context.clock)
-        self._first_namespace, self._new_namespace = schema.namespace, new_namespace
+        self.identity = context.identity
+        self._state = self.identity.state  # as the requests and the pool know it
+        namespace = self._state.namespace or schema.namespace
+        self.requests = Requests(namespace, schema.chunk_tokens, context.clock)
         self._weights = WeightsFile(config.weights_version_file, context.clock)
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
@@ -122,7 +128,6 @@ class SharedStorageScheduler(SchedulerRole):
         pool.loans.is_erased = self._erased.covers
         self._has_looked_up = False  # in this step
         self._reads, self._writes = Mode.READ in spec.mode, Mode.WRITE in spec.mode
-        self._is_running = spec.mode is not Mode.OFF
 
     def advertise(self, host: str, port: int) -> None:
         """Name the address where peers are served, in answers to prefills for other engines."""
@@ -141,19 +146,34 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _stop(self, why: str) -> None:
         """Load and save nothing from now on."""
-        if self._is_running:
+        if self.identity.stop(why):
             logger.warning(why)
-        self._is_running = False
+            self._follow_identity()
+
+    def _follow_identity(self) -> None:
+        """Heed what another part of this process made of the cache's state: at the head of each
+        hook, and nowhere else."""
+        state = self.identity.state
+        if state is self._state:
+            return
+        before, self._state = self._state, state
+        if state.epoch != before.epoch:
+            self.requests.begin_epoch(state.namespace)
+            self.pool.clear()
+            self.saves.begin_epoch()
+
+    def _refusal(self, view: RequestView) -> Refusal | None:
+        """Follow a request. Return why it must not be cached; None if it may be."""
+        if not self.requests.follow(view):
+            return Refusal(view.extra_keys.reason, view.extra_keys.why)
+        if self._state.epoch is None:
+            return Refusal(self._state.miss or LookupMiss.HASHING, self._state.why)
+        return None
 
     def _may_load(self, view: RequestView) -> bool:
         handover = view.handover
         is_asked = self._reads or (handover is not None and handover.source is not None)
-        is_able = self._is_running and not self.audits.has_failed
-        return is_asked and is_able and view.options.load
-
-    @property
-    def _may_save(self) -> bool:
-        return self._is_running and not self.audits.has_failed
+        return is_asked and self._state.miss is None and view.options.load
 
     def _saves(self, view: RequestView, request: Request) -> bool:
         return view.options.store and (self._writes or request.handover.gives)
@@ -183,7 +203,8 @@ class SharedStorageScheduler(SchedulerRole):
         return request.search
 
     def on_new_request(self, view: RequestView) -> None:
-        if not self.requests.follow(view):
+        self._follow_identity()
+        if self._refusal(view) is not None:
             return
         if self._may_load(view):
             request = self._track(view)
@@ -194,23 +215,25 @@ class SharedStorageScheduler(SchedulerRole):
             self.context.store.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
+        self._follow_identity()
         if not self._has_looked_up:  # before any hit of this step is promised
             self._has_looked_up = True
             self._heed_erased()
-        if not self.requests.follow(view):
-            return LookupResult(0, False, view.extra_keys.reason)
+        refusal = self._refusal(view)
+        if refusal is not None:
+            return LookupResult(0, False, refusal.reason)
         if self._weights.is_open:
             is_unchanged = self._weights.is_unchanged()
             if is_unchanged is None:
                 return ASK_AGAIN
             if is_unchanged:
-                self._begin_epoch(self._first_namespace)
+                self.identity.resume_first()
+                self._follow_identity()
         request = self._track(view)
         request.is_queued = False
         if not self._may_load(view):
             request.end_search()
-            is_other = self.audits.has_failed
-            miss = LookupMiss.OTHER_MODEL if is_other else LookupMiss.NOT_LOADING
+            miss = self._state.miss or LookupMiss.NOT_LOADING
             search = self._search(view, request)
             search.num_local, search.short = num_local_tokens, Short(miss)
             return LookupResult(0, False, miss)
@@ -229,9 +252,13 @@ class SharedStorageScheduler(SchedulerRole):
     def update_after_alloc(
         self, view: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
-        if not self.requests.follow(view) and num_external_tokens <= 0:
-            self.requests.track(view).admit_uncached(not_cached(view))
-            self._accounts.not_cacheable(view)
+        self._follow_identity()
+        refusal = self._refusal(view)
+        if refusal is not None:
+            if num_external_tokens > 0:
+                raise _never_promised(view, num_external_tokens)
+            self.requests.track(view).admit_uncached(not_cached(view, refusal))
+            self._accounts.not_cacheable(view, refusal)
             return
         request = self._track(view)
         request.admit()
@@ -240,10 +267,7 @@ class SharedStorageScheduler(SchedulerRole):
         if num_external_tokens > 0:
             hit = search.hit
             if hit is None or num_external_tokens > hit.stop - hit.start:
-                # The engine counts on tokens that no plan will bring: the guard fails them.
-                raise ContractError(
-                    f"{num_external_tokens} tokens of {view.request_id!r} were never promised"
-                )
+                raise _never_promised(view, num_external_tokens)
             stop = hit.start + num_external_tokens
             blocks = self.context.tables.load_slices(block_ids, hit.start, stop)
             chunks = self._lookup.chunks(search, hit.start, stop)
@@ -282,6 +306,7 @@ class SharedStorageScheduler(SchedulerRole):
         logger.info("dropped from memory what a command erased (%d names)", len(names))
 
     def build_plan(self, step: StepView) -> Plan:
+        self._follow_identity()
         self._has_looked_up = False
         self._heed_erased()
         if step.preempted_request_ids:
@@ -314,7 +339,7 @@ class SharedStorageScheduler(SchedulerRole):
             if request is not None and request.uncached is not None:
                 self._admit_late(item.request)
         self.saves.poll_writes()
-        saves = self.saves.plan(step) if self._may_save else ()
+        saves = self.saves.plan(step) if self._state.miss is None else ()
         saves += self._comparisons(step)
         if saves:
             self.saves.await_reports()
@@ -336,7 +361,7 @@ class SharedStorageScheduler(SchedulerRole):
             failures_known=self.saves.failures_known,
             timed=timed,
             namespace=self.requests.namespace,
-            first_namespace=self._first_namespace,
+            first_namespace=self.identity.first,
         )
 
     def _comparisons(self, step: StepView) -> tuple[Save, ...]:
@@ -360,7 +385,9 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _admit_late(self, view: RequestView) -> None:
         """Store what a running request computes, as its extra keys became known after it was
-        admitted."""
+        admitted in this epoch."""
+        if self.requests.by_id[view.request_id].is_past or self._refusal(view) is not None:
+            return
         request = self._track(view)
         request.become_cacheable()
         if self._saves(view, request):
@@ -393,6 +420,7 @@ class SharedStorageScheduler(SchedulerRole):
     # -- reports --------------------------------------------------------------------------------
 
     def update_output(self, output: WorkerOutput) -> None:
+        self._follow_identity()
         if isinstance(output.meta, SharedStorageMeta):
             for report in output.meta.reports:
                 if report.pool == self.pool.pool_id:
@@ -441,13 +469,17 @@ class SharedStorageScheduler(SchedulerRole):
     # -- ends -----------------------------------------------------------------------------------
 
     def request_finished(self, view: RequestView, block_ids: BlockTable) -> FinishResult:
-        self.requests.follow(view)
+        self._follow_identity()
+        refusal = self._refusal(view)
         request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
         if request is None or request.uncached is not None:
-            if not view.extra_keys.cacheable:
-                self._accounts.ended(view, None, self.policy.compute_rate)
-            return explained(FREE_NOW, view, None)
+            answer = None if request is None else request.uncached
+            if refusal is not None:
+                answer = not_cached(view, refusal)
+            if answer is not None:
+                self._accounts.ended(view, None, answer, self.policy.compute_rate)
+            return explained(FREE_NOW, view, answer)
         try:
             result = self._close(view, request)
         finally:
@@ -465,12 +497,12 @@ class SharedStorageScheduler(SchedulerRole):
         """Close the account of a request. Return its result for the host."""
         result = self._handovers.answer(view, request)
         if request.answer is not None and self._accounts.wants_end(view):
-            may_save = self._may_save and self._saves(view, request)
+            may_save = self._state.miss is None and self._saves(view, request)
             found, why, kind = self.saves.not_stored(view, request, may_save=may_save)
             request.answer = request.answer._replace(
                 not_stored=found, not_stored_why=why, not_stored_kind=kind
             )
-        self._accounts.ended(view, request, self.policy.compute_rate)
+        self._accounts.ended(view, request, request.answer, self.policy.compute_rate)
         return result
 
     def take_events(self) -> Iterable[Any]:
@@ -482,23 +514,10 @@ class SharedStorageScheduler(SchedulerRole):
         stay for other engines, but this one does not read them again. The pool is emptied. Saves
         under way carry the old namespace, so they cannot come back. If the weights turn out to be
         those of the start, the first look-up goes back to the first epoch."""
-        self._weights.ask(is_sound=not self.audits.has_failed)
-        self._begin_epoch(self._new_namespace())
+        self._weights.ask(is_sound=self.identity.state.miss is not LookupMiss.OTHER_MODEL)
+        self.identity.reset()
+        self._follow_identity()
         return True
-
-    def take_up(self, namespace: bytes) -> None:
-        """Take the namespace of the first epoch, which begins now unless a reset ended it: after
-        that, the weights may be others."""
-        was_first = self.requests.namespace == self._first_namespace
-        self._first_namespace = namespace
-        if was_first:
-            self._begin_epoch(namespace)
-
-    def _begin_epoch(self, namespace: bytes) -> None:
-        self.requests.begin_epoch(namespace)
-        self.audits.begin_epoch()
-        self.pool.clear()
-        self.saves.begin_epoch()
 
     def close(self) -> None:
         self.saves.close()

@@ -21,6 +21,7 @@ import torch
 from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
 from kvferry.blocks.rows import RankRows
 from kvferry.cache.config import RoleContext
+from kvferry.cache.epoch import CacheState
 from kvferry.cache.messages import (
     EMPTY_PLAN,
     Fetch,
@@ -105,7 +106,6 @@ class SharedStorageWorker(WorkerRole):
         rows: which bytes of a record this rank holds.
         num_slots: number of slots, the same on every rank.
         setup: how the device of the engine's tensors is used.
-        namespace: digest that this rank begins with; empty while it is not known.
 
     Attributes:
         io: what the slots hold, and the reads and writes under way.
@@ -120,7 +120,6 @@ class SharedStorageWorker(WorkerRole):
         rows: RankRows,
         num_slots: int,
         setup: DeviceSetup,
-        namespace: bytes,
     ) -> None:
         self._rows = rows
         self._observer = context.observer
@@ -131,7 +130,7 @@ class SharedStorageWorker(WorkerRole):
             self._memory.process,
             self._memory.fd,
             context.spec.shard,
-            namespace,
+            context.identity.first,
             self._replicas.loads_only,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
@@ -143,21 +142,27 @@ class SharedStorageWorker(WorkerRole):
         self._plan = EMPTY_PLAN
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
-        self._off = ""
+        self._identity = context.identity
+        self._state: CacheState | None = None  # the last that was seen
+        self._has_told = False  # why it is off
 
-    def take_up(self, namespace: bytes) -> None:
-        """Take the namespace that this rank begins with. Before, it loads and saves nothing."""
-        self._region = msgspec.structs.replace(self._region, namespace=namespace)
-
-    def stop(self, why: str) -> None:
-        """Load and save nothing from now on. The next report tells the scheduler role why."""
-        if not self._off:
-            self._off = self._ended.off = why
+    def _follow_identity(self) -> None:
+        """Take a name of the weights that came late. The next report tells the scheduler role why
+        this rank is off, if it is for good."""
+        state = self._identity.state
+        if state is self._state:
+            return
+        self._state = state
+        if self._region.namespace != self._identity.first:
+            self._region = msgspec.structs.replace(self._region, namespace=self._identity.first)
+        if state.is_final and not self._has_told:
+            self._has_told, self._ended.off = True, state.why
 
     @property
     def _is_off(self) -> bool:
         # The report tells the scheduler role of another namespace, but only after this step.
-        return bool(self._off) or self._plan.first_namespace != self._region.namespace
+        is_other = self._plan.first_namespace != self._region.namespace
+        return is_other or self._identity.state.is_final
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
@@ -165,7 +170,7 @@ class SharedStorageWorker(WorkerRole):
         except TransferError as error:
             # The engine starts all the same. The scheduler role plans nothing more once it knows.
             logger.error("kvferry is off: %s", error)
-            self.stop(str(error))
+            self._identity.stop(str(error))
         self._memory.make_ready()
 
     def unregister_kv_caches(self) -> None:
@@ -175,6 +180,7 @@ class SharedStorageWorker(WorkerRole):
     # -- step -----------------------------------------------------------------------------------
 
     def begin_step(self, plan: Plan) -> None:
+        self._follow_identity()
         self._tell_of_loads()
         if plan is EMPTY_PLAN:
             return
@@ -258,6 +264,7 @@ class SharedStorageWorker(WorkerRole):
 
     @property
     def is_idle(self) -> bool:
+        self._follow_identity()
         has_ended = self._ended.is_empty and not self._loading
         return has_ended and not self.io.is_busy and self._comparisons.are_over
 
