@@ -37,6 +37,8 @@ class EngineShape:
         options: other options of the cache, but for the slots.
         num_slots: chunks that host memory holds.
         num_groups: KV groups of the model: engines that differ in this share nothing.
+        strict: whether whatever a hook raises ends the scenario, as it should unless it is part of
+            that.
     """
 
     name: str
@@ -49,6 +51,7 @@ class EngineShape:
     chunk_tokens: int = 8
     mode: Mode = Mode.BOTH
     recomputes: bool = False
+    strict: bool = True
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -165,6 +168,20 @@ class Engine:
 
         self.tell(begin)
 
+    def break_plan(self) -> None:
+        """The next plan cannot be built to its end, for a fault that nobody foresaw."""
+
+        def begin(_host: Host) -> None:
+            policy = self.scheduler.policy
+
+            def fail(*_: object, **__: object) -> int:
+                del policy.begin_step
+                raise ZeroDivisionError("of this world")
+
+            policy.begin_step = fail
+
+        self.tell(begin)
+
     def end(self) -> None:
         """Close it, after the step under way; its requests are aborted."""
         self.is_ending = True
@@ -207,7 +224,10 @@ class Engine:
         draw = random.Random(self._random.random()).random
         self.scheduler = self.parts[0].scheduler(draw=draw)
         role = GuardedScheduler(
-            self.scheduler, self.observer, block_size=shape.host.block_size, strict=True
+            self.scheduler,
+            self.observer,
+            block_size=shape.host.block_size,
+            strict=shape.strict,
         )
         ranks = []
         for spec, part in zip(specs, self.parts, strict=True):

@@ -166,6 +166,8 @@ class Host:
 
     Attributes:
         num_glitches: so many requests have NaN computed for them, soon.
+        resets_within: whether the connector is reset once more between the look-ups of the next
+            step and its plan, as no host should.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Host:
         self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
         self.num_glitches = 0
+        self.resets_within = False
         self._watch = watch
         self._random = rng
         self._finished: set[str] = set()
@@ -274,6 +277,9 @@ class Host:
                 budget -= num_tokens
         if not step.preempted_request_ids:
             self._admit_waiting(step, budget)
+        if self.resets_within and step.scheduled:
+            self.resets_within = False
+            self.role.reset()
         step.plan = self.role.build_plan(step)
         return step
 

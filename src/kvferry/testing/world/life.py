@@ -20,12 +20,21 @@ LAST_REQUEST_SECONDS = 900.0
 
 _DAMAGE = ("fault flip", "fault cut", "suffer spoil", "suffer foreign", "glitch")
 _OUTAGES = (
-    *("fault slow", "fault error", "fault hang", "fault stuck", "fault refuse", "fault partition"),
+    *(
+        "break_plan",
+        "fault odd",
+        "fault slow",
+        "fault error",
+        "fault hang",
+        "fault stuck",
+        "fault refuse",
+        "fault partition",
+    ),
     *("glitch", "kill", "restart"),
 )
 
 NEVER = {
-    "hook_failed": (),
+    "hook_failed": ("break_plan",),
     "contract_violation": (),
     "save_refused": (),
     "peer_overdue_loans": (),
@@ -33,9 +42,9 @@ NEVER = {
     "records_corrupt": _DAMAGE,
     "store_quarantined": _DAMAGE,
     "save_not_finite": ("glitch",),
-    "load_failed_chunks": ("break_load", "glitch"),
-    "save_failed": _OUTAGES,
-    "store_probe_failed": _OUTAGES,
+    "load_failed_chunks": ("break_load", "break_plan", "glitch", "reset_within"),
+    "save_failed": (*_OUTAGES, "erase"),
+    "store_probe_failed": (*_OUTAGES, "reset", "reset_within"),  # a peer refuses others
 }
 """Counters that stay at 0, unless one of these things happened."""
 
@@ -95,7 +104,8 @@ def _check_liveness(world: World, engine: Engine) -> None:
     that had refused a value, since it has taken another."""
     if engine.shape.mode is Mode.BOTH:
         _check_hits(world, engine)
-    is_peer_lost = world.happened["reset"] or any(
+    is_reset = world.happened["reset"] or world.happened["reset_within"]
+    is_peer_lost = is_reset or any(
         world.happened[f"fault {what}"] for what in ("flip", "cut")
     )  # another model is served there, or wrong records came: it stays away by design
     for tier in engine.parts[0].store.tiers():
@@ -175,6 +185,15 @@ def _close_all(world: World) -> None:
 
 
 def _check_counts(world: World, engine: Engine) -> None:
+    failed = [
+        each.name for each in world.media.by_name.values() if engine.name in each.failed_questions
+    ]
+    if (
+        failed
+        and len(world.past) == len(world.scenario.engines)
+        and not engine.observer["store_probe_failed"]
+    ):
+        raise Wrong("counts", f"questions of {engine.name} to {failed} failed, and it says nothing")
     for counter, reasons in NEVER.items():
         number = engine.observer[counter]
         if number and not any(world.happened[reason] for reason in reasons):

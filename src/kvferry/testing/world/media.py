@@ -23,6 +23,7 @@ from kvferry.types import ChunkKey
 FAULTS = (
     "slow",  # every call takes seconds
     "error",  # every call fails
+    "odd",  # every call raises what a client must not raise
     "hang",  # calls end at their deadline
     "stuck",  # calls do not end, whatever their deadline
     "refuse",  # nothing is stored
@@ -52,7 +53,7 @@ class Medium:
 
     Attributes:
         faults: the faults that are on, and whom they hit: the name of an engine, or "" for all.
-        calls: how many calls are under way.
+        failed_questions: the engines whose questions for keys have failed.
     """
 
     def __init__(self, name: str, loop: Loop, seed: int, max_bytes: int | None = None) -> None:
@@ -61,8 +62,7 @@ class Medium:
         self.speed = Speed()
         self.values: OrderedDict[str, bytes] = OrderedDict()
         self.faults: dict[str, str] = {}
-        self.calls = 0
-        self.num_calls = 0
+        self.failed_questions: set[str] = set()
         self._max_bytes = max_bytes
         self._random = random.Random(f"medium {name} {seed}")
 
@@ -76,25 +76,22 @@ class Medium:
     def enter(self, owner: str, deadline: float, num_bytes: int) -> None:
         """Take the time of a call. Raises StoreError."""
         loop = self.loop
-        self.num_calls += 1
-        self.calls += 1
-        try:
-            while self.has("stuck", owner):
-                loop.sleep(0.5)
-            if self.has("hang", owner) or self.has("partition", owner):
-                loop.sleep(min(deadline, loop.now + 3600.0) - loop.now)
-                raise StoreError(FaultKind.LATE, "no answer in time")
-            slow = 1.0 if self.has("slow", owner) else 0.0
-            seconds = self._random.expovariate(1 / (self.speed.latency + slow))
-            seconds += num_bytes / self.speed.bandwidth
-            if loop.now + seconds > deadline:
-                loop.sleep(deadline - loop.now)
-                raise StoreError(FaultKind.LATE, "no answer in time")
-            loop.sleep(seconds)
-            if self.has("error", owner):
-                raise StoreError(FaultKind.AWAY, "the server is down")
-        finally:
-            self.calls -= 1
+        while self.has("stuck", owner):
+            loop.sleep(0.5)
+        if self.has("hang", owner) or self.has("partition", owner):
+            loop.sleep(min(deadline, loop.now + 3600.0) - loop.now)
+            raise StoreError(FaultKind.LATE, "no answer in time")
+        slow = 1.0 if self.has("slow", owner) else 0.0
+        seconds = self._random.expovariate(1 / (self.speed.latency + slow))
+        seconds += num_bytes / self.speed.bandwidth
+        if loop.now + seconds > deadline:
+            loop.sleep(deadline - loop.now)
+            raise StoreError(FaultKind.LATE, "no answer in time")
+        loop.sleep(seconds)
+        if self.has("odd", owner):
+            raise TypeError("a client's own fault")
+        if self.has("error", owner):
+            raise StoreError(FaultKind.AWAY, "the server is down")
 
     def damaged(self, value: bytes, owner: str) -> bytes:
         if self.has("flip", owner):
@@ -168,7 +165,11 @@ class MediumClient(RemoteClient):
         return PutResult.STORED
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
-        self._enter(deadline)
+        try:
+            self._enter(deadline)
+        except (StoreError, TypeError):
+            self._medium.failed_questions.add(self._owner)
+            raise
         return [name in self._medium.values for name in names]
 
     def delete(self, name: str, deadline: float) -> bool:

@@ -24,18 +24,25 @@ from kvferry.testing.world.world import World
 
 DEVICE_FAULT = "the device of this world failed"
 
+MOST_LINES = 500
+"""Most warnings and errors that kvferry logs in one scenario."""
+
 
 class _Errors(logging.Handler):
     """Errors that kvferry logs: it logs none unless something is wrong with it or its host."""
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self.num_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.num_lines += 1
+        if record.levelno < logging.ERROR:
+            return
         error = record.exc_info[1] if record.exc_info else None
         said = record.getMessage()
-        if not isinstance(error, Killed | Wrong) and DEVICE_FAULT not in said:
+        if not isinstance(error, Killed | Wrong | ZeroDivisionError) and DEVICE_FAULT not in said:
             self.lines.append(f"{said}: {error!r}" if error else said)
 
 
@@ -79,6 +86,8 @@ def run(scenario: Scenario, seam: Seam) -> Outcome:
             failure.__cause__ = error
         if failure is None and errors.lines:
             failure = Wrong("logged", errors.lines[0])
+        if failure is None and errors.num_lines > MOST_LINES:
+            failure = Wrong("logs too much", f"{errors.num_lines} lines")
         seconds = loop.now - START
         world.note(f"ended after {loop.num_turns} turns: {failure}")
         errors.lines.clear()

@@ -59,12 +59,12 @@ def _engine(
         tiers.append("peer://" + ",".join(f"127.0.0.1:{port}" for port in others))
     host = HostShape(
         block_size=rng.choice((4, 4, 8, 16)),
-        num_blocks=rng.choice((40, 96, 200)),
+        num_blocks=rng.choice((30, 40, 96, 200)),
         max_tokens=rng.choice((16, 64, 200)),
         max_requests=rng.choice((2, 4, 8)),
         prefix_caching=rng.random() < 0.7,
         late=rng.random() < 0.3,
-        tokens_per_second=rng.choice((500.0, 5000.0, 50_000.0)),
+        tokens_per_second=rng.choice((300.0, 2000.0, 50_000.0)),
     )
     return EngineShape(
         name=name,
@@ -74,6 +74,7 @@ def _engine(
         num_slots=rng.choice((12, 16, 24)),
         world_size=world_size,
         recomputes=rng.random() < 0.5,
+        strict=rng.random() < 0.8,
     )
 
 
@@ -88,6 +89,8 @@ _WEIGHTS = {
     "reset": 3,
     "glitch": 1,
     "break_load": 2,
+    "break_plan": 1,
+    "reset_within": 1,
     "erase": 2,
 }
 
@@ -124,10 +127,11 @@ def _given(
         kind = rng.choice(FAULTS)
         owner = rng.choice(("", name)) if kind != "partition" else name
         seconds = round(rng.choice((0.3, 3.0, 30.0)) * rng.random(), 3)
-        return rng.choice([*media, "wire"]), kind, seconds, owner
+        places = media if kind == "odd" else [*media, "wire"]
+        return rng.choice(places), kind, seconds, owner
     if what == "suffer":
         return rng.choice(media), rng.choice(OFFENCES)
-    if what == "glitch":
+    if what in ("glitch", "break_plan", "reset_within"):
         return (name,)
     if what == "break_load":
         return name, rng.randrange(1, 4)
@@ -158,7 +162,7 @@ def _ask(rng: random.Random) -> Ask:
         max_tokens=rng.choice((1, 2, 5, 20)),
         options=options,
         turns=rng.choice((1, 1, 1, 2, 3)),
-        abort_after=round(rng.random(), 3) if rng.random() < 0.15 else None,
+        abort_after=round(rng.random() ** 2, 3) if rng.random() < 0.2 else None,
     )
 
 

@@ -131,8 +131,9 @@ class World:
         if running is None:
             return
 
+        running.end()
+
         def close() -> None:
-            running.end()
             self.loop.join(running.task)
             self.lose(running)
             self._start_later(engine, seconds)
@@ -149,6 +150,16 @@ class World:
         """The device computes NaN for the next request that runs."""
         if (running := self._running(engine)) is not None and running.host is not None:
             running.host.num_glitches += 1
+
+    def break_plan(self, engine: str) -> None:
+        """A plan cannot be built, for a fault of kvferry. Needs engines that are not strict."""
+        if (running := self._running(engine)) is not None and not running.shape.strict:
+            running.break_plan()
+
+    def reset_within(self, engine: str) -> None:
+        """The connector is reset between a promise and the plan that is to keep it."""
+        if (running := self._running(engine)) is not None and running.host is not None:
+            running.host.resets_within = True
 
     def break_load(self, engine: str, num_copies: int) -> None:
         """The next copies from slots into blocks fail."""
