@@ -18,7 +18,8 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, StoreError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import MissReason, RecordInfo
-from kvferry.store.base import Catalogue, Removal
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Removal
 from kvferry.store.maintenance import read_header
 from kvferry.survey import Differences, Holding, chunk_tokens_of, survey, unread
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
@@ -144,9 +145,9 @@ def away_lines(away: Mapping[str, Fault]) -> list[str]:
     return [f"{name}: away: {why}" for name, why in away.items()]
 
 
-def _removed(store: Catalogue) -> tuple[Catalogue, dict[ChunkKey, Removal] | None]:
+def _removed(store: Store) -> tuple[Store, dict[ChunkKey, Removal] | None]:
     """Return the newest removal of each key; None if the store remembers none."""
-    removals = store.removals(MAX_REMOVALS)
+    removals = store.catalogue().removals(MAX_REMOVALS)
     return store, None if removals is None else {each.key: each for each in reversed(removals)}
 
 
@@ -173,7 +174,7 @@ class PromptSearch:
 
     def __init__(
         self,
-        tiers: Mapping[str, Catalogue],
+        tiers: Mapping[str, Store],
         token_ids: Sequence[int],
         extra: ExtraKeys = NO_EXTRA_KEYS,
         block_tokens: int = 1,
@@ -186,10 +187,10 @@ class PromptSearch:
         self.away = {} if away is None else away
         self.where = ", ".join(store.url for store in tiers.values())
         self.unread: tuple[Fault, ...] = ()
-        self._described: dict[Catalogue, frozenset[bytes]] = {}
+        self._described: dict[Store, frozenset[bytes]] = {}
         self._removed = dict(answer for _, answer in self.ask(_removed))
 
-    def ask(self, question: Callable[[Catalogue], T]) -> Iterator[tuple[str, T]]:
+    def ask(self, question: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
         """Yield the answer of each tier that is not away, with its name."""
         for name, store in self._tiers.items():
             if name not in self.away:
@@ -213,7 +214,7 @@ class PromptSearch:
                 found[each.digest] = found.get(each.digest) or each.namespace
         return found
 
-    def _surveyed(self, store: Catalogue, digits: str) -> list[Holding]:
+    def _surveyed(self, store: Store, digits: str) -> list[Holding]:
         """Return what a tier says of its namespaces. Lists a server once at most."""
         is_whole = len(digits) == 64
         digests = [bytes.fromhex(digits)] if is_whole else sorted(self._described_in(store))
@@ -229,12 +230,12 @@ class PromptSearch:
             ]
         return found
 
-    def _described_in(self, store: Catalogue) -> frozenset[bytes]:
+    def _described_in(self, store: Store) -> frozenset[bytes]:
         """The namespaces that a tier describes; none if it cannot list them."""
         if store not in self._described:
             self._described[store] = frozenset()
             with suppress(StoreError):
-                self._described[store] = frozenset(store.described())
+                self._described[store] = frozenset(store.catalogue().described())
         return self._described[store]
 
     def of_tokens(self) -> list[Namespace]:
@@ -359,9 +360,9 @@ class PromptSearch:
             return run._replace(why=LookupMiss.AWAY, detail=detail)
         return next(iter([*known.values(), *said.values()]))
 
-    def _look(self, store: Catalogue, namespace: bytes, key: ChunkKey, run: Run) -> Run:
+    def _look(self, store: Store, namespace: bytes, key: ChunkKey, run: Run) -> Run:
         """Say of a chunk whether one tier has it, or why it does not."""
-        values = store.of(namespace)
+        values = store.in_namespace(namespace)
         found = read_header(values, key)
         if isinstance(found, RecordInfo):
             if found.schema.namespace == namespace:
@@ -369,7 +370,7 @@ class PromptSearch:
             found = MissReason.OTHER_RECORD
         if found is not MissReason.ABSENT:
             return run._replace(why=LookupMiss.DAMAGED, detail=found)
-        if values.lists(key):
+        if store.catalogue().lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removed = self._removed[store]
         removal = None if removed is None else removed.get(key)

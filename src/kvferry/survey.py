@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.keys import HOST_FIELDS, JsonValue, ModelIdentity, Namespace
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 
 UNREADABLE = "(unreadable)"
 """Shown instead of a model's name if its namespace has no readable description."""
@@ -73,7 +73,7 @@ class Holding:
 
 
 def survey(
-    store: Catalogue,
+    store: Store,
     digests: Iterable[bytes],
     counts: Mapping[bytes, tuple[int, int]] = _NO_COUNTS,
     *,
@@ -93,7 +93,7 @@ def survey(
             fault = Fault(FaultKind.LATE, f"not read within {seconds:g} s")
         elif digest:
             try:
-                text = store.describe(digest)
+                text = store.catalogue().description(digest)
             except StoreError as error:
                 fault = error.fault
         namespace = None if text is None else Namespace.from_text(digest, text)

@@ -40,7 +40,7 @@ def opened(
 
 def said_of(root: Path, namespace: bytes) -> Namespace | None:
     with FileStore(root, read_only=True) as store:
-        text = store.describe(namespace)
+        text = store.catalogue().description(namespace)
     return None if text is None else Namespace.from_text(namespace, text)
 
 
@@ -115,7 +115,7 @@ def test_a_medium_that_hangs_in_describe_delays_no_start(tmp_path, monkeypatch):
     go = threading.Event()
     threads = queue.Queue()
 
-    def hang(self, namespace, description=None):
+    def hang(self, namespace, description):
         threads.put(threading.current_thread())
         go.wait(60)
 

@@ -157,7 +157,7 @@ def test_what_older_releases_stored_of_it_goes_and_the_cache_goes_on(
     assert host.observer["records_corrupt"] >= 1
     assert host.run("other", OTHER).num_external_tokens >= (NUM_CHUNKS - 1) * CHUNK
     wait_for(lambda: (host.settle(0.5), host.run("again", PROMPT).num_external_tokens == 40)[1])
-    removed = {each.detail for each in host.parts[0].store.inner.removals(100)}
+    removed = {each.detail for each in host.parts[0].store.inner.catalogue().removals(100)}
     assert removed <= {"not_finite"}
 
 
@@ -172,7 +172,7 @@ def test_with_a_record_go_those_behind_it_though_their_values_are_finite(make, w
     assert host.run("first", PROMPT).num_external_tokens <= BAD * CHUNK
     behind = set(keys_of(host)[BAD:])
     store = host.parts[0].store.inner
-    wait_for(lambda: {each.key for each in store.removals(100)} == behind)
+    wait_for(lambda: {each.key for each in store.catalogue().removals(100)} == behind)
 
 
 @pytest.mark.parametrize("side", ["stored", "computed"])

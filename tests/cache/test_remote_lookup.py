@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.record.check import namespace_of
 from kvferry.store.base import ASK_SECONDS
+from kvferry.store.kind import Opening
+from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from tests.store.servers.remote_client import DictClient
@@ -111,3 +115,29 @@ def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_reader, serve
     server.clear()
     assert host.run("again", PROMPT).num_external_tokens == 0
     assert host.observer["miss_absent"] >= 1
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_records_of_each_epoch_lie_under_the_namespace_that_their_heads_say(
+    make_host, world_size, has_tiers
+):
+    """Weights that change begin an epoch. A server was opened for the first."""
+    client, opening = DictClient(), Opening(namespace=b"o" * 32)
+    remote = RemoteStore("memory://server", client, opening)
+    store = TieredStore([MemoryStore("near"), remote]) if has_tiers else remote
+    stores = [store] * world_size
+    host = make_host(store=store.url, rank_stores=stores, world_size=world_size)
+    spaces = set()
+    for number in (1, 2):
+        host.run(f"writer {number}", PROMPT)
+        host.settle()
+        spaces.add(host.scheduler.requests.namespace.hex())
+        wait_until(lambda size=5 * number: len(client.values) == size, "all are there")
+        for name, value in client.values.items():
+            assert name.partition("/")[0] == namespace_of(value[:512]).hex()
+        host.forget_memory()
+        assert host.run(f"reader {number}", PROMPT).num_external_tokens == 40
+        assert host.scheduler.reset()
+    assert {name.partition("/")[0] for name in client.values} == spaces
+    assert len(spaces) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.contract.handover import read_handover
+from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.store import FileStore
 from kvferry.testing.faults import Gate, StallingStore
 from kvferry.types import ExtraKeys, RequestOptions
@@ -128,7 +129,9 @@ def test_an_explanation_stands_beside_the_stamp_of_a_prefill(host):
 
 
 def pinned(store) -> dict[bytes, float]:
-    return {entry.key: entry.pinned_until for entry in store.scan() if entry.pinned_until}
+    return {
+        entry.key: entry.pinned_until for entry in store.catalogue().scan() if entry.pinned_until
+    }
 
 
 def test_the_chunks_of_a_prompt_are_kept(make_host, store):
@@ -150,10 +153,16 @@ class PutsLate(StallingStore):
 
     has_pinned = False
 
-    def pin(self, *args, **options):
-        found = self.inner.pin(*args, **options)
-        self.has_pinned = True
-        return found
+    def catalogues(self):
+        (only,) = self.inner.catalogues()
+
+        def pin(*args, **options):
+            found = FileCatalogue.pin(only, *args, **options)
+            self.has_pinned = True
+            return found
+
+        only.pin = pin
+        return [only]
 
 
 def test_chunks_that_are_stored_after_the_end_of_their_request_are_kept_too(make_host, store):

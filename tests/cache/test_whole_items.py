@@ -46,7 +46,7 @@ def test_a_hit_ends_in_no_item(make_host, places, how, hit, is_whole):
     writer = make_host(store=store, whole_items=is_whole)
     writer.run("writer", PROMPT, extra_keys=items)
     writer.settle()
-    assert len(list(store.scan())) == NUM_CHUNKS
+    assert len(list(store.catalogue().scan())) == NUM_CHUNKS
     reader = make_host(store=store, whole_items=is_whole, audit=how.get("audit", "off"))
     request = reader.add(
         "reader", PROMPT, extra_keys=items, options=RequestOptions(max_load_tokens=how.get("most"))
@@ -86,7 +86,7 @@ def test_nothing_is_stored_of_an_item_that_was_computed_in_parts_nor_behind_it(
     host.complete(request)
     host.settle()
     if stores:
-        assert len(list(store.scan())) == num_stored
+        assert len(list(store.catalogue().scan())) == num_stored
     # The host has them itself by now; another request goes on otherwise behind the item.
     for name, prompt in (("same", PROMPT), ("other", [*PROMPT[:32], *range(900, 930)])):
         request = host.add(name, prompt, extra_keys=items)
@@ -94,7 +94,7 @@ def test_nothing_is_stored_of_an_item_that_was_computed_in_parts_nor_behind_it(
         host.complete(request)
         host.settle()
     is_right = num_stored == NUM_CHUNKS
-    assert len(list(store.scan())) == (NUM_CHUNKS + 3 if is_right else 2)
+    assert len(list(store.catalogue().scan())) == (NUM_CHUNKS + 3 if is_right else 2)
 
 
 def test_the_answer_says_why_it_is_not_stored(make_host):

@@ -172,7 +172,7 @@ def test_tables_leave_no_mark_on_records():
         with opened(groups, store, tables=tables) as host:
             host.run("writer", list(range(41)))
             host.settle()
-        stores.append({entry.key: content(store, entry.key) for entry in store.scan()})
+        stores.append({entry.key: content(store, entry.key) for entry in store.catalogue().scan()})
     assert len(stores[0]) == 5
     assert all(records == stores[0] for records in stores)
 

@@ -24,7 +24,7 @@ from tests.cli.test_explain import SPACE, TOKENS, put_prompt, space_of
 
 def count(url: str) -> int:
     with open_one(url) as store:
-        return sum(1 for _ in store.scan())
+        return sum(1 for _ in store.catalogue().scan())
 
 
 @pytest.fixture

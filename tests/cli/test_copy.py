@@ -109,7 +109,7 @@ def test_a_prompt_with_salt_and_lora_and_what_its_namespace_is(copied, url, othe
     assert (value["records"], value["stored"], value["bad"]) == (4, 4, [])
     assert values(other, keys) == values(url, keys)
     with open_one(other) as store:
-        assert store.describe(SPACE.digest) == SPACE.as_text()
+        assert store.catalogue().description(SPACE.digest) == SPACE.as_text()
         assert store.stat().num_records == 4
 
 
@@ -150,7 +150,7 @@ def test_a_description_that_is_not_of_its_namespace_is_not_copied(copied, url, o
         store.describe(SPACE.digest, space_of("b").as_text())
     assert copied(url, other)["stored"] == 4
     with open_one(other) as store:
-        assert store.describe(SPACE.digest) is None
+        assert store.catalogue().description(SPACE.digest) is None
 
 
 def test_nothing_chosen_makes_no_store(run, url, other, prompt, tmp_path):

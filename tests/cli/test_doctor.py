@@ -117,7 +117,7 @@ def test_nothing_is_wrong_with_a_healthy_set_up(run, url_of, url, kind):
     assert is_plain(shown.out)
     # Its own records are gone, and no others.
     with open_one(plain) as store:
-        assert sum(each.num_bytes > 0 for each in store.scan()) == 4
+        assert sum(each.num_bytes > 0 for each in store.catalogue().scan()) == 4
 
 
 def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, model_dir, tmp_path):
@@ -256,7 +256,7 @@ def change_records(root: Path, changed: Callable[[bytes], bytes | None]) -> None
 
 def quarantine_one(root: Path) -> None:
     with open_one(root.as_uri()) as store:
-        store.discard(next(store.scan()).key, "bad_checksum")
+        store.discard(next(store.catalogue().scan()).key, "bad_checksum")
 
 
 def damage_description(root: Path) -> None:
@@ -753,7 +753,7 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
     check(url, opened, None, report)
     assert "put_gb_per_second" not in report.facts
     with open_one(url) as store:
-        assert list(store.scan()) == []
+        assert list(store.catalogue().scan()) == []
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def hostile_store(tmp_path) -> str:
 
 def of_hostile(arguments, url: str) -> list[list[str]]:
     with FileStore(Path(url.removeprefix("file://").partition("?")[0])) as store:
-        key = next(iter(store.scan())).key.hex()
+        key = next(iter(store.catalogue().scan())).key.hex()
     commands = [arguments(command, url, SPACE.digest.hex()) for command in OF_STORES]
     return [[key if each == "00" else each for each in command] for command in commands]
 

@@ -27,6 +27,7 @@ from kvferry.keys import (
 )
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
+from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -202,7 +203,7 @@ def test_files_are_explained_without_a_listing(url, asked, monkeypatch):
     def refuse(store):
         raise AssertionError("the store is listed")
 
-    monkeypatch.setattr(FileStore, "scan", refuse)
+    monkeypatch.setattr(FileCatalogue, "scan", refuse)
     assert asked(url)["reason"] == "other_namespace"
 
 
@@ -253,7 +254,7 @@ def test_a_hit_that_the_engine_does_not_see_is_told_apart(run, model_dir, tmp_pa
 def gone(reason: str, store: FileStore, keys: Sequence[ChunkKey]) -> None:
     """Take the chunks of a prompt away, or the first of them."""
     if reason == "evicted":
-        store.gc(max_bytes=0)
+        store.catalogue().gc(max_bytes=0)
     for key in keys[:1] if reason == "behind" else keys:
         if reason in ("deleted", "behind"):
             store.delete(key)
@@ -457,7 +458,7 @@ def test_descriptions_that_cannot_be_listed_are_not_called_lost(
     def refuse(_store):
         raise StoreError(FaultKind.RIGHTS, "permission denied")
 
-    monkeypatch.setattr(FileStore, "described", refuse)
+    monkeypatch.setattr(FileCatalogue, "described", refuse)
     model = make_tiny_model(tmp_path / "model")
     for whose in (["--namespace", SPACE.digest.hex()], ["--namespace", "0a"], ["--model", model]):
         ran = run("explain", url, *whose, "--tokens", tokens_file)

@@ -752,9 +752,6 @@ def test_a_store_that_goes_away_is_asked_no_further_and_is_the_answer(url, kind)
     keys = put_prompt(url)
 
     class GoesAway(WrapperStore):
-        def of(self, namespace):
-            return GoesAway(self.inner.of(namespace))
-
         def read(self, key, ranges, deadline=NO_DEADLINE):
             if key == keys[1]:
                 raise StoreError(FaultKind.LATE, "it hangs")

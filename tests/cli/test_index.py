@@ -60,7 +60,7 @@ def test_what_went_is_listed_with_reason_and_process(make_store, run):
     with open_store(made.url) as store:
         store.delete(made.keys[0])
         store.discard(made.keys[1], "bad_checksum")
-        store.gc(max_bytes=2 * made.schema.record_bytes)
+        store.catalogue().gc(max_bytes=2 * made.schema.record_bytes)
     removed = asked(run, "ls", "--removed", made.url)
     assert [(row["reason"], row["detail"]) for row in removed] == [
         ("evicted", ""),

@@ -42,7 +42,7 @@ def test_a_server_is_listed_once_for_all_its_namespaces(num_described, digits):
     remote = RemoteStore("s3://b", client, Opening(namespace=bytes(32)))
     spaces = [bytes([number]) * 32 for number in range(12)]
     for number, space in enumerate(spaces):
-        remote.of(space).put(make_key(number), [b"value"])
+        remote.in_namespace(space).put(make_key(number), [b"value"])
         if number < num_described:
             remote.describe(space, "{}")
     search = PromptSearch({"s3": remote}, [1, 2, 3])
@@ -84,7 +84,7 @@ def test_explain_states_nothing_of_namespaces_whose_descriptions_come_late(
         ran.out.split()
     )
     with FileStore(url.removeprefix("file://")) as store:
-        described = store.described()
+        described = store.catalogue().described()
     assert len(described) == 6
 
 

@@ -49,8 +49,8 @@ def url(model_dir, tmp_path) -> str:
 def keys_of(url) -> tuple[list[bytes], list[bytes]]:
     """Keys of the chunks, and of the parts of the state behind the last."""
     with open_store(url) as store:
-        (digest,) = store.namespaces()
-        space = Namespace.from_text(digest, store.describe(digest))
+        (digest,) = store.catalogue().namespaces()
+        space = Namespace.from_text(digest, store.catalogue().description(digest))
     chunks = ChunkKeys(digest, CHUNK)
     chunks.extend(TOKENS)
     return chunks.keys, state_keys(chunks.keys[-1], space.state_parts)

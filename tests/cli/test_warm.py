@@ -35,7 +35,7 @@ def prompts(tmp_path):
 
 def count(url: str) -> int:
     with open_one(url) as store:
-        return sum(1 for _ in store.scan())
+        return sum(1 for _ in store.catalogue().scan())
 
 
 def test_what_is_stored_is_skipped_the_next_time(run, model_dir, url, prompts, tmp_path):
@@ -45,7 +45,7 @@ def test_what_is_stored_is_skipped_the_next_time(run, model_dir, url, prompts, t
     num_records = count(url)
     assert num_records == 87 // 16 + 50 // 16 + (first["num_tokens"] - 87 - 50) // 16
     with FileStore(tmp_path / "store") as store:
-        (lost,) = store.recent(1)
+        (lost,) = store.catalogue().recent(1)
         store.delete(lost.key)
     again = json.loads(run(*command, "--store", url).out)
     assert count(url) == num_records
@@ -79,10 +79,10 @@ def test_chunks_that_nobody_sized_are_shared_by_all_that_read_and_write_them(
     assert json.loads(run(*ask, "--model", model_dir).out)["hit_tokens"] == hit
     # For an engine whose operator set another size, they are a miss with its reason.
     with open_one(url) as store:
-        ours = store.described()
+        ours = store.catalogue().described()
     LLM(model_dir, store=url, connector_options={"chunk_tokens": 8}).close()
     with open_one(url) as store:
-        [other] = set(store.described()) - set(ours)
+        [other] = set(store.catalogue().described()) - set(ours)
     missed = json.loads(run(*ask, "--namespace", other.hex()).out)
     assert (missed["hit_tokens"], missed["reason"]) == (0, "other_namespace")
     assert (

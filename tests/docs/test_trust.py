@@ -54,7 +54,7 @@ def test_each_place_of_an_engine_is_listed_and_private(tmp_path, monkeypatch):
         ) as llm:  # fmt: skip
             llm.generate([list(range(5, 300))], SamplingParams(max_tokens=1))
         with FileStore(cache / "kvferry/kv") as store:
-            store.notice("{}")  # as `rm` leaves one
+            store.catalogue().notice("{}")  # as `rm` leaves one
     finally:
         os.umask(before)
     listed = section("Where data of prompts lies")

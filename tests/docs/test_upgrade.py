@@ -94,8 +94,8 @@ def an_index_of_another_schema_is_rebuilt(yesterday):
     db.close()
     with FileStore(yesterday, max_bytes=1 << 20) as store:
         assert store.wait_indexed(20.0)
-        assert [entry.key for entry in store.scan()] == [KEY]
-        assert list(store.removals(9)) == []
+        assert [entry.key for entry in store.catalogue().scan()] == [KEY]
+        assert list(store.catalogue().removals(9)) == []
     assert [each.name for each in yesterday.glob("*.broken")] == ["index.sqlite3.broken"]
 
 

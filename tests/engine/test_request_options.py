@@ -31,7 +31,7 @@ def test_each_request_of_a_batch_has_options_of_its_own(model, tmp_path):
         assert llm.drain(60.0)
     with open_one(url) as store:
         assert store.wait_indexed(60.0)
-        assert [entry.pinned_until > 0 for entry in store.scan()] == [True, True]
+        assert [entry.pinned_until > 0 for entry in store.catalogue().scan()] == [True, True]
     with LLM(model, store=url, connector_options=options) as llm:
         limited = SamplingParams(kv_transfer_params={"kvferry": {"max_load_tokens": 16}})
         answers = []

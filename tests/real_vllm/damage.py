@@ -18,7 +18,7 @@ def by_position(store: Path) -> dict[Path, int]:
     """Return, by file, the position in its prompt of each stored chunk's first token."""
     with open_store(f"file://{store}?read_only=true") as opened:
         found = {}
-        for entry in opened.scan():
+        for entry in opened.catalogue().scan():
             info = inspect(opened, entry)
             assert isinstance(info, RecordInfo), f"{entry.key.hex()} is not sound: {info}"
             [path] = (store / "records").glob(f"*/{entry.key.hex()}.safetensors")

@@ -159,7 +159,7 @@ def test_the_most_common_reasons_are_named_and_requests_have_options_of_their_ow
         assert log.count(name) == 1, name
     with open_one(url) as opened:
         assert opened.wait_indexed(60)
-        assert sum(entry.pinned_until > 0 for entry in opened.scan()) == 2
+        assert sum(entry.pinned_until > 0 for entry in opened.catalogue().scan()) == 2
     requests = explain([], None, "--journal", str(journal), "-n", "100")["requests"]
     reasons = {reason for each in requests for reason in each["misses"]}
     assert {"absent", "partial", "not_loading", "damaged"} <= reasons

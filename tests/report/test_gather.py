@@ -22,7 +22,7 @@ from kvferry.report.gather import (
     TimeSteps,
     causes,
 )
-from kvferry.store.base import Entry, Removal
+from kvferry.store.catalogue import Entry, Removal
 from kvferry.types import ChunkKey
 
 NOW = 1e9

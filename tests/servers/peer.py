@@ -68,7 +68,7 @@ def running_peer(directory: Path, namespace: bytes, root: Path) -> Iterator[Serv
 def main(key_file: str, namespace: str, port: str, directory: str) -> None:
     space, memory = bytes.fromhex(namespace), MemoryStore()
     with open_one(Path(directory).as_uri()) as store:
-        for entry in store.scan():
+        for entry in store.catalogue().scan():
             value = bytearray(entry.num_bytes)
             store.read(entry.key, [(0, memoryview(value))])
             memory.put(entry.key, [value])

@@ -53,7 +53,8 @@ def test_a_server_that_lost_it_gets_it_again(url, monkeypatch, lost, how):
         for number in range(3):
             store.put(make_key(number), [b"value"])
         client, until = client_of(store), time.monotonic() + 30
-        store._descriptions, kept = {}, store._descriptions  # nothing comes back meanwhile
+        texts = store._texts
+        texts._given, kept = {}, texts._given  # nothing comes back meanwhile
         prefix = store.name_of(make_key()).rpartition("/")[0]
         names = [f"{prefix}/about.json"]
         names += [store.name_of(make_key(number)) for number in range(3)] if lost == "all" else []
@@ -61,10 +62,12 @@ def test_a_server_that_lost_it_gets_it_again(url, monkeypatch, lost, how):
             wait_until(lambda name=name: client.read(name, (), until) is not None, "it is there")
             assert client.delete(name, until)
         with open_one(url, Opening(namespace=SPACE, index=False)) as other:
-            assert other.describe(SPACE) is None
-            store._descriptions = kept
+            assert other.catalogue().description(SPACE) is None
+            texts._given = kept
             use(store, how)
-            wait_until(lambda: other.describe(SPACE) == TEXT, "it is described again")
+            wait_until(
+                lambda: other.catalogue().description(SPACE) == TEXT, "it is described again"
+            )
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "a restart"])
@@ -118,7 +121,7 @@ def test_a_directory_that_lost_it_gets_it_again(tmp_path, removed):
         store.maintain()  # all that comes once a minute
         assert (root / "kvferry.json").is_file()
         with open_one(f"{root.as_uri()}?read_only=true") as other:
-            assert other.describe(SPACE) == TEXT
+            assert other.catalogue().description(SPACE) == TEXT
 
 
 @pytest.mark.parametrize("fails", ["read_text", "write_text"])
@@ -132,9 +135,9 @@ def test_a_directory_that_was_away_gets_its_description_once_it_is_back(
         store.put(make_key(), [b"value"])
         with monkeypatch.context() as away:
             away.setattr(store.directory, fails, does_not_answer)
-            assert store.describe(SPACE, TEXT) is None
+            store.describe(SPACE, TEXT)
         store.maintain()
-        assert store.describe(SPACE) == TEXT
+        assert store.catalogue().description(SPACE) == TEXT
 
 
 def test_upkeep_makes_no_store_where_a_mount_is_away(tmp_path):
@@ -179,11 +182,11 @@ def test_a_server_that_was_away_at_the_start_is_described_later():
     client, clock = DictClient(), FakeClock()
     client.down = True
     store = RemoteStore("dict://h", client, Opening(namespace=SPACE), clock=clock)
-    assert store.describe(SPACE, TEXT) == TEXT
+    store.describe(SPACE, TEXT)
     client.down = False
     clock.advance(60.0)
     store.put(make_key(), [b"value"], clock() + 30)
-    assert store.describe(SPACE) == TEXT
+    assert store.catalogue().description(SPACE) == TEXT
     store.close()
 
 
@@ -198,4 +201,4 @@ def test_a_tier_that_is_away_is_described_once_it_is_back():
         clock.advance(60.0)
         wait_until(lambda: store.tiers()[1].state == "up", "it is used again")
         store.put(make_key(), [b"value"])
-        wait_until(lambda: far.describe(SPACE) == TEXT, "it is described")
+        wait_until(lambda: far.catalogue().description(SPACE) == TEXT, "it is described")

@@ -41,10 +41,12 @@ class Notices:
     def __init__(self) -> None:
         self.clock, self.text, self.deleted = FakeClock(), None, []
         self.counters = Counters()
-        self.erasures = Erasures(
-            lambda: {0: self.text}, self.deleted.append, self.counters, self.clock
-        )
+        self.erasures = Erasures(lambda: {0: self.text}, self.delete, self.counters, self.clock)
         self.erasures.look()
+
+    def delete(self, namespace, key):
+        assert namespace == NAMESPACE
+        self.deleted.append(key)
 
     def add(self, *names: str, at: float = 1.0) -> None:
         self.text = add_to_notice(self.text, names, at)
@@ -90,7 +92,7 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
 def test_what_was_erased_before_the_start_is_not_heard():
     notices = Notices()
     notices.text = add_to_notice(None, ["mark:00"], 1.0)
-    late = Erasures(lambda: {0: notices.text}, notices.deleted.append, Counters(), notices.clock)
+    late = Erasures(lambda: {0: notices.text}, notices.delete, Counters(), notices.clock)
     late.look()
     assert list(late.since(0)) == []
     notices.text = add_to_notice(notices.text, ["mark:01"], 2.0)
@@ -157,7 +159,7 @@ def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
         erasures.look()
         far.put(KEY, [RECORD])
         far.put(OTHER_KEY, [OTHER])
-        near.notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
         erasures.look()
         assert tiers.put(KEY, [RECORD]).result is PutResult.FAILED
         assert near.read(KEY, ()) is None
@@ -173,10 +175,10 @@ class Broken(FileStore):
 
     is_broken = False
 
-    def notice(self, text=None):
+    def catalogues(self):
         if self.is_broken:
             raise RuntimeError("not foreseen")
-        return super().notice(text)
+        return super().catalogues()
 
     def delete(self, key):
         if self.is_broken:
@@ -191,7 +193,7 @@ def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):
         assert tiers.put(KEY, [RECORD]).is_there
         wait_until(lambda: far.read(KEY, ()) is not None, "the copy")
         near.is_broken = True
-        far.notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        far.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
         wait_until(lambda: far.read(KEY, ()) is None, "that it was taken back")
         assert tiers._erasures._thread.is_alive()
         near.is_broken = False
@@ -202,6 +204,6 @@ def test_a_thread_reads_the_notices_of_every_tier(tmp_path):
     far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")
     with make_tiers(near, far) as tiers:
         wait_until(lambda: tiers._erasures._known is not None, "the first look")
-        far.notice(add_to_notice(None, ["mark:00"], 1.0))
-        near.notice(add_to_notice(None, ["mark:01"], 1.0))
+        far.catalogue().notice(add_to_notice(None, ["mark:00"], 1.0))
+        near.catalogue().notice(add_to_notice(None, ["mark:01"], 1.0))
         wait_until(lambda: len(tiers.erased_since(0)) == 2, "what was erased")

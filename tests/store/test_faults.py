@@ -69,11 +69,16 @@ DOORS = {
     "read": ("preadv", read, StoreError, "read"),
     "delete": ("unlink", lambda made: made.delete(make_key()), False, "delete"),
     "discard": ("rename", lambda made: made.discard(make_key(), "why"), None, "quarantine"),
-    "read a description": ("open", lambda made: made.describe(SPACE), StoreError, "describe"),
+    "read a description": (
+        "open",
+        lambda made: made.catalogue().description(SPACE),
+        StoreError,
+        "describe",
+    ),
     "describe": ("open", lambda made: made.describe(SPACE, "text"), None, "describe"),
-    "list": ("listdir", lambda made: list(made.stored()), StoreError, "list"),
-    "facts": ("listdir", lambda made: made.facts(), StoreError, "list"),
-    "gc": ("listdir", lambda made: made.gc(0), StoreError, "gc"),
+    "list": ("listdir", lambda made: list(made.catalogue().stored()), StoreError, "list"),
+    "facts": ("listdir", lambda made: made.catalogue().facts(), StoreError, "list"),
+    "gc": ("listdir", lambda made: made.catalogue().gc(0), StoreError, "gc"),
 }
 
 
@@ -194,7 +199,7 @@ def use(made: TieredStore, call: str) -> None:
         assert made.delete(make_key()) is False
     else:
         with pytest.raises(StoreError):
-            list(made.scan())
+            list(made.catalogue().scan())
 
 
 def check(odd, made, counts, caplog, call, *, said):

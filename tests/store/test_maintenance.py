@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from kvferry.store.base import Entry, Where
+from kvferry.store.base import Where
+from kvferry.store.catalogue import Entry
 from kvferry.store.maintenance import estimate, shrink
-from kvferry.store.memory import MemoryStore
+from kvferry.store.memory import MemoryCatalogue, MemoryStore
 from kvferry.types import ChunkKey
 
 HOUR = 3600.0
@@ -29,11 +30,16 @@ class Listed(MemoryStore):
         for entry in self.entries:
             self.put(entry.key, [memoryview(bytes(SIZE))])
 
-    def scan(self):
-        return iter(self.entries)
+    def catalogues(self):
+        return [_Catalogue(self)]
 
     def left(self) -> list[int]:
         return [n for n, each in enumerate(self.entries) if self.where(each.key) is Where.HERE]
+
+
+class _Catalogue(MemoryCatalogue):
+    def scan(self):
+        return iter(self._store.entries)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def test_what_is_too_old_goes_and_then_what_does_not_fit(hours, max_values, age_
         None if max_values is None else max_values * SIZE,
         None if age_hours is None else age_hours * HOUR,
     )
-    expected = estimate(store, store.scan(), *limits)
+    expected = estimate(store, store.catalogue().scan(), *limits)
     report = shrink(store, *limits)
     assert store.left() == left
     assert report.removed_records == expected.removed_records == len(hours) - len(left)

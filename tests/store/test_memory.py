@@ -53,4 +53,7 @@ def test_scan_says_when_a_value_was_used():
         store.put(make_key(1), [b"b"])
         clock.advance(9)
         store.touch([make_key(0), make_key(7)])
-        assert {e.key: e.last_used for e in store.scan()} == {make_key(0): 59.0, make_key(1): 50.0}
+        assert {e.key: e.last_used for e in store.catalogue().scan()} == {
+            make_key(0): 59.0,
+            make_key(1): 50.0,
+        }

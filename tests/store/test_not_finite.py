@@ -15,7 +15,8 @@ from kvferry.record import schema as schemas
 from kvferry.record.check import MissReason
 from kvferry.record.schema import SAFETENSORS_DTYPE, RecordSchema, leaf_digests
 from kvferry.store import maintenance
-from kvferry.store.base import Entry, PutResult, Where
+from kvferry.store.base import PutResult, Where
+from kvferry.store.catalogue import Entry
 from kvferry.store.memory import MemoryStore
 from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import RecordRead, put_record, read_record, value_check

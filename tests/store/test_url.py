@@ -327,7 +327,7 @@ def test_one_file_and_one_line_add_a_kind_of_store():
         assert store.url == "toy://shelf:7/a/b"
         assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert read_value(store, make_key()) == b"value"
-        assert [entry.namespace for entry in store.scan()] == [b"n" * 32]
+        assert [entry.namespace for entry in store.catalogue().scan()] == [b"n" * 32]
         assert store.tier_of(make_key()) == "toy"
     with open_one("toy://shelf:7?refuses=yes") as store:
         assert store.put(make_key(), [b"value"]).result is PutResult.NO_SPACE

@@ -13,8 +13,14 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.errors import FaultKind, StoreError
-from kvferry.store.base import EXISTS, STORED, Entry, PutResult, Where
-from kvferry.store.memory import MemoryStore, _Value, copy_ranges
+from kvferry.store.base import (
+    EXISTS,
+    STORED,
+    PutResult,
+    Where,
+)
+from kvferry.store.catalogue import Entry
+from kvferry.store.memory import MemoryCatalogue, MemoryStore, _Value, copy_ranges
 from kvferry.testing.stores import ScanTests, StoreTests, make_key, store_machine
 from tests.store.memory_hooks import MemoryHooks
 
@@ -178,6 +184,11 @@ class OverlappingKeys(MemoryStore):
 
 
 class ScanningDiscarded(MemoryStore):
+    def catalogues(self):
+        return [_WithOneMore(self)]
+
+
+class _WithOneMore(MemoryCatalogue):
     def scan(self):
         return iter([*super().scan(), Entry(make_key(0), 5, 0.0)])
 
@@ -282,7 +293,7 @@ def run_python(folder: Path, *arguments: str) -> str:
 
 
 FORGETFUL = """
-from kvferry.store.memory import MemoryStore
+from kvferry.store.memory import MemoryCatalogue, MemoryStore
 from kvferry.testing.stores import ScanTests, StoreTests
 
 class Forgetful(MemoryStore):

@@ -30,6 +30,9 @@ class RowCache:
     Args:
         schema: schema from `RecordSchema.for_rows`.
         threads: name of its I/O threads.
+
+    Attributes:
+        values: the store in the namespace of the rows.
     """
 
     def __init__(
@@ -41,7 +44,8 @@ class RowCache:
         io_threads: int,
         threads: str,
     ) -> None:
-        self._store = store
+        self._opened = store
+        self.values = store.in_namespace(schema.namespace)
         self._schema = schema
         self._observer = observer
         self._client = RecordClient(store, schema, observer, io_threads, threads)
@@ -76,7 +80,7 @@ class RowCache:
     def store(self, records: Sequence[ChunkKey], fill: Copy, deadline: float) -> Batch[PutResult]:
         """Begin to store rows, which `fill` copies. Without I/O, none is stored if the store takes
         no values now."""
-        if records and self._store.accepts() is not None:
+        if records and self.values.accepts() is not None:
             self._observer.count("stores_dropped", len(records))
             batch: Batch[PutResult] = Batch(len(records))
             batch.give_up(PutResult.FAILED)
@@ -108,6 +112,7 @@ class RowCache:
         """Read and write under another namespace from now on."""
         self._schema = self._schema.with_namespace(namespace)
         self._client.switch_namespace(self._schema)
+        self.values = self._opened.in_namespace(namespace)
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` for threads. The store stays open."""

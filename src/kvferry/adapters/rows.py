@@ -19,7 +19,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Observer
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.kinds import is_peer
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
@@ -97,7 +97,7 @@ def open_rows(
     sized_by: str,
     values: str = "",
     late: Future[bytes] | None = None,
-) -> tuple[Catalogue, RecordSchema]:
+) -> tuple[Store, RecordSchema]:
     """Open the store of a namespace of rows, in the background if slow; return it and its schema.
 
     Args:

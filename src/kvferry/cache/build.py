@@ -29,7 +29,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
 from kvferry.store.kinds import kind_of
@@ -68,7 +68,7 @@ class PrefixCache:
         options: Mapping[str, Any],
         observer: Observer,
         *,
-        store: Catalogue | None = None,
+        store: Store | None = None,
         where: str = "shared_storage options",
         has_scheduler: bool = True,
     ) -> None:
@@ -140,7 +140,7 @@ class PrefixCache:
             )
         return num_slots
 
-    def _open_store(self, *, index: bool) -> Catalogue:
+    def _open_store(self, *, index: bool) -> Store:
         """Open the store; it may go on opening in the background.
 
         Raises:
@@ -287,7 +287,7 @@ def _pool_gauges(pool: HostPool) -> Gauges:
     return {f"pool_slots/{state}": number for state, number in numbers.items()}
 
 
-def _tier_gauges(store: Catalogue, role: str) -> Gauges:
+def _tier_gauges(store: Store, role: str) -> Gauges:
     found: Gauges = {}
     for tier in store.tiers():
         kind, because = tier.because or ("", "")

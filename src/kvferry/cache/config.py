@@ -13,7 +13,7 @@ from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import ChunkOptions
 from kvferry.contract.spec import EngineSpec
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class RoleContext:
     spec: EngineSpec
     config: SharedStorageConfig
     chunk_tokens: int
-    store: Catalogue
+    store: Store
     observer: Observer
     tables: Tables
     identity: CacheIdentity

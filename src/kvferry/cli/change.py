@@ -32,7 +32,8 @@ from kvferry.cli.stores import UrlArgument, open_existing
 from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store import maintenance
-from kvferry.store.base import Catalogue, GcReport, too_many_pins
+from kvferry.store.base import Store
+from kvferry.store.catalogue import GcReport, too_many_pins
 from kvferry.store.kind import shown_url
 
 
@@ -86,12 +87,12 @@ def _make_smaller(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    def ask(store: Catalogue) -> tuple[GcReport, str]:
-        found = stores.entries(store, store.scan())
+    def ask(store: Store) -> tuple[GcReport, str]:
+        found = stores.entries(store, store.catalogue().scan())
         report = maintenance.estimate(store, found, keep_bytes, choice.age)
         return report, explained(store, report)
 
-    def explained(store: Catalogue, report: GcReport) -> str:
+    def explained(store: Store, report: GcReport) -> str:
         # A store that has at most the wanted size is what was asked for.
         is_done = report.removed_records > 0 or keep_bytes is not None
         return "" if is_done else why_nothing(store, choice)
@@ -140,8 +141,8 @@ def _is_by_use(choice: Choice, has_size: bool, everything: bool) -> bool:
     return is_by_use
 
 
-def _shrink(store: Catalogue, keep_bytes: int | None, age: float | None) -> GcReport:
-    report = store.gc(keep_bytes, age)
+def _shrink(store: Store, keep_bytes: int | None, age: float | None) -> GcReport:
+    report = store.catalogue().gc(keep_bytes, age)
     if not (report.removed_records or report.used_bytes):
         stores.namespaces(store)  # raises where the prefix is wrong
     return report
@@ -176,7 +177,9 @@ def pin(
         if dry_run:
             num_records = _count_pins(store, choice, ends)
         else:
-            num_records = store.pin((entry.key for entry in chosen(store, choice)), ends)
+            num_records = store.catalogue().pin(
+                (entry.key for entry in chosen(store, choice)), ends
+            )
         why = "" if num_records else why_nothing(store, choice)
     is_over = ends <= time.time()
     done = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
@@ -187,14 +190,16 @@ def pin(
     emit(value, json, f"{num_records:,} records {'would be ' if dry_run else ''}{done}")
 
 
-def _count_pins(store: Catalogue, choice: Choice, ends: float) -> int:
+def _count_pins(store: Store, choice: Choice, ends: float) -> int:
     """Count what `Store.pin` would pin or unpin; raises as it does, except for a right to write."""
     max_bytes = store.stat().max_bytes
     if max_bytes is None:
-        return store.pin((), ends)  # raises: no quota, or a server
+        return store.catalogue().pin((), ends)  # raises: no quota, or a server
     sizes = {entry.key: entry.num_bytes for entry in chosen(store, choice)}
     if ends > time.time():
-        pinned = {each.key: each.num_bytes for each in store.scan() if each.pinned_until}
+        pinned = {
+            each.key: each.num_bytes for each in store.catalogue().scan() if each.pinned_until
+        }
         if 2 * sum({**pinned, **sizes}.values()) > max_bytes:
             raise too_many_pins(len(pinned))
     return len(sizes)

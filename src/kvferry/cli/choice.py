@@ -32,7 +32,8 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
 from kvferry.record.check import MissReason
 from kvferry.store import maintenance
-from kvferry.store.base import Catalogue, Entry
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
 from kvferry.types import NO_EXTRA_KEYS
@@ -117,7 +118,7 @@ def choosing(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def count(store: Catalogue, choice: Choice) -> tuple[int, int]:
+def count(store: Store, choice: Choice) -> tuple[int, int]:
     """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
     num_records = num_bytes = 0
     for num_records, entry in enumerate(chosen(store, choice), 1):  # noqa: B007
@@ -138,7 +139,7 @@ class Looked:
     num_unreadable: int = 0
 
 
-def chosen(store: Catalogue, choice: Choice, looked: Looked | None = None) -> Iterator[Entry]:
+def chosen(store: Store, choice: Choice, looked: Looked | None = None) -> Iterator[Entry]:
     """Yield the chosen records as `Store.scan` finds them; those of a prompt have no last use. A
     pinned record is never too old. A search by salt reads every header, and counts in `looked` what
     it cannot tell. Raises as `stores.entries` and `of_tokens` do, and ConfigError
@@ -149,7 +150,7 @@ def chosen(store: Catalogue, choice: Choice, looked: Looked | None = None) -> It
     digests = set(_spaces(store, choice)) if _names_spaces(choice) else None
     looked = Looked() if looked is None else looked
     unused_since = None if choice.age is None else time.time() - choice.age
-    for entry in stores.entries(store, store.scan()):
+    for entry in stores.entries(store, store.catalogue().scan()):
         if digests is not None and entry.namespace not in digests:
             continue
         if unused_since is not None:
@@ -167,7 +168,7 @@ def _names_spaces(choice: Choice) -> bool:
     return (choice.digits, choice.identity, choice.tenant) != (None, None, None)
 
 
-def _has_salt(store: Catalogue, entry: Entry, salt: str, looked: Looked) -> bool:
+def _has_salt(store: Store, entry: Entry, salt: str, looked: Looked) -> bool:
     info = maintenance.inspect(store, entry)
     if isinstance(info, MissReason):
         looked.num_unreadable += info is not MissReason.ABSENT
@@ -176,7 +177,7 @@ def _has_salt(store: Catalogue, entry: Entry, salt: str, looked: Looked) -> bool
     return info.mark == salt_mark(info.schema.namespace, salt)
 
 
-def names_of_choice(store: Catalogue, choice: Choice) -> set[str]:
+def names_of_choice(store: Store, choice: Choice) -> set[str]:
     """The names under which engines learn that what is chosen was erased. Raises as `_spaces`, and
     as `stores.namespaces`."""
     if choice.age is not None:
@@ -185,7 +186,7 @@ def names_of_choice(store: Catalogue, choice: Choice) -> set[str]:
     if _names_spaces(choice):
         known = _spaces(store, choice)
     else:
-        known = dict.fromkeys([*counted, *store.described()])
+        known = dict.fromkeys([*counted, *store.catalogue().described()])
     spaces = [space for space in known if space]
     if choice.salt is not None:
         return {name_of_mark(salt_mark(space, choice.salt)) for space in spaces}
@@ -223,10 +224,13 @@ def of_tokens(where: str, spaces: Mapping[bytes, Namespace | None]) -> list[Name
     return found
 
 
-def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
+def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
     """Return the chosen namespaces by digest; None for one without a readable description. Raises
     ConfigError if the digits are those of several."""
-    digests = [*store.described(), *(store.namespaces() if choice.digits else ())]
+    digests = [
+        *store.catalogue().described(),
+        *(store.catalogue().namespaces() if choice.digits else ()),
+    ]
     if choice.digits is not None:
         digests = [each for each in digests if each.hex().startswith(choice.digits)]
     found: dict[bytes, Namespace | None] = {}
@@ -248,19 +252,19 @@ def _spaces(store: Catalogue, choice: Choice) -> dict[bytes, Namespace | None]:
     return found
 
 
-def _of_prompt(store: Catalogue, choice: Choice, prompt: AskedPrompt) -> Iterator[Entry]:
+def _of_prompt(store: Store, choice: Choice, prompt: AskedPrompt) -> Iterator[Entry]:
     spaces = _spaces(store, choice)
     for space in of_tokens(store.url, spaces) if spaces else ():
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, prompt.extra)
         keys.extend(prompt.token_ids)
         for chunk in keys.keys:
             for key in (chunk, *state_keys(chunk, space.state_parts)):
-                size = store.of(space.digest).read(key, ())
+                size = store.in_namespace(space.digest).read(key, ())
                 if size is not None:
                     yield Entry(key, size, 0.0, space.digest)
 
 
-def why_nothing(store: Catalogue, choice: Choice) -> str:
+def why_nothing(store: Store, choice: Choice) -> str:
     """Say why `chosen` yields nothing. Raises as `chosen`."""
     if _names_spaces(choice) and not _spaces(store, choice):
         return f"no such namespace in {store.url}; see `kvferry ls URL --by namespace`"

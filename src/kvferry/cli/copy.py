@@ -30,7 +30,8 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import Namespace
 from kvferry.record.check import MissReason, check_head, check_record, parse_head
-from kvferry.store.base import Catalogue, Entry, PutResult
+from kvferry.store.base import PutResult, Store
+from kvferry.store.catalogue import Entry
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.kinds import ends_with_process
 from kvferry.store.url import open_one, parse_store_url, read_options
@@ -102,7 +103,7 @@ class _Copied(NamedTuple):
     """Records that were removed before they were read."""
 
 
-def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Copied:
+def _copy(source: Store, target: Store, entries: Iterable[Entry]) -> _Copied:
     """Copy records that are still there, and describe their namespaces in the target. Raises
     StoreError if a store fails, or the target does not take a record."""
     keys: list[ChunkKey] = []
@@ -111,7 +112,7 @@ def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Co
     num_vanished = 0
     described: set[bytes] = set()
     for entry in entries:
-        values = source.of(entry.namespace)
+        values = source.in_namespace(entry.namespace)
         size = values.read(entry.key, ())
         record = memoryview(bytearray(min(size or 0, MAX_RECORD_BYTES)))
         if size is None or values.read(entry.key, [(0, record)]) is None:
@@ -123,10 +124,10 @@ def _copy(source: Catalogue, target: Catalogue, entries: Iterable[Entry]) -> _Co
             continue
         if namespace not in described:
             described.add(namespace)
-            text = source.describe(namespace)
+            text = source.catalogue().description(namespace)
             if text is not None and Namespace.from_text(namespace, text) is not None:
                 target.describe(namespace, text)
-        result, fault = target.of(namespace).put(entry.key, [record])
+        result, fault = target.in_namespace(namespace).put(entry.key, [record])
         if fault is not None:
             why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
             said = f"{target.url} {why}: {fault}; {len(keys)} records were copied"

@@ -17,7 +17,7 @@ from kvferry.cli.stores import open_existing
 from kvferry.config import format_size
 from kvferry.errors import StoreError
 from kvferry.store import maintenance
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.erasures import MAX_NAMES, add_to_notice, parse_notice
 from kvferry.store.kind import shown_url
 
@@ -40,7 +40,7 @@ class _Erased:
     """
 
     url: str
-    store: Catalogue | None
+    store: Store | None
     is_only: bool = False
     num_records: int = 0
     num_bytes: int = 0
@@ -111,7 +111,7 @@ def _opened(closing: ExitStack, url: str, num_urls: int, *, writable: bool) -> _
     shown = shown_url(url)
     try:
         store = closing.enter_context(open_existing(url, writable=writable))
-        quarantined = store.facts().get("quarantined") or 0
+        quarantined = store.catalogue().facts().get("quarantined") or 0
     except StoreError as error:
         each = _Erased(shown, None, num_urls == 1)
         each.failed(error)
@@ -138,12 +138,12 @@ def _tell(each: _Erased, names: set[str], at: float) -> None:
     if each.store is None or not names:
         return
     for _ in range(_TRIES):
-        text = each.store.notice()
+        text = each.store.catalogue().notice()
         told = [name for name, since in parse_notice(text).items() if since >= at]
         each.told = len(names.intersection(told)) == min(len(names), MAX_NAMES)
         if each.told:
             return
-        each.store.notice(add_to_notice(text, sorted(names), at))
+        each.store.catalogue().notice(add_to_notice(text, sorted(names), at))
 
 
 def _walk(each: _Erased, choice: Choice, *, deletes: bool) -> None:

@@ -46,7 +46,7 @@ from kvferry.errors import ConfigError, Fault, StoreError
 from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
 from kvferry.journal import JournalLine, read_journal
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
 from kvferry.survey import (
@@ -118,7 +118,7 @@ def explain(
     identity = model_identity(Path(str(model))) if namespace is None else None
 
     def ask(token_ids: Sequence[int]) -> PromptAnswer:
-        def of_tiers(tiers: Mapping[str, Catalogue], away: dict[str, Fault]) -> PromptAnswer:
+        def of_tiers(tiers: Mapping[str, Store], away: dict[str, Fault]) -> PromptAnswer:
             prompt = PromptSearch(tiers, token_ids, asked.extra, block_size, away)
             return _ask_model(identity, prompt) if identity else _ask_namespace(digits, prompt)
 
@@ -141,11 +141,11 @@ def _of_other_form(answer: PromptAnswer, other: PromptAnswer, *, raw: bool) -> l
 
 
 def _ask_tiers(
-    urls: list[str], question: Callable[[Mapping[str, Catalogue], dict[str, Fault]], PromptAnswer]
+    urls: list[str], question: Callable[[Mapping[str, Store], dict[str, Fault]], PromptAnswer]
 ) -> PromptAnswer:
     """Ask one store, or several as tiers, by name. A tier that cannot be opened is away."""
 
-    def ask(tiers: Mapping[str, Catalogue], away: dict[str, Fault]) -> PromptAnswer:
+    def ask(tiers: Mapping[str, Store], away: dict[str, Fault]) -> PromptAnswer:
         try:
             return question(tiers, away)
         except ConfigError as error:
@@ -157,7 +157,7 @@ def _ask_tiers(
     if len(urls) == 1:
         scheme = parse_store_url(urls[0]).scheme
         return stores.query_store(urls[0], lambda store: ask({scheme: store}, {}))
-    opened: dict[str, Catalogue] = {}
+    opened: dict[str, Store] = {}
     away: dict[str, Fault] = {}
     with ExitStack() as closing:
         for number, url in enumerate(urls, 1):
@@ -194,10 +194,10 @@ def _ask_model(identity: ModelIdentity, prompt: PromptSearch) -> PromptAnswer:
     )
 
 
-def _num_lost(store: Catalogue) -> int:
+def _num_lost(store: Store) -> int:
     """Count the records whose namespaces have no description. Raises StoreError where that is not
     known."""
-    store.described()  # raises where the descriptions cannot be listed: they may be there
+    store.catalogue().described()  # raises where those that may be there are not listed
     counts = stores.namespaces(store)  # raises where the prefix is wrong
     found = survey(store, counts, counts)
     if (why := unread(found)) is not None:

@@ -40,7 +40,8 @@ from kvferry.record.check import MissReason, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
 from kvferry.report.gather import causes
 from kvferry.store import maintenance
-from kvferry.store.base import Catalogue, Entry, Removal
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry, Removal
 from kvferry.store.kind import shown_url
 from kvferry.survey import Holding, survey
 from kvferry.types import FORMAT_VERSION
@@ -72,7 +73,7 @@ class _Listed(NamedTuple):
     facts: JsonRow
 
     @classmethod
-    def of(cls, store: Catalogue, entry: Entry) -> _Listed:
+    def of(cls, store: Store, entry: Entry) -> _Listed:
         facts = {**_entry_facts(entry), "model": None}
         found = maintenance.inspect(store, entry)
         if isinstance(found, MissReason):
@@ -126,14 +127,14 @@ def ls(
         _show_records(*query_store(url, lambda store: _list(store, sort, limit)), json)
 
 
-def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[JsonRow], JsonRow, int]:
+def _list(store: Store, sort: Order, limit: int) -> tuple[list[JsonRow], JsonRow, int]:
     """Return the records to show, the names of their models by namespace, and the number of all
     records. Keeps in memory at most one record more than it returns."""
     num_records = 0
 
     def every() -> Iterator[Entry]:
         nonlocal num_records
-        for entry in entries(store, store.scan()):
+        for entry in entries(store, store.catalogue().scan()):
             num_records += 1
             yield entry
 
@@ -142,7 +143,7 @@ def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[JsonRow], Jso
         listed = heapq.nsmallest(limit, heads, key=lambda each: each.place)
     else:
         try:
-            chosen, num_records = list(store.recent(limit)), store.stat().num_records
+            chosen, num_records = list(store.catalogue().recent(limit)), store.stat().num_records
         except StoreError:  # the store does not know which were used last
             chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
         listed = [_Listed.of(store, entry) for entry in chosen]
@@ -153,8 +154,8 @@ def _list(store: Catalogue, sort: Order, limit: int) -> tuple[list[JsonRow], Jso
     return [each.facts for each in listed], models, num_records
 
 
-def _removals(store: Catalogue, limit: int) -> list[Removal]:
-    removals = store.removals(limit)
+def _removals(store: Store, limit: int) -> list[Removal]:
+    removals = store.catalogue().removals(limit)
     if removals is None:
         raise ConfigError(f"{store.url} does not remember what was removed; a directory does")
     return removals
@@ -203,7 +204,7 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
     """Show one record: header, components and the result of checking every leaf. Exit code 1 if it
     is not right; it stays where it is."""
 
-    def look_at(store: Catalogue) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
         entry = find(store, key_prefix)
         checked = maintenance.verify(store, [entry], discards=False)
         fault = None if checked.num_records else MissReason.ABSENT
@@ -251,10 +252,10 @@ def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
     """Count the records of a store by namespace, and its recent removals by reason. Return the
     result for programs, and for people. Raises as `query_store`."""
 
-    def look(store: Catalogue) -> tuple[list[Holding], JsonRow, list[Removal]]:
+    def look(store: Store) -> tuple[list[Holding], JsonRow, list[Removal]]:
         counts = namespaces(store)
-        removals = store.removals(sys.maxsize) or []
-        return survey(store, counts, counts), dict(store.facts()), removals
+        removals = store.catalogue().removals(sys.maxsize) or []
+        return survey(store, counts, counts), dict(store.catalogue().facts()), removals
 
     found, facts, removals = query_store(url, look)
     facts = {
@@ -296,7 +297,7 @@ def verify(
         task = bar.add_task("verifying", total=store.stat().num_records or None)
         report = maintenance.verify(
             store,
-            entries(store, store.stored()),
+            entries(store, store.catalogue().stored()),
             lambda num_records, _: bar.update(task, completed=num_records),
             discards=not dry_run,
         )
@@ -323,10 +324,10 @@ def verify(
         raise typer.Exit(Exit.NO)
 
 
-def _action(store: Catalogue, entry: Entry, dry_run: bool) -> str:
+def _action(store: Store, entry: Entry, dry_run: bool) -> str:
     """Say what became of a bad record; it is left if the medium or the server refuses."""
     try:
-        is_left = dry_run or store.of(entry.namespace).read(entry.key, ()) is not None
+        is_left = dry_run or store.in_namespace(entry.namespace).read(entry.key, ()) is not None
     except StoreError:
         is_left = True
     if is_left:

@@ -24,7 +24,7 @@ from kvferry.explain import MAX_REMOVALS
 from kvferry.journal import journal_lines
 from kvferry.report.gather import RecordedRequests, Survey
 from kvferry.report.page import MAX_ROWS, Report, render
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.kind import shown_url
 from kvferry.survey import survey
 
@@ -66,21 +66,23 @@ def report(
     emit(value, json, f"{html}: {said}")
 
 
-def _gather(store: Catalogue, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
+def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
     chunks = {} if requests is None else requests.chunks()
     sums = Survey(chunks, time.time())
     total = store.stat().num_records or None
-    for entry in bar.track(entries(store, store.scan()), total, description="reading records"):
+    for entry in bar.track(
+        entries(store, store.catalogue().scan()), total, description="reading records"
+    ):
         sums.add(entry)
     spaces = sums.largest_spaces()
     shown = {digest: (each.num_records, each.num_bytes) for digest, each in spaces.items()}
     return Report(
         url=url,
         at=time.time(),
-        facts=store.facts(),
+        facts=store.catalogue().facts(),
         spaces=spaces,
         holdings={each.digest: each for each in survey(store, list(spaces)[:MAX_ROWS], shown)},
         runs=sums.runs(),
-        removals=store.removals(MAX_REMOVALS),
+        removals=store.catalogue().removals(MAX_REMOVALS),
         requests=requests,
     )

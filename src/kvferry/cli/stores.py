@@ -13,7 +13,8 @@ import typer
 from kvferry.cli.output import NothingFound
 from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, FaultKind, StoreError
-from kvferry.store.base import Catalogue, Entry
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.kinds import kind_of
 from kvferry.store.url import open_one, parse_store_url, read_options
@@ -35,7 +36,7 @@ INDEX_SECONDS = 60.0
 """How long a command waits for the listing of a large directory that has no index."""
 
 
-def query_store(url: str, question: Callable[[Catalogue], T]) -> T:
+def query_store(url: str, question: Callable[[Store], T]) -> T:
     """Open the store at `url` read-only and return what `question` answers. After a StoreError, a
     directory is asked again without its index, which may be damaged or locked. Raises as
     `open_existing`, and StoreError if the directory or the server cannot be listed."""
@@ -52,7 +53,7 @@ def query_store(url: str, question: Callable[[Catalogue], T]) -> T:
             return question(store)
 
 
-def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
+def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
     `writable` makes no difference for a server: only `delete` and `discard` change it.
 
@@ -82,7 +83,7 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Catalogue:
     return store
 
 
-def await_answer(store: Catalogue) -> None:
+def await_answer(store: Store) -> None:
     """Wait for a server's first answer; without one, close the store and raise StoreError. Other
     errors are left for the command to meet. A directory is not asked."""
     if not kind_of(parse_store_url(store.url).scheme).hosts:
@@ -107,7 +108,7 @@ def require_writable(url: StoreUrl) -> None:
         raise ConfigError(f"{url.where} says read_only, and this command changes the store")
 
 
-def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
+def entries(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
     """Pass on `found`. If it is empty, raise as `namespaces` does."""
     is_empty = True
     for entry in found:
@@ -117,10 +118,10 @@ def entries(store: Catalogue, found: Iterable[Entry]) -> Iterator[Entry]:
         namespaces(store)
 
 
-def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
+def namespaces(store: Store) -> dict[bytes, tuple[int, int]]:
     """Return the numbers of records and of bytes by namespace. Raises StoreError if the store does
     not list them, ConfigError if nothing is stored on a server under this URL."""
-    found = store.namespaces()
+    found = store.catalogue().namespaces()
     # A missing directory is found at its opening; a wrong prefix on a server only looks empty. A
     # store that was emptied still has the descriptions of its namespaces.
     if not found and kind_of(parse_store_url(store.url).scheme).hosts:
@@ -131,11 +132,15 @@ def namespaces(store: Catalogue) -> dict[bytes, tuple[int, int]]:
     return found
 
 
-def find(store: Catalogue, key_prefix: str) -> Entry:
+def find(store: Store, key_prefix: str) -> Entry:
     """Return the one record whose key starts with `key_prefix` (hexadecimal). Raises NothingFound
     if none does, ConfigError if several do."""
     prefix = check_digits(key_prefix, "a key")
-    found = (entry for entry in entries(store, store.scan()) if entry.key.hex().startswith(prefix))
+    found = (
+        entry
+        for entry in entries(store, store.catalogue().scan())
+        if entry.key.hex().startswith(prefix)
+    )
     matches = list(found)
     if len(matches) == 1:
         return matches[0]

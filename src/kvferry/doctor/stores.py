@@ -25,7 +25,8 @@ from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
-from kvferry.store.base import Catalogue, Entry, Store, Where
+from kvferry.store.base import Store, Where
+from kvferry.store.catalogue import Entry
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
@@ -60,7 +61,7 @@ _UNKNOWN = "not known"
 _PREFIX = "kvferry-doctor-"
 """Start of the names of this check's records on a server."""
 
-Opener = Callable[[StoreUrl], Catalogue]
+Opener = Callable[[StoreUrl], Store]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +140,7 @@ def _look(
     return ()
 
 
-def _check_open(
-    store: Catalogue, parsed: StoreUrl, model: Model | None, report: StoreReport
-) -> None:
+def _check_open(store: Store, parsed: StoreUrl, model: Model | None, report: StoreReport) -> None:
     report.step = "the first answer"
     started = time.perf_counter()
     try:
@@ -160,7 +159,7 @@ def _check_open(
     _try_record(store, parsed, report, room)
     if "put_gb_per_second" in report.facts:
         report.step = "asking for its limits"
-        _check_eviction(store.facts(), report)
+        _check_eviction(store.catalogue().facts(), report)
     report.step = "listing its records"
     _check_records(store, report)
     _check_namespaces(store, model, report)
@@ -180,14 +179,17 @@ def _check_eviction(facts: Mapping[str, int | bool | None], report: StoreReport)
         report.add(Problem.EVICTS_NOTHING)
 
 
-def _check_records(store: Catalogue, report: StoreReport) -> None:
+def _check_records(store: Store, report: StoreReport) -> None:
     """Look at the heads of a few records, and for files that something else removed."""
-    found = {entry.key: inspect(store, entry) for entry in islice(store.scan(), NUM_INSPECTED)}
+    found = {
+        entry.key: inspect(store, entry)
+        for entry in islice(store.catalogue().scan(), NUM_INSPECTED)
+    }
     absent = {key for key, fault in found.items() if fault is MissReason.ABSENT}
     wrong = [fault for fault in found.values() if isinstance(fault, MissReason)]
     if wrong := [fault for fault in wrong if fault is not MissReason.ABSENT]:
         report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
-    removals = store.removals(sys.maxsize)
+    removals = store.catalogue().removals(sys.maxsize)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.
     if removals is None or report.facts["shared_by_machines"]:
         return
@@ -198,7 +200,7 @@ def _check_records(store: Catalogue, report: StoreReport) -> None:
         report.add(Problem.VANISHED)
 
 
-def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) -> int:
+def _check_directory(store: Store, parsed: StoreUrl, report: StoreReport) -> int:
     """Check a directory; return how many bytes can be stored without evicting records."""
     root, options = parsed.path, read_options(parsed)
     shares_group = getattr(options, "mode", "") == "0770"
@@ -206,7 +208,7 @@ def _check_directory(store: Catalogue, parsed: StoreUrl, report: StoreReport) ->
         report.add(Problem.UNTRUSTED, why=untrusted)
     report.facts["file_system"] = file_system(root)
     report.facts["shared_by_machines"] = not is_of_one_machine(root)
-    found, facts = os.statvfs(root), store.facts()
+    found, facts = os.statvfs(root), store.catalogue().facts()
     report.facts |= {name: facts[name] for name in ("used_bytes", "quarantined") if name in facts}
     # A store of an earlier version does not know the quota of its engines.
     quota = getattr(options, "max_bytes", None) or facts.get("max_bytes", _UNKNOWN)
@@ -247,7 +249,7 @@ def _own_place(parsed: StoreUrl) -> StoreUrl:
     return replace(parsed, path=f"{parsed.path}/{name}" if parsed.path else name)
 
 
-def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: float) -> None:
+def _try_record(store: Store, parsed: StoreUrl, report: StoreReport, room: float) -> None:
     """Write a record, read it and remove it, unless it would evict others."""
     schema = RecordSchema.for_groups(namespace=os.urandom(32), chunk_tokens=128, groups=(_GROUP,))
     if room < 2 * schema.record_bytes or report.is_over.is_set():
@@ -267,7 +269,7 @@ def _try_record(store: Catalogue, parsed: StoreUrl, report: StoreReport, room: f
                 report.add(Problem.NOT_DELETED)
 
 
-def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
+def _look_up(other: Store, key: ChunkKey, report: StoreReport) -> None:
     """Ask for a stored record as look-ups of an engine do."""
     faults: list[StoreError] = []
     other.on_result(lambda fault: faults.append(fault) if fault is not None else None)
@@ -285,7 +287,7 @@ def _look_up(other: Catalogue, key: ChunkKey, report: StoreReport) -> None:
         report.add(Problem.NOT_FOUND)
 
 
-def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> bool:
+def _time(values: Store, schema: RecordSchema, key: ChunkKey, report: StoreReport) -> bool:
     """Write the record and read it. Whether it is there."""
     image = memoryview(bytearray(schema.record_bytes))
     payload = image[schema.head_bytes :]
@@ -306,11 +308,11 @@ def _time(values: Catalogue, schema: RecordSchema, key: ChunkKey, report: StoreR
     return size == len(image)
 
 
-def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreReport) -> None:
+def _check_clock(own: Store, parsed: StoreUrl, key: ChunkKey, report: StoreReport) -> None:
     """Compare clocks, if the store says when a record was written."""
     written = 0.0
     if not kind_of(parsed.scheme).is_directory:
-        written = next((each.last_used for each in own.scan() if each.key == key), 0.0)
+        written = next((each.last_used for each in own.catalogue().scan() if each.key == key), 0.0)
     elif report.facts.get("shared_by_machines"):
         with suppress(OSError):  # it was removed meanwhile
             written = os.stat(record_path(parsed.path, key)).st_mtime
@@ -325,8 +327,12 @@ def _check_clock(own: Catalogue, parsed: StoreUrl, key: ChunkKey, report: StoreR
 # -- namespaces -----------------------------------------------------------------------------------
 
 
-def _check_namespaces(store: Catalogue, model: Model | None, report: StoreReport) -> None:
-    counts = {digest: found for digest, found in store.namespaces().items() if digest and found[0]}
+def _check_namespaces(store: Store, model: Model | None, report: StoreReport) -> None:
+    counts = {
+        digest: found
+        for digest, found in store.catalogue().namespaces().items()
+        if digest and found[0]
+    }
     found = []
     holdings = survey(store, counts, counts)
     if (why := unread(holdings)) is not None and why.kind is not FaultKind.LATE:

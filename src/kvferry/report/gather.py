@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 from kvferry.journal import KEY_BYTES, JournalLine
-from kvferry.store.base import Entry, Removal
+from kvferry.store.catalogue import Entry, Removal
 
 MAX_CHUNKS = 1 << 17
 """Most chunks of the last requests from which the tree is made."""

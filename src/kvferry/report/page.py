@@ -28,7 +28,7 @@ from kvferry.report.gather import (
     age,
     causes,
 )
-from kvferry.store.base import Removal
+from kvferry.store.catalogue import Removal
 from kvferry.survey import Holding
 
 if TYPE_CHECKING:

@@ -1,25 +1,27 @@
 """The store contract: opaque bytes under 32-byte keys, whole or absent.
 
-Every store implements it: engines call a `Store`, commands a `Catalogue`. A store knows nothing
-of heads, ranks or requests, and verifies nothing: `kvferry.store.recordio` checks records.
+Every store implements it. Commands also ask the catalogue that a store hands out
+(`kvferry.store.catalogue`). A store knows nothing of heads, ranks or requests, and verifies
+nothing: `kvferry.store.recordio` checks records.
 
 `accepts`, `values_per_put`, `where`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
-`note_stored`, `on_result`, `tier_of`, `erased_since` and `tiers` do no I/O. All others
-may block on it: while an engine serves, they run on I/O threads, never on a scheduler's. A call
-with a deadline
-(`time.monotonic()` seconds) ends at it or shortly after; but writes to a directory ignore it, and a
-mount that hangs overruns it. If the caller gives none, stores on servers set a limit.
+`note_stored`, `on_result`, `tier_of`, `erased_since`, `tiers`, `catalogues` and `in_namespace` do
+no I/O. All others may block on it: while an engine serves, they run on I/O threads, never on a
+scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly after; but
+writes to a directory ignore it, and a mount that hangs overruns it. If the caller gives none,
+stores on servers set a limit.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Self
 
-from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
+from kvferry.errors import Fault, FaultKind, StoreError
+from kvferry.store.catalogue import Catalogue, Contract
 from kvferry.types import ChunkKey
 
 Buffer = memoryview | bytearray | bytes
@@ -128,33 +130,6 @@ ASKED, COMING = Where.ASKED, Where.COMING
 """For look-ups: a member of an enum is a slow attribute in Python 3.11."""
 
 
-class Entry(NamedTuple):
-    """One stored value, as `scan` finds it."""
-
-    key: ChunkKey
-    num_bytes: int
-    last_used: float
-    """Seconds since the epoch; 0 if unknown. May lag, as uses are written back in batches."""
-    namespace: bytes = b""
-    """The namespace that it belongs to; empty if the store does not know."""
-    pinned_until: float = 0.0
-    """Seconds since the epoch; the value is not evicted before. 0: not pinned."""
-
-
-class Removal(NamedTuple):
-    """One value that was removed, or found to be gone."""
-
-    key: ChunkKey
-    num_bytes: int
-    at: float
-    """Seconds since the epoch."""
-    reason: str
-    """evicted, deleted, damaged, or vanished: the file was removed from outside."""
-    detail: str
-    by: str
-    """The process that removed it, or found it gone."""
-
-
 class ValueCheck(NamedTuple):
     """How a store, which knows only bytes, tells sound values from wrong ones."""
 
@@ -167,34 +142,19 @@ class ValueCheck(NamedTuple):
     """The option that says how large values are, for messages."""
 
 
-class GcReport(NamedTuple):
-    """What was removed to make a store smaller, and what is stored now."""
-
-    removed_records: int
-    removed_bytes: int
-    used_bytes: int
-
-
-def too_many_pins(num_pinned: int) -> ConfigError:
-    """Return the refusal of pins beyond half of the quota, where `num_pinned` values are pinned."""
-    return ConfigError(
-        f"{num_pinned:,} records are pinned now, and these would be too many: pins may take half "
-        "of the quota, so that others are still stored; raise max_bytes or pin less"
-    )
-
-
-class Store(ABC):
+class Store(Contract, ABC):
     """Whole values under content keys. A value appears and goes, but never changes.
 
     Thread-safe. `close` is idempotent and leaves no thread behind. A closed store answers every
-    call: `put` is FAILED, `read` None, `where` ABSENT, `delete` False, `stat` works, `gc` and `pin`
-    may raise StoreError, all else finds and does nothing.
+    call: `put` is FAILED, `read` None, `where` ABSENT, `delete` False, `stat` works, all else finds
+    and does nothing.
 
     In a directory and in memory, the least recent value is evicted first. `put` and `touch` update
     recency and reads do not, so a full scan leaves the eviction order alone. Servers evict by their
     own rules, and there a read may count as a use.
 
-    Methods that are not abstract have defaults, so that a caller can call any of them on any store.
+    What is not abstract follows from what is. So a store answers nothing that it cannot know: one
+    that lacks a method cannot be made.
     """
 
     url: str
@@ -274,26 +234,56 @@ class Store(ABC):
     def stat(self) -> StoreStat:
         """Counts."""
 
+    @abstractmethod
     def tiers(self) -> list[TierStatus]:
         """The stores that this one consists of, nearest first. Empty for a single store."""
-        return []
 
     @abstractmethod
     def close(self) -> None:
         """Stop background work. Idempotent."""
 
+    @abstractmethod
     def erased_since(self, number: int) -> Sequence[str]:
         """What commands erased meanwhile, by the names of `kvferry.store.erasures`, without the
         first `number` that this object heard of. Memory only."""
-        return ()
+
+    @abstractmethod
+    def describe(self, namespace: bytes, description: str) -> None:
+        """Keep what a namespace is, as text for people and tools (`Namespace.as_text`), in place of
+        what was kept before; later if not now. Nothing where no text can be kept. Never raises."""
+
+    # -- other faces of the same values ---------------------------------------------------------
+
+    @abstractmethod
+    def in_namespace(self, namespace: bytes) -> Store:
+        """Return this store as it reads, writes and removes the values of a namespace. Where keys
+        alone name values, this is the store itself; else it is a view that shares all but the
+        names, and needs no close of its own."""
+
+    @abstractmethod
+    def catalogues(self) -> Sequence[Catalogue | Fault]:
+        """What commands ask: the catalogue of each tier, nearest first, or why there is none
+        now. A single store has one."""
+
+    def catalogue(self) -> Catalogue:
+        """The only catalogue. Raises StoreError if there is none now, or there are several."""
+        found = self.catalogues()
+        if len(found) > 1:
+            said = f"{self.url} are several stores; give one of them"
+            raise StoreError(FaultKind.UNLISTED, said)
+        (only,) = found
+        if isinstance(only, Fault):
+            raise StoreError(*only)
+        return only
 
     # -- an index that lags behind what other processes store -----------------------------------
 
     @property
+    @abstractmethod
     def needs_probes(self) -> bool:
         """Whether `where` learns only by a `probe` what others stored. It is ASKED meanwhile."""
-        return False
 
+    @abstractmethod
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
         later `where`. Dropped when too many probes wait.
@@ -305,30 +295,29 @@ class Store(ABC):
         Returns:
             Whether there is a medium to ask, in which a key may appear that is not here yet.
         """
-        return False
 
+    @abstractmethod
     def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
         """Take it that `peer` has `keys` in memory, if this store reads from there. Whether it
         does."""
-        return False
 
-    def note_stored(self, key: ChunkKey) -> None:  # noqa: B027  # known at once
+    @abstractmethod
+    def note_stored(self, key: ChunkKey) -> None:
         """Learn that `key` was stored through another store object of the same URL."""
 
+    @abstractmethod
     def wait_indexed(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the first fill of the index. Whether it is complete."""
-        return True
 
-    def on_result(  # noqa: B027  # asks nothing of its own accord
-        self, heard: Callable[[StoreError | None], None]
-    ) -> None:
+    @abstractmethod
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         """Call `heard` on an I/O thread after each question of a `probe`: with None if the medium
         answered, else with the error."""
 
+    @abstractmethod
     def tier_of(self, key: ChunkKey) -> str:
         """Name of the tier that `key` would be read from; the scheme of a single store. If the tier
         is several peers, a space and the peer's address follow. A hint."""
-        return self.url.partition(":")[0]
 
     def __enter__(self) -> Self:
         return self
@@ -337,97 +326,14 @@ class Store(ABC):
         self.close()
 
 
-class Catalogue(Store):
-    """A store that also says what is there, for commands, and that pins. Calls may be slow."""
+class SingleStore(Store):
+    """A store of one medium: it consists of no others, and hears of no erasures."""
 
-    def of(self, namespace: bytes) -> Catalogue:
-        """Return a store that reads and removes the values of a namespace. Where keys alone name
-        values, this is the store itself; else it is a view that shares its connections and needs no
-        close of its own."""
-        return self
+    def tiers(self) -> list[TierStatus]:
+        return []
 
-    def lists(self, key: ChunkKey) -> bool:
-        """Whether an index on the medium lists `key`, whose value may be gone. Raises as `scan`."""
-        return False
+    def tier_of(self, key: ChunkKey) -> str:
+        return self.url.partition(":")[0]
 
-    def scan(self) -> Iterator[Entry]:
-        """Yield every value that is stored throughout the call; of those that come or go meanwhile,
-        any may be missing. Has no effect on later reads. Keeps a bounded number of names in memory:
-        a name that a server lists twice, far apart, may come twice.
-        Raises StoreError if the store cannot list its values, or the medium failed."""
-        raise StoreError(FaultKind.UNLISTED, f"{self.url} cannot list its values")
-
-    def stored(self) -> Iterator[Entry]:
-        """Yield every value that the medium lists, also those that an index does not know. Size and
-        last use are 0 where only the index knows them. Raises as `scan`."""
-        return self.scan()
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        """Yield up to `limit` values, the most recently used first, without listing all. Raises
-        as `scan`."""
-        said = f"{self.url} does not know which values were used last"
-        raise StoreError(FaultKind.UNLISTED, said)
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Number of values and of their bytes by namespace. Empty bytes stand for a namespace that
-        is not known yet. Raises as `scan`."""
-        found: dict[bytes, tuple[int, int]] = {}
-        for entry in self.scan():
-            num_records, num_bytes = found.get(entry.namespace, (0, 0))
-            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
-        return found
-
-    def described(self) -> list[bytes]:
-        """The namespaces that may have a description. Does not list all values where the store
-        keeps a list of namespaces. Raises as `scan`."""
-        return list(self.namespaces())
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """What a namespace is, as text for people and tools (`Namespace.as_text`); None if unknown.
-        The text is untrusted, and empty or cut if it is too long. A given `description` replaces
-        the stored one, later if not now, and then this never raises. Without one, it raises
-        StoreError if the medium failed."""
-        return None
-
-    def notice(self, text: str | None = None) -> str | None:
-        """The notice of what commands erased (`kvferry.store.erasures`); None if there is none, or
-        the store keeps none. A given `text` replaces it. The text is untrusted. Never raises."""
-        return None
-
-    def removals(self, limit: int) -> list[Removal] | None:
-        """The last `limit` removals, newest first; None where the store remembers none. Raises
-        StoreError if the medium failed."""
-        return None
-
-    def facts(self) -> dict[str, int | bool | None]:
-        """Facts about the store for people to read, by name."""
-        return {}
-
-    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        """Remove unpinned values: those not used for `older_than_seconds`, then the least recently
-        used, until all that stay have at most `max_bytes` (None: the store's quota, if any).
-
-        Raises:
-            ConfigError: the store does not know when its values were used.
-            StoreError: the store cannot be changed, or the medium failed.
-        """
-        said = f"{self.url} cannot be made smaller by a command"
-        raise StoreError(FaultKind.UNUSABLE, said)
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        """Keep `keys` from eviction before `until` (seconds since the epoch; a time that is past
-        ends their pins). Pinned values take at most half of the quota. They can be deleted.
-
-        Args:
-            by_client: whether a client asked for it, not an operator: then longer pins stay, and
-                pinned values take at most a quarter of the quota.
-
-        Returns:
-            How many of the keys are here, and so are pinned.
-
-        Raises:
-            ConfigError: the store has no quota, or more would be pinned than may be; the keys
-                before that stay pinned.
-            StoreError: the store cannot pin, cannot be changed, or the medium failed.
-        """
-        raise StoreError(FaultKind.UNUSABLE, f"{self.url} cannot pin; a directory can")
+    def erased_since(self, number: int) -> Sequence[str]:
+        return ()

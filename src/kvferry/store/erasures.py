@@ -87,6 +87,7 @@ def add_to_notice(text: str | None, names: Iterable[str], at: float) -> str:
 class _Written(NamedTuple):
     at: float
     key: ChunkKey
+    namespace: bytes | None
     names: tuple[str, ...]
 
 
@@ -96,7 +97,8 @@ class Erasures:
     Args:
         read: reads the notices of the stores that answer now, by store. Blocks on I/O; raises
             nothing.
-        delete: deletes a value in all of them.
+        delete: deletes the value of a key in all of them; gets its namespace, too, if its head
+            says one.
         clock: monotonic seconds.
         wall: seconds since the epoch.
     """
@@ -104,7 +106,7 @@ class Erasures:
     def __init__(
         self,
         read: Callable[[], Mapping[object, str | None]],
-        delete: Callable[[ChunkKey], object],
+        delete: Callable[[bytes | None, ChunkKey], object],
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -171,11 +173,11 @@ class Erasures:
         # A write that ends from here on finds the names itself.
         for written in list(self._recent):
             if written.at > now - HEED_SECONDS and not self._until.keys().isdisjoint(written.names):
-                self._take_back(written.key)
+                self._take_back(written)
 
-    def _take_back(self, key: ChunkKey) -> None:
+    def _take_back(self, written: _Written) -> None:
         self._observer.count("erased_records")
-        self._delete(key)
+        self._delete(written.namespace, written.key)
 
     def close(self, seconds: float) -> None:
         """End the thread; a read that hangs is abandoned after `seconds`. Idempotent."""
@@ -199,10 +201,10 @@ class Erasures:
 
     def wrote(self, value: Value) -> None:
         """Note that a value was written, and delete it if it was erased meanwhile."""
-        written = _Written(self._clock(), value[0], names_in(value))
+        written = _Written(self._clock(), value[0], _namespace_in(value), names_in(value))
         self._recent.append(written)
         if self._until and self._is_erased(written.names):
-            self._take_back(written.key)
+            self._take_back(written)
 
     def _is_erased(self, names: Iterable[str]) -> bool:
         now = self._clock()
@@ -211,7 +213,13 @@ class Erasures:
 
 def names_in(value: Value) -> tuple[str, ...]:
     """The names of a value, as its first bytes say, unchecked."""
-    key, buffers = value
-    head = bytes(memoryview(buffers[0])[:_HEAD_BYTES]) if buffers else b""
-    namespace = namespace_of(head)
-    return names_of(namespace or b"", key, mark_of(head))
+    return names_of(_namespace_in(value) or b"", value[0], mark_of(_head_of(value)))
+
+
+def _namespace_in(value: Value) -> bytes | None:
+    return namespace_of(_head_of(value))
+
+
+def _head_of(value: Value) -> bytes:
+    _, buffers = value
+    return bytes(memoryview(buffers[0])[:_HEAD_BYTES]) if buffers else b""

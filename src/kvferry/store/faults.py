@@ -55,7 +55,7 @@ class Faults:
         what: str,
         said: str = "",
         *,
-        passes: type[Exception] = KVError,
+        passes: type[Exception] | tuple[type[Exception], ...] = KVError,
         is_logged: bool = True,
     ) -> Iterator[None]:
         """Turn every error of the block into a StoreError.

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from kvferry.errors import ConfigError
 from kvferry.network import join_host
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 
 # URLs of local stores. In their paths an @ is an ordinary character.
 _LOCAL = re.compile(r"/(?!/)|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
@@ -94,7 +94,7 @@ class StoreKind:
     """
 
     options: type[Any]
-    open: Callable[[StoreUrl, Any, Opening], Catalogue]
+    open: Callable[[StoreUrl, Any, Opening], Store]
     hosts: str = ""
     names_bucket: bool = False
     default_port: int | None = None

@@ -19,7 +19,8 @@ from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import MAX_HEADER_BYTES, leaf_spans, one_leaf
-from kvferry.store.base import Catalogue, Entry, GcReport
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry, GcReport
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify(
-    store: Catalogue,
+    store: Store,
     entries: Iterable[Entry],
     progress: Progress | None = None,
     *,
@@ -65,7 +66,7 @@ def verify(
     bad: list[tuple[Entry, MissReason]] = []
     num_records = num_bytes = num_unreadable = 0
     for entry in entries:
-        values = store.of(entry.namespace)
+        values = store.in_namespace(entry.namespace)
         try:
             size = values.read(entry.key, [(0, window)])
             reason = None if size is None else _why_wrong(values, entry.key, size, window)
@@ -85,15 +86,15 @@ def verify(
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
-def inspect(store: Catalogue, entry: Entry) -> RecordInfo | MissReason:
+def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
-        return read_header(store.of(entry.namespace), entry.key)
+        return read_header(store.in_namespace(entry.namespace), entry.key)
     except StoreError:
         return MissReason.IO_ERROR
 
 
-def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
+def read_header(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
     """Read the header of a record; hostile bytes become a reason. Raises StoreError if the medium
     failed."""
     head = memoryview(bytearray(_HEADER_BYTES))
@@ -107,7 +108,7 @@ def read_header(store: Catalogue, key: ChunkKey) -> RecordInfo | MissReason:
     return info if isinstance(info, MissReason) or info.key == key else MissReason.OTHER_RECORD
 
 
-def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
+def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
     """Check the key, every checksum and all values of an untrusted record. Its first bytes are in
     `window`, which has room for the longest header, and for a leaf: the bytes that share one
     checksum."""
@@ -144,17 +145,17 @@ def _why_wrong(store: Catalogue, key: ChunkKey, size: int, window: memoryview) -
 
 
 def estimate(
-    store: Catalogue, found: Iterable[Entry], max_bytes: int | None, age: float | None
+    store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> GcReport:
     """Count what `Store.gc` would remove of the values `found`; remove nothing. Takes about
     100 bytes of memory for each value. Raises ConfigError as `shrink` does."""
     surplus, sizes = _surplus(store, found, max_bytes, age)
     removed_bytes = sum(sizes[index] for index in surplus)
-    used_bytes = store.facts().get("used_bytes") or sum(sizes)
+    used_bytes = store.catalogue().facts().get("used_bytes") or sum(sizes)
     return GcReport(len(surplus), removed_bytes, used_bytes - removed_bytes)
 
 
-def shrink(store: Catalogue, max_bytes: int | None, age: float | None) -> GcReport:
+def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     """Delete the values that `estimate` counts, the least recently used first.
 
     Raises:
@@ -162,7 +163,7 @@ def shrink(store: Catalogue, max_bytes: int | None, age: float | None) -> GcRepo
         StoreError: the store refused to delete a value, or failed; what was deleted before stays
             deleted.
     """
-    entries = list(store.scan())
+    entries = list(store.catalogue().scan())
     surplus, sizes = _surplus(store, entries, max_bytes, age)
     used_bytes = sum(sizes)
     removed_records = removed_bytes = 0
@@ -174,7 +175,7 @@ def shrink(store: Catalogue, max_bytes: int | None, age: float | None) -> GcRepo
     return GcReport(removed_records, removed_bytes, used_bytes)
 
 
-def clear(store: Catalogue, found: Iterable[Entry]) -> GcReport:
+def clear(store: Store, found: Iterable[Entry]) -> GcReport:
     """Delete the values `found`. The report's `used_bytes` is always 0. Raises StoreError if the
     store refused to delete a value, or failed; what was deleted before stays deleted."""
     removed_records = removed_bytes = 0
@@ -185,10 +186,10 @@ def clear(store: Catalogue, found: Iterable[Entry]) -> GcReport:
     return GcReport(removed_records, removed_bytes, used_bytes=0)
 
 
-def delete_or_fail(store: Catalogue, entry: Entry, num_before: int) -> bool:
+def delete_or_fail(store: Store, entry: Entry, num_before: int) -> bool:
     """Delete a value; False if it was already gone. Raises StoreError if the store did not delete
     it. `num_before`, the number deleted before it, is for the message."""
-    values = store.of(entry.namespace)
+    values = store.in_namespace(entry.namespace)
     if values.delete(entry.key):
         return True
     if values.read(entry.key, ()) is not None:
@@ -201,7 +202,7 @@ def delete_or_fail(store: Catalogue, entry: Entry, num_before: int) -> bool:
 
 
 def _surplus(
-    store: Catalogue, found: Iterable[Entry], max_bytes: int | None, age: float | None
+    store: Store, found: Iterable[Entry], max_bytes: int | None, age: float | None
 ) -> tuple[list[int], array[int]]:
     """Choose the values to delete: those not used for `age` seconds, and the least recently used of
     the others that do not fit into `max_bytes`. Pinned values stay, and take their room first. A
@@ -233,7 +234,7 @@ def _surplus(
     return surplus, sizes
 
 
-def _check_uses(store: Catalogue, num_unknown: int, num_values: int, age: float | None) -> None:
+def _check_uses(store: Store, num_unknown: int, num_values: int, age: float | None) -> None:
     """Warn if some uses are not known; raise ConfigError if none is and there is an `age`."""
     if age is not None and num_values and num_unknown == num_values:
         raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.errors import ConfigError, Fault, FaultKind
+from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
     ABSENT,
@@ -22,14 +22,15 @@ from kvferry.store.base import (
     HERE,
     NO_DEADLINE,
     STORED,
+    Address,
     Buffer,
-    Catalogue,
-    Entry,
     Put,
     ReadRange,
+    SingleStore,
     StoreStat,
     Where,
 )
+from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.types import ChunkKey
 
@@ -72,7 +73,7 @@ def copy_ranges(content: Buffer, ranges: Sequence[ReadRange]) -> int:
 _TOO_LARGE = Fault(FaultKind.FULL, "a value is larger than max_bytes")
 
 
-class MemoryStore(Catalogue):
+class MemoryStore(SingleStore):
     """Values in this process only. Evicts the least recent ones to stay within `max_bytes`.
 
     Args:
@@ -181,10 +182,40 @@ class MemoryStore(Catalogue):
                 index_complete=True,
             )
 
-    def scan(self) -> Iterator[Entry]:
+    def values(self) -> list[tuple[ChunkKey, _Value]]:
+        """All values now, the least recent first."""
         with self._lock:
-            values = list(self._values.items())
-        return (Entry(key, len(value.content), value.last_used) for key, value in values)
+            return list(self._values.items())
+
+    def describe(self, namespace: bytes, description: str) -> None:
+        pass  # it ends with its process, which knows its namespaces
+
+    def in_namespace(self, namespace: bytes) -> MemoryStore:
+        return self
+
+    def catalogues(self) -> Sequence[Catalogue]:
+        return [MemoryCatalogue(self)]
+
+    # -- nothing is here that this object does not know at once ----------------------------------
+
+    @property
+    def needs_probes(self) -> bool:
+        return False
+
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+        return False
+
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        return False
+
+    def note_stored(self, key: ChunkKey) -> None:
+        pass
+
+    def wait_indexed(self, timeout: float) -> bool:
+        return True
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        pass
 
     def close(self) -> None:
         with self._lock:
@@ -196,6 +227,44 @@ class MemoryStore(Catalogue):
         stat = self.stat()
         state = "closed" if self._closed else f"{stat.num_records} values, {stat.used_bytes} bytes"
         return f"<MemoryStore {self.url} {state}>"
+
+
+class MemoryCatalogue(Catalogue):
+    """What a `MemoryStore` lists. It keeps no texts, and no list of what it removed."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def lists(self, key: ChunkKey) -> bool:
+        return False
+
+    def scan(self) -> Iterator[Entry]:
+        values = self._store.values()
+        return (Entry(key, len(value.content), value.last_used) for key, value in values)
+
+    def recent(self, limit: int) -> Iterator[Entry]:
+        said = f"{self._store.url} does not know which values were used last"
+        raise StoreError(FaultKind.UNLISTED, said)
+
+    def description(self, namespace: bytes) -> str | None:
+        return None
+
+    def notice(self, text: str | None = None) -> str | None:
+        return None
+
+    def removals(self, limit: int) -> list[Removal] | None:
+        return None
+
+    def facts(self) -> dict[str, int | bool | None]:
+        return {}
+
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        said = f"{self._store.url} cannot be made smaller by a command"
+        raise StoreError(FaultKind.UNUSABLE, said)
+
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
+        said = f"{self._store.url} cannot pin; a directory can"
+        raise StoreError(FaultKind.UNUSABLE, said)
 
 
 def _check_path(where: str, _raw_path: str, path: str) -> None:

@@ -160,6 +160,7 @@ class RecordClient:
     ) -> None:
         self._store = store
         self._schema = schema
+        self._values = store.in_namespace(schema.namespace)
         self._observer = observer
         self._readers = IOPool(io_threads, f"{name}-load")
         # Writes take the interpreter's lock more often: more threads would wait for each other.
@@ -186,6 +187,7 @@ class RecordClient:
     def switch_namespace(self, schema: RecordSchema) -> None:
         """Read and write records of another namespace from now on; sizes stay as they are."""
         self._schema = schema
+        self._values = self._store.in_namespace(schema.namespace)
 
     # ---- reading
 
@@ -253,7 +255,7 @@ class RecordClient:
             self._observer.count("loads_skipped")
             return []
         images = [known[key] for key in takewhile(known.__contains__, keys)]
-        self._store.probe(keys[len(images) :])
+        self._values.probe(keys[len(images) :])
         if now >= deadline:
             self._observer.count(f"miss_{MissReason.DEADLINE}")
             return images
@@ -368,7 +370,10 @@ class RecordClient:
             else:
                 self._refuse(record)
                 batch.end(place, PutResult.NOT_FINITE)
-        answers = self._store.put_all(list(values.values()), deadline) if values else ()
+        if not values:
+            return
+        namespace = filled[next(iter(values))][0].schema.namespace  # of all that one call puts
+        answers = self._store.in_namespace(namespace).put_all(list(values.values()), deadline)
         for place, (result, _) in zip(values, answers, strict=True):
             self._observer.count(f"put_{result}")
             if result is PutResult.STORED:

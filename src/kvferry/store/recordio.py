@@ -75,12 +75,13 @@ def read_record(
     *,
     faults: list[StoreError] | None = None,
 ) -> MissReason | None:
-    """Read and verify parts of a record; None if all that was read is right. What the store raised
-    is appended to `faults`.
+    """Read and verify parts of a record, in the namespace of its schema; None if all that was read
+    is right. What the store raised is appended to `faults`.
 
     A wrong record is read once more, since another process may have replaced it meanwhile. If it is
     wrong again, it is discarded from the store.
     """
+    store = store.in_namespace(schema.namespace)
     try:
         reason = _read(store, schema, read, deadline)
         if reason is not None and reason.is_corruption:
@@ -137,7 +138,7 @@ def put_record(
     """Write the head into `image`, a record with its payload in place, and store it in one atomic
     step. Never raises."""
     seal_record(schema, key, first_token, leaf_table, image, mark)
-    return store.put(key, [image], deadline)
+    return store.in_namespace(schema.namespace).put(key, [image], deadline)
 
 
 def seal_record(
@@ -156,7 +157,8 @@ def seal_record(
 def write_sealed(
     store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
 ) -> Put:
-    """Store a sealed record, the bytes of `parts`, if the store takes values; count the result."""
+    """Store a sealed record, the bytes of `parts`, if the store, which is in the namespace of its
+    head, takes values; count the result."""
     started = time.monotonic()
     why = store.accepts()
     if why is None:

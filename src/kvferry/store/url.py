@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, ValueCheck
+from kvferry.store.base import Store, ValueCheck
 from kvferry.store.faults import Faults
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.kinds import MODULES, find_kind, kind_of, schemes
@@ -195,10 +195,8 @@ def open_store(
     check: ValueCheck | None = None,
     named: Callable[[], tuple[bytes, str | None]] | None = None,
     start_seconds: float | None = None,
-) -> Catalogue:
-    """Open the store that `url` names, or several stores as the tiers of one. A single store is
-    returned as the only tier of a `TieredStore`, but a directory or memory without `start_seconds`
-    is returned as it is, so that it can be listed and shrunk.
+) -> TieredStore:
+    """Open the store that `url` names, or several stores, as the tiers of one.
 
     Args:
         url: `file:///directory`, `memory://name`, `valkey://host/prefix`, `s3://bucket/prefix`,
@@ -245,23 +243,21 @@ def _open_tiers(
     check: ValueCheck | None,
     named: Callable[[], tuple[bytes, str | None]],
     start_seconds: float | None,
-) -> Catalogue:
+) -> TieredStore:
     """See `open_store`."""
     if check is not None:
         for each in parsed:
             refuse_small_quota(each, check.num_bytes, check.sized_by)
 
-    def opened(url: StoreUrl, may_create: bool = True) -> Catalogue:
+    def opened(url: StoreUrl, may_create: bool = True) -> Store:
         namespace, description = named()
         store = open_one(url, replace(opening, namespace=namespace, may_create=may_create))
         if description is not None:
             store.describe(namespace, description)
         return store
 
-    is_local = len(parsed) == 1 and not kind_of(parsed[0].scheme).hosts
     if len(parsed) == 1 and start_seconds is None:
-        store = opened(parsed[0])
-        return store if is_local else TieredStore([store], opening.observer, check=check)
+        return TieredStore([opened(parsed[0])], opening.observer, check=check)
     return TieredStore(
         [Unopened(str(each), partial(opened, each)) for each in parsed],
         opening.observer,
@@ -270,7 +266,7 @@ def _open_tiers(
     )
 
 
-def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
+def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
     """Open the store of one URL, without a tier around it, but several peers as tiers. Raises as
     `open_store`."""
     opening = Opening() if opening is None else opening
@@ -281,9 +277,9 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Catalogue:
     kind, options = kind_of(parsed.scheme), read_options(parsed)
     faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=bool(kind.hosts))
     said = "cannot be opened" if parsed.scheme in MODULES else f"{_name_of(kind.open)} failed"
-    with faults.guard("open", said, is_logged=False):
+    with faults.guard("open", said, passes=(ConfigError, StoreError), is_logged=False):
         store: object = kind.open(parsed, options, opening)
-    if not isinstance(store, Catalogue):
+    if not isinstance(store, Store):
         what = f"it returned a {type(store).__name__}, not a store"
         raise StoreError(FaultKind.BUG, f"{parsed}: {said}: {what}")
     return store

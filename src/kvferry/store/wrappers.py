@@ -2,46 +2,109 @@
 
 from __future__ import annotations
 
-from abc import update_abstractmethods
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
-from kvferry.store.base import Catalogue, Store
+from kvferry.errors import Fault, StoreError
+from kvferry.store.base import (
+    NO_DEADLINE,
+    Address,
+    Buffer,
+    Put,
+    ReadRange,
+    Store,
+    StoreStat,
+    TierStatus,
+    Where,
+)
+from kvferry.store.catalogue import Catalogue
+from kvferry.types import ChunkKey
 
-_OF_EACH = ("check_medium", "put_all", "values_per_put")
-"""What a wrapper keeps: these become one `read`, and one `put` after another."""
 
-
-class _OfInner:
-    """An attribute or a method of a wrapper that is that of the inner store."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, wrapper: WrapperStore | None, owner: type) -> Any:  # noqa: ANN401  # of its kind
-        return self if wrapper is None else getattr(wrapper.inner, self._name)
-
-
-class WrapperStore(Catalogue):
-    """A store that hands every call to `inner`; `put_all` becomes one `put` after another.
-    Subclasses override what they change.
+class WrapperStore(Store):
+    """A store that hands every call to `inner`; `put_all` becomes one `put` after another, and
+    `check_medium` a `read`. Subclasses override what they change.
 
     Closing the wrapper closes the inner store.
     """
 
-    def __init__(self, inner: Catalogue) -> None:
+    def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.url = inner.url
         self.multi_process = inner.multi_process
+        self.quarantines = inner.quarantines
 
-    def of(self, namespace: bytes) -> Catalogue:
-        values = self.inner.of(namespace)
-        return self if values is self.inner else values
+    def in_namespace(self, namespace: bytes) -> Self:
+        values = self.inner.in_namespace(namespace)
+        if values is self.inner:
+            return self
+        view = copy.copy(self)
+        view.inner = values
+        return view
+
+    def catalogues(self) -> Sequence[Catalogue | Fault]:
+        return self.inner.catalogues()
+
+    def describe(self, namespace: bytes, description: str) -> None:
+        self.inner.describe(namespace, description)
+
+    def accepts(self) -> Fault | None:
+        return self.inner.accepts()
+
+    def where(self, key: ChunkKey) -> Where:
+        return self.inner.where(key)
+
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
+    ) -> int | None:
+        return self.inner.read(key, ranges, deadline)
+
+    def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
+        return self.inner.put(key, buffers, deadline)
+
+    def discard(self, key: ChunkKey, reason: str) -> None:
+        self.inner.discard(key, reason)
+
+    def delete(self, key: ChunkKey) -> bool:
+        return self.inner.delete(key)
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        self.inner.touch(keys)
+
+    def stat(self) -> StoreStat:
+        return self.inner.stat()
+
+    def tiers(self) -> list[TierStatus]:
+        return self.inner.tiers()
+
+    def tier_of(self, key: ChunkKey) -> str:
+        return self.inner.tier_of(key)
+
+    def erased_since(self, number: int) -> Sequence[str]:
+        return self.inner.erased_since(number)
+
+    @property
+    def needs_probes(self) -> bool:
+        return self.inner.needs_probes
+
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+        return self.inner.probe(keys, again=again)
+
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        return self.inner.assume(keys, peer)
+
+    def note_stored(self, key: ChunkKey) -> None:
+        self.inner.note_stored(key)
+
+    def wait_indexed(self, timeout: float) -> bool:
+        return self.inner.wait_indexed(timeout)
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        self.inner.on_result(heard)
+
+    def close(self) -> None:
+        self.inner.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"
-
-
-for _name in {*vars(Store), *vars(Catalogue)} - {*vars(WrapperStore), *_OF_EACH}:
-    if not _name.startswith("_"):
-        setattr(WrapperStore, _name, _OfInner(_name))
-update_abstractmethods(WrapperStore)  # type: ignore[type-abstract]  # no longer

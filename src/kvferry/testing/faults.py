@@ -17,9 +17,9 @@ from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.store.base import (
     NO_DEADLINE,
     Buffer,
-    Catalogue,
     Put,
     ReadRange,
+    Store,
 )
 from kvferry.store.memory import copy_ranges
 from kvferry.store.wrappers import WrapperStore
@@ -90,7 +90,7 @@ class FaultyStore(WrapperStore):
     writes answer FAILED, `delete` and `discard` do nothing.
     """
 
-    def __init__(self, inner: Catalogue, operations: Collection[Operation]) -> None:
+    def __init__(self, inner: Store, operations: Collection[Operation]) -> None:
         super().__init__(inner)
         self._operations: frozenset[str] = frozenset(operations)
 
@@ -130,7 +130,7 @@ class StallingStore(FaultyStore):
 
     def __init__(
         self,
-        inner: Catalogue,
+        inner: Store,
         *,
         gate: Gate,
         operations: Collection[Operation] = ("read", "put"),
@@ -152,7 +152,7 @@ class FailingStore(FaultyStore):
 
     def __init__(
         self,
-        inner: Catalogue,
+        inner: Store,
         *,
         operations: Collection[Operation],
         num_failures: int | None = None,
@@ -180,7 +180,7 @@ class CorruptingStore(WrapperStore):
     """
 
     def __init__(
-        self, inner: Catalogue, *, damage: Damage, keys: Collection[ChunkKey] | None = None
+        self, inner: Store, *, damage: Damage, keys: Collection[ChunkKey] | None = None
     ) -> None:
         super().__init__(inner)
         self._damage = damage

@@ -128,7 +128,7 @@ class Unlistable(MemoryStore):
         super().__init__()
         self._error, self._gate = error, gate
 
-    def scan(self):
+    def catalogues(self):
         self._gate.pass_through()
         raise self._error
 
@@ -164,10 +164,10 @@ def test_clearing_deletes_the_pages_of_this_epoch_alone(kind, num_epochs, tmp_pa
         assert host.store() == [True] * 3
         host.records.begin_epoch()
     assert host.store() == [True] * 3
-    assert len(list(host.records._store.scan())) == 3 * (num_epochs + 1)
+    assert len(list(host.records._store.catalogue().scan())) == 3 * (num_epochs + 1)
     host.records.clear()
     assert host.load() == [False] * 3
-    assert len(list(host.records._store.scan())) == 3 * num_epochs
+    assert len(list(host.records._store.catalogue().scan())) == 3 * num_epochs
     host.records.close(30.0)
 
 

@@ -219,12 +219,14 @@ def test_a_proof_is_kept_for_the_same_code(tree_dir, load_model, store_url, monk
     assert opened() == namespace
     assert len(calls) == 1
     with open_store(store_url) as store:
-        text = store.describe(namespace)
+        text = store.catalogue().description(namespace)
         assert Namespace.from_text(namespace, text).state_parts > 0
         for other in (json.dumps({**json.loads(text), "proof": "0" * 64}), "[", "{}"):
             store.describe(namespace, other)
             opened()
-            assert Namespace.from_text(namespace, store.describe(namespace)) is not None
+            assert (
+                Namespace.from_text(namespace, store.catalogue().description(namespace)) is not None
+            )
     assert len(calls) == 4
     monkeypatch.setattr(proof, "_version", lambda _: "another")
     assert opened() == namespace
@@ -328,7 +330,7 @@ def test_a_state_is_stored_at_the_end_and_where_every_prompt_has_one(
     keys.extend(ids_of(390)[0].tolist())
     with open_store(store_url) as store:
         assert store.wait_indexed(60.0)
-        parts = Namespace.from_text(namespace, store.describe(namespace)).state_parts
+        parts = Namespace.from_text(namespace, store.catalogue().description(namespace)).state_parts
         known = [
             all(store.where(each) is Where.HERE for each in state_keys(key, parts))
             for key in keys.keys

@@ -97,7 +97,7 @@ def test_what_older_releases_stored_of_it_goes_at_the_first_audit(load_model, st
     assert counts["audit_mismatch"] == 0
     assert counts["put_stored"] == 3  # those that went, computed anew
     with open_store(store_url) as store:
-        removed = store.removals(100) or []
+        removed = store.catalogue().removals(100) or []
     assert [each.detail for each in removed] == ["not_finite"] * 3
 
 

@@ -458,8 +458,8 @@ def test_the_namespace_is_logged_known_and_described(model_dir, load_model, stor
     with caplog.at_level("INFO"), StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
         assert caplog.text.count(kv.namespace) == 1
     with open_store(store_url) as store:
-        (digest,) = store.namespaces()
-        said = Namespace.from_text(digest, store.describe(digest))
+        (digest,) = store.catalogue().namespaces()
+        said = Namespace.from_text(digest, store.catalogue().description(digest))
     assert (digest.hex(), said.model) == (kv.namespace, str(model_dir("llama")))
 
 

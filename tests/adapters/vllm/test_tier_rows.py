@@ -335,10 +335,10 @@ def test_the_misses_of_a_step_are_asked_about_together(host):
 
 def test_removed_rows_are_told_once(host, filled):
     one = host(filled)
-    before = {entry.key for entry in filled.scan()}
+    before = {entry.key for entry in filled.catalogue().scan()}
     one.store([6])
     assert one.ended()[0].success
-    (record,) = {entry.key for entry in filled.scan()} - before
+    (record,) = {entry.key for entry in filled.catalogue().scan()} - before
     one.store([7])
     assert one.ended()[0].success
     assert one.tier.take_stored() == [key(6), key(7)]

@@ -80,17 +80,17 @@ class Machine:
         return self._store.stat().used_bytes
 
     def keys(self) -> list[str]:
-        return sorted(entry.key.hex() for entry in self._store.scan())
+        return sorted(entry.key.hex() for entry in self._store.catalogue().scan())
 
     def clean(self) -> None:
         self._store.upkeep.clean()
 
     def verify(self) -> tuple[int, int, int]:
-        report = verify(self._store, self._store.stored())
+        report = verify(self._store, self._store.catalogue().stored())
         return report.num_records, len(report.bad), report.num_unreadable
 
     def gc(self, max_bytes: int) -> int:
-        return self._store.gc(max_bytes).used_bytes
+        return self._store.catalogue().gc(max_bytes).used_bytes
 
     def watch(self, seconds: float) -> float:
         """Call what the scheduler's thread calls. Return the seconds of the longest call."""

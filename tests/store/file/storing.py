@@ -99,7 +99,7 @@ def one_action(opened: FileStore, rng: random.Random, max_value: int) -> None:
         opened.touch([key_of(number)])
     elif action < 0.93:
         with suppress(StoreError):  # the index cannot be asked
-            opened.gc(max_bytes=max_value * 2)
+            opened.catalogue().gc(max_bytes=max_value * 2)
     else:
         value = value_of(number, max_value)
         opened.put(key_of(number), [value[:32], value[32:]])

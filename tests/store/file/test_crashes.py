@@ -35,7 +35,7 @@ def assert_sound_after_recovery(root: Path, counters: Counters) -> None:
         for path in root.glob("writing/*"):
             assert started - path.stat().st_mtime < 2.0, "nobody writes it, and it was not young"
         stored = sum(read_back(store, number) for number in range(storing.NUM_KEYS))
-        assert stored == store.stat().num_records == len(list(store.scan()))
+        assert stored == store.stat().num_records == len(list(store.catalogue().scan()))
         assert not list(root.glob("*.broken")), "the index was never damaged"
 
 

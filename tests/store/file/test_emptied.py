@@ -68,7 +68,7 @@ FOLLOWING = {
 def test_the_next_start_finds_a_store(bench, how, following):
     store = bench.open(max_bytes=100_000)
     store.describe(NAMESPACE, "a model")
-    store.notice("{}")
+    store.catalogue().notice("{}")
     for number in range(4):
         assert store.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
     CLEAN_UPS[how](bench.root)
@@ -79,7 +79,7 @@ def test_the_next_start_finds_a_store(bench, how, following):
         after.maintain()
         assert after.put(make_key(20), [make_value(1000)]).result is PutResult.STORED
         assert read_value(after, make_key(20)) == make_value(1000)
-        assert after.stat().used_bytes == sum(entry.num_bytes for entry in after.scan())
+        assert after.stat().used_bytes == sum(entry.num_bytes for entry in after.catalogue().scan())
     with bench.open(read_only=True) as reader:
         assert read_value(reader, make_key(20)) == make_value(1000)
 
@@ -95,11 +95,11 @@ def test_a_running_store_makes_the_directory_a_store_again(bench, tmp_path, how,
     store.maintain()
     assert store.put(make_key(1), [make_value(1000)]).result is PutResult.STORED
     assert json.loads((bench.root / "kvferry.json").read_text())["version"] == 2
-    assert store.described() == [NAMESPACE]
+    assert store.catalogue().described() == [NAMESPACE]
     # Without any upkeep of this process, another one reads what is there.
     with bench.open(read_only=True) as reader:
         assert read_value(reader, make_key(1)) == make_value(1000)
-        assert reader.describe(NAMESPACE) == "a model"
+        assert reader.catalogue().description(NAMESPACE) == "a model"
 
 
 @pytest.mark.parametrize("create", [True, False])

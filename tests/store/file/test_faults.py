@@ -160,7 +160,7 @@ def test_failing_removals_leave_counts_exact(bench):
     bench.io.fail.clear()
     store.delete(make_key(1))
     store.maintain()
-    on_disk = len(list(store.scan()))
+    on_disk = len(list(store.catalogue().scan()))
     assert store.stat().used_bytes == on_disk * 1000
     assert on_disk == 3
 
@@ -181,7 +181,7 @@ def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
     store.maintain()
     assert store.put(make_key(2), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key(2)) == b"value"
-    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
+    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.catalogue().scan())
 
 
 def test_a_link_that_was_made_is_counted_whatever_the_answer(bench, monkeypatch):

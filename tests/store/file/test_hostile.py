@@ -135,11 +135,11 @@ def use_all(store):
     store.delete(make_key(2))
     store.describe(bytes(32), "{}")
     for action in (
-        lambda: store.gc(max_bytes=50_000, older_than_seconds=1e6),
-        lambda: verify(store, store.stored()),
-        lambda: list(store.scan()),
-        store.namespaces,
-        lambda: store.removals(100),
+        lambda: store.catalogue().gc(max_bytes=50_000, older_than_seconds=1e6),
+        lambda: verify(store, store.catalogue().stored()),
+        lambda: list(store.catalogue().scan()),
+        store.catalogue().namespaces,
+        lambda: store.catalogue().removals(100),
     ):
         with suppress(StoreError):
             action()
@@ -230,7 +230,7 @@ def test_what_stands_in_a_records_place_is_a_miss_and_makes_way(bench, outside, 
     assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key()) == b"value"
     assert list(bench.root.glob("quarantine/*")) == []
-    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.scan())
+    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.catalogue().scan())
 
 
 def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):
@@ -292,4 +292,6 @@ def test_a_namespace_is_described_by_a_little_text_at_most(bench, content):
     store = bench.open()
     (bench.root / "namespaces").mkdir()
     (bench.root / "namespaces" / f"{bytes(32).hex()}.json").write_bytes(content)
-    assert len(store.describe(bytes(32), "{}")) <= 64 * 1024
+    assert len(store.catalogue().description(bytes(32))) <= 1 << 20
+    store.describe(bytes(32), "{}")
+    assert store.catalogue().description(bytes(32)) == "{}"

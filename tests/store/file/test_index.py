@@ -364,10 +364,10 @@ def assert_right(store: FileStore, root: Path) -> None:
     for number in range(NUM_KEYS + 1):
         assert (store.where(key_of(number)) is Where.HERE) == (key_of(number).hex() in files)
     assert store.stat().index_complete
-    assert store.stat().num_records == len(files) == len(list(store.scan()))
+    assert store.stat().num_records == len(files) == len(list(store.catalogue().scan()))
     assert store.stat().used_bytes == disk_bytes(root) <= QUOTA
-    store.removals(10)
-    store.namespaces()
+    store.catalogue().removals(10)
+    store.catalogue().namespaces()
 
 
 def assert_said_once(caplog) -> None:
@@ -437,7 +437,7 @@ def wait_for_a_full_listing(root: Path) -> None:
 
     def lists_all() -> bool:
         with suppress(StoreError), open_again(root, read_only=True) as reader:
-            listed = {entry.key.hex() for entry in reader.scan()}
+            listed = {entry.key.hex() for entry in reader.catalogue().scan()}
             return listed == {path.name[:64] for path in root.glob("records/*/*")}
         return False
 
@@ -466,7 +466,11 @@ def test_one_that_only_reads_serves_what_is_there(tmp_path, place, damage):
         for number in range(NUM_KEYS):
             assert read_back(store, number, MAX_VALUE) == (key_of(number).hex() in files)
         store.stat()
-        for ask in (lambda: list(store.scan()), store.namespaces, lambda: store.removals(5)):
+        for ask in (
+            lambda: list(store.catalogue().scan()),
+            store.catalogue().namespaces,
+            lambda: store.catalogue().removals(5),
+        ):
             with suppress(StoreError):
                 ask()
     assert place.outside.read_bytes() == OUTSIDE
@@ -761,9 +765,9 @@ def test_the_history_of_removals_is_bounded(bench):
     for number in range(50):
         store.put(make_key(number), [b"value"])
         store.delete(make_key(number))
-    removals = store.removals(1000)
+    removals = store.catalogue().removals(1000)
     assert [removal.key for removal in removals] == [make_key(n) for n in range(49, 29, -1)]
-    assert len(store.removals(3)) == 3
+    assert len(store.catalogue().removals(3)) == 3
 
 
 @pytest.mark.parametrize("how", ["evicted", "deleted"])
@@ -772,13 +776,13 @@ def test_what_was_removed_during_a_comparison_did_not_vanish(bench, how):
     store.put(make_key(1), [b"value"])
     store.maintain()
     other = bench.open()
-    [listed] = [each.key for each in other.scan()]
+    [listed] = [each.key for each in other.catalogue().scan()]
     if how == "evicted":
-        store.gc(max_bytes=0)
+        store.catalogue().gc(max_bytes=0)
     else:
         store.delete(make_key(1))
     other.index.forget([listed], "vanished")
-    assert [each.reason for each in store.removals(9)] == [how]
+    assert [each.reason for each in store.catalogue().removals(9)] == [how]
 
 
 @pytest.mark.parametrize("num_gone", [19, 20, 21, 45])
@@ -835,8 +839,8 @@ def test_values_are_right_with_no_index_at_all(bench):
     assert store.where(make_key()) is Where.HERE
     assert store.delete(make_key())
     with pytest.raises(StoreError):
-        store.removals(1)
+        store.catalogue().removals(1)
     with pytest.raises(StoreError):
-        list(store.scan())
+        list(store.catalogue().scan())
     store.maintain()
     assert store.stat().num_records == 0

@@ -48,7 +48,7 @@ def test_sound_records_are_found_sound(bench):
     for number in range(3):
         store.put(make_key(number), [make_record(make_key(number))])
     seen = []
-    report = verify(store, store.stored(), lambda *progress: seen.append(progress))
+    report = verify(store, store.catalogue().stored(), lambda *progress: seen.append(progress))
     size = make_schema().record_bytes
     assert (report.num_records, report.num_bytes, report.bad) == (3, 3 * size, ())
     assert report.num_unreadable == 0
@@ -85,12 +85,12 @@ def test_bad_records_are_named_and_quarantined(bench, content, reason):
     store = bench.open()
     store.put(make_key(0), [content])
     store.put(make_key(1), [make_record(make_key(1))])
-    report = verify(store, store.stored())
+    report = verify(store, store.catalogue().stored())
     assert [(entry.key, why) for entry, why in report.bad] == [(make_key(0), reason)]
     assert store.where(make_key(0)) is not Where.HERE
     assert store.read(make_key(0), ()) is None
     assert len(os.listdir(bench.root / "quarantine")) == 1
-    assert verify(store, store.stored()).bad == ()
+    assert verify(store, store.catalogue().stored()).bad == ()
 
 
 def test_checking_a_large_record_takes_little_memory(bench):
@@ -100,7 +100,7 @@ def test_checking_a_large_record_takes_little_memory(bench):
     store = bench.open()
     store.put(make_key(), [make_record(make_key(), schema)])
     tracemalloc.start()
-    assert verify(store, store.stored()).bad == ()
+    assert verify(store, store.catalogue().stored()).bad == ()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 << 20
@@ -109,9 +109,9 @@ def test_checking_a_large_record_takes_little_memory(bench):
 def test_a_read_only_store_is_verified_but_not_changed(bench):
     bench.open().put(make_key(), [b"rotten"])
     with bench.open(read_only=True) as store:
-        assert len(verify(store, store.stored()).bad) == 1
+        assert len(verify(store, store.catalogue().stored()).bad) == 1
         with pytest.raises(StoreError, match="read-only"):
-            store.gc()
+            store.catalogue().gc()
     assert bench.path(make_key()).exists()
 
 
@@ -120,13 +120,13 @@ def test_gc_removes_what_is_old_and_then_what_does_not_fit(bench):
     for number in reversed(range(6)):
         store.put(make_key(number), [make_value(1000)])
         bench.wall.advance(100)
-    report = store.gc(older_than_seconds=550)
+    report = store.catalogue().gc(older_than_seconds=550)
     assert (report.removed_records, report.removed_bytes, report.used_bytes) == (1, 1000, 5000)
-    report = store.gc(max_bytes=2500)
+    report = store.catalogue().gc(max_bytes=2500)
     assert report.used_bytes == 2000
-    assert {entry.key for entry in store.scan()} == {make_key(0), make_key(1)}
+    assert {entry.key for entry in store.catalogue().scan()} == {make_key(0), make_key(1)}
     assert not bench.path(make_key(3)).exists()
     assert not any(store.where(make_key(number)) is Where.HERE for number in (2, 3, 5))
     store.touch([make_key(1)])
-    assert store.gc(max_bytes=1000).used_bytes == 1000
+    assert store.catalogue().gc(max_bytes=1000).used_bytes == 1000
     assert read_value(store, make_key(1)) is not None, "what waited to be written back counted"

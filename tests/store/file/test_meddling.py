@@ -44,7 +44,7 @@ def insert_rows(root, rows):
 
 
 def used_and_stored(store):
-    return store.stat().used_bytes, sum(entry.num_bytes for entry in store.scan())
+    return store.stat().used_bytes, sum(entry.num_bytes for entry in store.catalogue().scan())
 
 
 def test_a_core_dump_in_a_record_folder_neither_counts_nor_evicts(bench):
@@ -121,7 +121,7 @@ def test_a_grown_record_is_found_bad_without_reading_it_all(bench):
     store.put(make_key(), [make_value(4000)])
     make_sparse(bench.path(make_key()), 1 << 40)
     started = time.monotonic()
-    assert len(verify(store, store.stored()).bad) == 1
+    assert len(verify(store, store.catalogue().stored()).bad) == 1
     assert time.monotonic() - started < 10
     store.maintain()
     assert store.stat().used_bytes == 0
@@ -188,12 +188,12 @@ def test_a_full_disk_can_be_emptied(tmp_path, bench, what, quota, way):
             for number in range(num_stored):
                 store.delete(make_key(number))
         else:
-            store.gc(max_bytes=0)
+            store.catalogue().gc(max_bytes=0)
         assert list(place.glob("records/*/*")) == [] or not is_mounted
         bench.io.fail.clear()
         bench.clock.advance(120)
         store.maintain()
-        store.gc(max_bytes=0)
+        store.catalogue().gc(max_bytes=0)
         assert store.stat().num_records == 0
         assert store.stat().used_bytes == 0
         for number in range(100, 103):
@@ -326,7 +326,7 @@ def test_a_quota_that_shrinks_does_not_delay_puts(tmp_path):
             wait_until(lambda: small.stat().used_bytes <= 200_000, "the quota is kept", 60)
             stop.set()
             thread.join()
-            small.gc()
+            small.catalogue().gc()
             assert small.put(make_key(10_001), [b"v" * 100]).result is PutResult.STORED
             assert small.stat().used_bytes <= 200_000
             assert small.stat().num_records == sum(1 for _ in root.glob("records/*/*"))

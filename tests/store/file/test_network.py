@@ -174,7 +174,7 @@ def test_what_the_other_took_out_is_a_miss_and_is_forgotten(machine, bench, way)
     assert one.where(make_key()) is not Where.HERE
     look(one, bench)
     assert one.where(make_key()) is not Where.HERE
-    assert make_key() not in {entry.key for entry in one.scan()}
+    assert make_key() not in {entry.key for entry in one.catalogue().scan()}
     one.maintain()
     assert one.stat().used_bytes == stored_bytes(bench.root)
 

@@ -45,16 +45,16 @@ def there(store) -> list[int]:
 def test_pinned_records_stay_until_their_time(opened, clock):
     with opened() as store:
         put(store, *range(8), clock=clock)
-        assert store.pin([KEYS[0], KEYS[2], KEYS[11]], 1e9 + 100) == 2
+        assert store.catalogue().pin([KEYS[0], KEYS[2], KEYS[11]], 1e9 + 100) == 2
         put(store, 8, 9, clock=clock)
         assert {0, 2, 8, 9} <= set(there(store))
         assert not {1, 3} & set(there(store))
-        pinned = {entry.key: entry.pinned_until for entry in store.scan()}
+        pinned = {entry.key: entry.pinned_until for entry in store.catalogue().scan()}
         assert (pinned[KEYS[0]], pinned[KEYS[9]]) == (1e9 + 100, 0.0)
-        assert store.pin([KEYS[2]], 0.0) == 1
+        assert store.catalogue().pin([KEYS[2]], 0.0) == 1
         clock.advance(100)
         store.maintain()
-        assert all(entry.pinned_until == 0.0 for entry in store.scan())
+        assert all(entry.pinned_until == 0.0 for entry in store.catalogue().scan())
         put(store, 10, 11, clock=clock)
         assert not {0, 2} & set(there(store))
 
@@ -62,24 +62,24 @@ def test_pinned_records_stay_until_their_time(opened, clock):
 def test_pins_take_half_of_the_quota_and_the_rest_is_still_stored(opened, clock):
     with opened() as store:
         put(store, *range(8), clock=clock)
-        assert store.pin(KEYS[:4], 1e9 + 1000) == 4
-        assert store.pin(KEYS[:4], 1e9 + 2000) == 4  # again, and longer
+        assert store.catalogue().pin(KEYS[:4], 1e9 + 1000) == 4
+        assert store.catalogue().pin(KEYS[:4], 1e9 + 2000) == 4  # again, and longer
         with pytest.raises(ConfigError, match="half of the quota"):
-            store.pin([KEYS[4]], 1e9 + 1000)
+            store.catalogue().pin([KEYS[4]], 1e9 + 1000)
         put(store, 8, 9, 10, 11, clock=clock)
         assert set(there(store)) >= {0, 1, 2, 3, 11}
-        assert store.pin(KEYS, 1.0) >= 5
+        assert store.catalogue().pin(KEYS, 1.0) >= 5
         put(store, *set(range(12)) - set(there(store)), clock=clock)
 
 
 def test_gc_leaves_them_and_delete_does_not(opened, clock):
     with opened() as store:
         put(store, *range(6), clock=clock)
-        store.pin([KEYS[1]], 1e9 + 1000)
+        store.catalogue().pin([KEYS[1]], 1e9 + 1000)
         clock.advance(100)
-        store.gc(older_than_seconds=50)
+        store.catalogue().gc(older_than_seconds=50)
         assert there(store) == [1]
-        store.gc(max_bytes=0)
+        store.catalogue().gc(max_bytes=0)
         assert there(store) == [1]
         assert store.delete(KEYS[1])
         assert there(store) == []
@@ -88,20 +88,22 @@ def test_gc_leaves_them_and_delete_does_not(opened, clock):
 def test_another_process_keeps_them_and_the_recent_are_in_order(opened, clock):
     with opened() as store, opened() as other:
         put(store, *range(8), clock=clock)
-        store.pin([KEYS[3], KEYS[5]], 1e9 + 1000)
-        assert [entry.key for entry in other.recent(4)] == [KEYS[i] for i in (7, 6, 5, 4)]
-        other.gc(max_bytes=0)
+        store.catalogue().pin([KEYS[3], KEYS[5]], 1e9 + 1000)
+        assert [entry.key for entry in other.catalogue().recent(4)] == [
+            KEYS[i] for i in (7, 6, 5, 4)
+        ]
+        other.catalogue().gc(max_bytes=0)
         assert there(store) == [3, 5]
 
 
 def test_what_cannot_pin_says_so(opened, tmp_path):
     with opened(max_bytes=None) as store, pytest.raises(ConfigError, match="has no quota"):
-        store.pin(KEYS, 2e9)
+        store.catalogue().pin(KEYS, 2e9)
     with opened(read_only=True) as store, pytest.raises(StoreError, match="read-only"):
-        store.pin(KEYS, 2e9)
+        store.catalogue().pin(KEYS, 2e9)
     others = FileSettings(index_file=tmp_path / "index")
     with opened(settings=others) as store, pytest.raises(StoreError, match="index of their own"):
-        store.pin(KEYS, 2e9)
+        store.catalogue().pin(KEYS, 2e9)
 
 
 def test_an_eviction_passes_over_no_pinned_record(opened, clock):
@@ -117,7 +119,7 @@ def pins(store) -> dict[int, float]:
     """By index of the key, seconds from the start of the clock."""
     return {
         KEYS.index(entry.key): entry.pinned_until - 1e9
-        for entry in store.scan()
+        for entry in store.catalogue().scan()
         if entry.pinned_until
     }
 
@@ -125,10 +127,10 @@ def pins(store) -> dict[int, float]:
 def test_a_client_does_not_shorten_the_pin_of_an_operator(opened, clock):
     with opened() as store:
         put(store, 0, clock=clock)
-        store.pin(KEYS[:1], 1e9 + 1000)
-        assert store.pin(KEYS[:1], 1e9 + 10, by_client=True) == 0
+        store.catalogue().pin(KEYS[:1], 1e9 + 1000)
+        assert store.catalogue().pin(KEYS[:1], 1e9 + 10, by_client=True) == 0
         assert pins(store) == {0: 1000.0}
-        assert store.pin(KEYS[:1], 1e9 + 2000, by_client=True) == 1
+        assert store.catalogue().pin(KEYS[:1], 1e9 + 2000, by_client=True) == 1
         assert pins(store) == {0: 2000.0}
 
 
@@ -136,26 +138,27 @@ def test_clients_pin_a_quarter_of_the_quota_and_commands_as_much_again(opened, c
     with opened() as store:
         put(store, *range(8), clock=clock)
         for index in range(2):
-            store.pin([KEYS[index]], 1e9 + 1000, by_client=True)
+            store.catalogue().pin([KEYS[index]], 1e9 + 1000, by_client=True)
         with pytest.raises(ConfigError):
-            store.pin([KEYS[2]], 1e9 + 1000, by_client=True)
+            store.catalogue().pin([KEYS[2]], 1e9 + 1000, by_client=True)
         assert list(pins(store)) == [0, 1]
-        assert store.pin([KEYS[4], KEYS[5]], 1e9 + 1000) == 2
+        assert store.catalogue().pin([KEYS[4], KEYS[5]], 1e9 + 1000) == 2
         with pytest.raises(ConfigError):
-            store.pin([KEYS[0]], 1e9 + 5000, by_client=True)
+            store.catalogue().pin([KEYS[0]], 1e9 + 5000, by_client=True)
         put(store, 8, 9, clock=clock)
 
 
 def test_a_client_may_pin_where_nothing_is_evicted(opened, clock):
     with opened(max_bytes=None) as store:
         put(store, 0, clock=clock)
-        assert store.pin(KEYS[:1], 1e9 + 1000, by_client=True) == 1
+        assert store.catalogue().pin(KEYS[:1], 1e9 + 1000, by_client=True) == 1
 
 
 def test_of_tiers_those_that_can_pin_do(opened, clock):
     with opened() as store, TieredStore([MemoryStore("a"), store]) as tiers:
         put(store, 0, clock=clock)
-        assert tiers.pin(KEYS[:2], 1e9 + 100, by_client=True) == 1
+        memory, directory = tiers.catalogues()
+        assert directory.pin(KEYS[:2], 1e9 + 100, by_client=True) == 1
         assert pins(store) == {0: 100.0}
-    with TieredStore([MemoryStore("b")]) as tiers, pytest.raises(StoreError, match="cannot pin"):
-        tiers.pin(KEYS[:1], 1e9 + 100, by_client=True)
+        with pytest.raises(StoreError, match="cannot pin"):
+            memory.pin(KEYS[:1], 1e9 + 100, by_client=True)

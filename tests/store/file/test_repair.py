@@ -59,7 +59,7 @@ def test_a_listing_leaves_the_index_to_others(bench):
     store = bench.open()
     for number in range(2000):
         store.put(make_key(number), [b"value"])
-    entries = sorted(store.scan())
+    entries = sorted(store.catalogue().scan())
     stop, took = threading.Event(), []
 
     def compute():
@@ -71,7 +71,7 @@ def test_a_listing_leaves_the_index_to_others(bench):
     try:
         for _ in range(3):
             started = time.monotonic()
-            assert sorted(store.recent(5000)) == entries
+            assert sorted(store.catalogue().recent(5000)) == entries
             took.append(time.monotonic() - started)
     finally:
         stop.set()
@@ -90,13 +90,13 @@ def test_a_listing_of_many_slices_is_in_order_and_whole(bench):
             f"{insert} {rows} SELECT randomblob(32), i, {used}, x'', iif(i % 2, 1e9 + i % 7, 0.0) "
             "FROM rows"
         )
-    entries = list(store.scan())
+    entries = list(store.catalogue().scan())
     assert len(entries) == len({entry.key for entry in entries}) == 6000
-    recent = list(store.recent(10_000))
+    recent = list(store.catalogue().recent(10_000))
     assert set(recent) == set(entries)
     times = [entry.last_used for entry in recent]
     assert times == sorted(times, reverse=True)
-    assert list(store.recent(7)) == recent[:7]
+    assert list(store.catalogue().recent(7)) == recent[:7]
 
 
 def test_records_that_cannot_be_removed_do_not_stop_eviction(bench, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_put_without_room_keeps_what_its_eviction_did(bench):
     store = bench.open(max_bytes=1000)
     for number in range(5):
         store.put(make_key(number), [make_value(100)])
-    store.pin([make_key(number) for number in range(4)], bench.wall() + 1000)
+    store.catalogue().pin([make_key(number) for number in range(4)], bench.wall() + 1000)
     store.discard(make_key(4), "bad_checksum")
     assert store.put(make_key(9), [make_value(700)]).result is PutResult.NO_SPACE
     assert bench.counters["store_put_no_space"] == 1
@@ -391,5 +391,5 @@ def test_a_disk_without_room_for_one_file_can_be_made_smaller(bench, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Writing, "begin", full)
-    report = store.gc(max_bytes=SIZE * 3)
+    report = store.catalogue().gc(max_bytes=SIZE * 3)
     assert report.removed_records == 7

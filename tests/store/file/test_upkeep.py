@@ -71,7 +71,7 @@ def test_touched_records_are_written_back_in_batches_and_on_close(bench):
     bench.wall.advance(50)
     store.touch(keys)
     store.close()
-    used = {entry.key: entry.last_used for entry in bench.open().scan()}
+    used = {entry.key: entry.last_used for entry in bench.open().catalogue().scan()}
     assert [used[key] for key in keys] == sorted(used.values(), reverse=True)
     assert max(used.values()) == pytest.approx(bench.wall(), abs=1)
 
@@ -105,7 +105,7 @@ def test_prefixes_leave_in_the_order_of_the_host_pool(bench, seed):
                 assert store.put(key, [b"v"]).result is PutResult.STORED
                 bench.wall.advance(0.01)
         use(prefix)
-        stored = {entry.key for entry in store.scan()}
+        stored = {entry.key for entry in store.catalogue().scan()}
         assert stored == {key for key in map(make_key, range(1, 128)) if key in order}
     assert num_evicted > 20
 
@@ -128,9 +128,9 @@ def test_quarantine_is_bounded_and_evicts_nothing(bench):
     small.put(make_key(102), [make_value(300)])
     small.discard(make_key(102), "bad_checksum")
     assert len(os.listdir(bench.root / "quarantine")) == 1  # the newest, though it is larger
-    small.gc(max_bytes=300)
+    small.catalogue().gc(max_bytes=300)
     assert len(os.listdir(bench.root / "quarantine")) == 1
-    small.gc(max_bytes=0)
+    small.catalogue().gc(max_bytes=0)
     assert os.listdir(bench.root / "quarantine") == []
 
 
@@ -144,7 +144,7 @@ def test_counts_are_corrected_when_files_were_taken_from_outside(bench):
     again.maintain()
     assert again.stat().used_bytes == 4000
     assert bench.counters["store_index_corrected"] == 1
-    assert [removal.reason for removal in again.removals(9)] == ["vanished"]
+    assert [removal.reason for removal in again.catalogue().removals(9)] == ["vanished"]
     assert again.where(make_key(0)) is not Where.HERE
 
 
@@ -170,12 +170,12 @@ def test_a_store_without_an_index_lists_nothing_and_does_not_grow(bench):
     store.maintain()
     assert bench.io.calls["listdir"] <= 3  # what is being written, and quarantine twice
     assert not any(store.where(each) is Where.HERE for each in keys)
-    assert all(map(store.lists, keys))
-    assert not store.lists(bytes(32))
+    assert all(map(store.catalogue().lists, keys))
+    assert not store.catalogue().lists(bytes(32))
     assert store.wait_indexed(0.1)
     assert store.put(keys[0], [make_value(10)]).result is PutResult.EXISTS
     assert read_value(store, keys[1]) == make_value(10)
-    assert {entry.key for entry in store.scan()} == set(keys)
+    assert {entry.key for entry in store.catalogue().scan()} == set(keys)
 
 
 def test_a_write_is_counted_once_it_has_ended(bench):

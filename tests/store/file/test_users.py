@@ -84,7 +84,8 @@ def test_users_of_a_group_share_a_directory_with_the_mode_0770(place):
                 assert store.put(make_key(number), [make_value(1000)]).result is PutResult.STORED
             store.discard(make_key(13), "test")
             assert store.delete(make_key(12))
-            assert store.describe(bytes(32), "a model") == "a model"
+            store.describe(bytes(32), "a model")
+            assert store.catalogue().description(bytes(32)) == "a model"
             return store.stat().num_records
 
     assert as_user(BEN, use) == "8"
@@ -120,11 +121,11 @@ def test_engines_read_the_notice_that_a_command_of_another_user_wrote(
 
     def write():
         with FileStore(place, background=False, settings=FileSettings(create=False)) as store:
-            return store.notice("erased")
+            return store.catalogue().notice("erased")
 
     def read():
         with opened(place, mode) as store:
-            return store.notice()
+            return store.catalogue().notice()
 
     if (user, mode) != (BEN, "0700"):
         assert as_user(user, write) == as_user(ANN, read) == "erased"

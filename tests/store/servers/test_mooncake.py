@@ -59,9 +59,9 @@ class TestMooncakeStore(ServerStoreTests):
         """Unlike others, Mooncake does not say when a value was used."""
         for number, size in enumerate((1, 4096, 9001)):
             store.put(make_key(number), [bytes(size)])
-        assert {(each.key, each.num_bytes, each.last_used) for each in store.scan()} == {
-            (make_key(number), size, 0.0) for number, size in enumerate((1, 4096, 9001))
-        }
+        assert {
+            (each.key, each.num_bytes, each.last_used) for each in store.catalogue().scan()
+        } == {(make_key(number), size, 0.0) for number, size in enumerate((1, 4096, 9001))}
 
 
 def children():
@@ -200,7 +200,7 @@ def test_a_url_opens_a_store(server, name):
         assert store.url == f"mooncake://{server.master}/{name}"
         assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert store.read(make_key(), ()) == 5
-        assert [entry.key for entry in store.scan()] == [make_key()]
+        assert [entry.key for entry in store.catalogue().scan()] == [make_key()]
 
 
 @pytest.mark.parametrize(

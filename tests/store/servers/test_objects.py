@@ -193,7 +193,7 @@ def test_a_url_opens_a_store(url_of, name):
         assert store.put(make_key(), [b"value"]).result is PutResult.STORED
         assert store.read(make_key(), ()) == 5
     with open_one(url, Opening(index=False)) as store:
-        assert [entry.key for entry in store.scan()] == [make_key()]
+        assert [entry.key for entry in store.catalogue().scan()] == [make_key()]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_peer_is_only_read(serving):
     peer.discard(make_key(), "bad_checksum")
     assert read_value(peer, make_key()) == b"value"
     with pytest.raises(StoreError, match="cannot list"):
-        list(peer.scan())
+        list(peer.catalogue().scan())
 
 
 def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(serving, caplog):

@@ -181,7 +181,7 @@ def test_a_server_that_is_down_has_no_key(make_store, client):
     assert counts["store_probe_failed"] == 1
     assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
     assert store.delete(make_key()) is False
-    assert store.describe(SPACE, "text") == "text"
+    store.describe(SPACE, "text")
     with pytest.raises(StoreError):
         store.read(make_key(), ())
 
@@ -319,21 +319,21 @@ def test_values_of_all_namespaces_are_listed_and_read(make_store, client):
     other.put(make_key(1), [b"theirs"])
     other.describe(b"o" * 32, "theirs")
     client.values["a note"] = b"of somebody"
-    assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
-    entry, _ = sorted(store.scan(), key=lambda entry: entry.key == make_key())
+    assert store.catalogue().namespaces() == {SPACE: (1, 4), b"o" * 32: (1, 6)}
+    entry, _ = sorted(store.catalogue().scan(), key=lambda entry: entry.key == make_key())
     assert entry.key == make_key(1)
     assert read_value(store, entry.key) is None  # a listing changes no read
-    assert read_value(store.of(entry.namespace), entry.key) == b"theirs"
-    assert store.describe(b"o" * 32) == "theirs"
-    assert store.of(entry.namespace).delete(entry.key)
-    assert store.namespaces() == {SPACE: (1, 4), b"o" * 32: (0, 0)}
+    assert read_value(store.in_namespace(entry.namespace), entry.key) == b"theirs"
+    assert store.catalogue().description(b"o" * 32) == "theirs"
+    assert store.in_namespace(entry.namespace).delete(entry.key)
+    assert store.catalogue().namespaces() == {SPACE: (1, 4), b"o" * 32: (0, 0)}
 
 
 def test_a_listing_remembers_a_bounded_number_of_names():
     last = _REMEMBERED_NAMES
     names = record_names([*range(last + 1), last, 0])
     store = RemoteStore("dict://test", ListingClient(names), Opening(namespace=SPACE))
-    numbers = [int.from_bytes(entry.key) for entry in store.scan()]
+    numbers = [int.from_bytes(entry.key) for entry in store.catalogue().scan()]
     assert numbers == [*range(last + 1), 0]  # only what came long ago is listed again
 
 
@@ -355,30 +355,30 @@ def record_names(numbers):
 def test_a_long_listing_is_counted_though_names_come_twice():
     numbers = list(range(30_000))
     store = RemoteStore("dict://test", ListingClient(record_names(numbers + numbers)))
-    assert store.namespaces() == {SPACE: (30_000, 120_000)}
+    assert store.catalogue().namespaces() == {SPACE: (30_000, 120_000)}
 
 
 @pytest.mark.parametrize("text", [b"a" * (MAX_TEXT_BYTES + 1), b"\xff\x1b[31m"])
 def test_a_description_that_is_none_is_told_from_none_at_all(make_store, client, text):
     client.values[f"{SPACE.hex()}/about.json"] = text
-    said = make_store().describe(SPACE)
+    said = make_store().catalogue().description(SPACE)
     assert said is not None
     assert len(said) <= MAX_TEXT_BYTES
-    assert make_store().describe(SPACE, "mine") == "mine"
-    assert make_store().describe(SPACE) == "mine"
+    make_store().describe(SPACE, "mine")
+    assert make_store().catalogue().description(SPACE) == "mine"
 
 
 def test_a_description_is_replaced(make_store):
     store = make_store()
-    assert store.describe(SPACE) is None
-    assert store.describe(SPACE, "one") == "one"
-    assert store.describe(SPACE, "two") == "two"
-    assert make_store().describe(SPACE) == "two"
+    assert store.catalogue().description(SPACE) is None
+    store.describe(SPACE, "one")
+    store.describe(SPACE, "two")
+    assert make_store().catalogue().description(SPACE) == "two"
 
 
 def test_a_closed_store_closes_its_client(make_store, client):
     store = make_store()
     store.close()
     assert client.is_closed
-    assert store.describe(SPACE, "text") == "text"
+    store.describe(SPACE, "text")
     assert client.values == {}

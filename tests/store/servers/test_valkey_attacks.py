@@ -113,7 +113,7 @@ def test_a_size_below_zero_is_a_fault_of_the_server():
                 store.read(make_key(), [], soon())
             assert store.stat().used_bytes == 0
             with pytest.raises(StoreError):
-                store.describe(bytes(32))
+                store.catalogue().description(bytes(32))
 
 
 def test_connections_go_while_other_threads_take_them():

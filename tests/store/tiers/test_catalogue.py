@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import FaultKind, StoreError
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.record.check import MissReason
-from kvferry.store.base import Catalogue
+from kvferry.store.catalogue import Catalogue
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.maintenance import clear, inspect, verify
 from kvferry.store.memory import MemoryStore
+from kvferry.store.servers.peer import PeerStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key
+from kvferry.transfer.auth import SharedKey
+from kvferry.transfer.client import PeerClient
 from tests.store.servers.remote_client import DictClient
 
 HERE, THERE = b"a" * 32, b"b" * 32
@@ -25,7 +28,7 @@ def remote():
     """A server with a wrong record in each of two namespaces. It was opened for the first."""
     made = RemoteStore("valkey://h/kv", DictClient(), Opening(namespace=HERE))
     for namespace in (HERE, THERE):
-        made.of(namespace).put(make_key(namespace[0]), [b"wrong"])
+        made.in_namespace(namespace).put(make_key(namespace[0]), [b"wrong"])
         made.describe(namespace, f"text of {namespace[:1]}")
     return made
 
@@ -37,14 +40,14 @@ def tiered(remote):
 
 
 def test_records_of_every_namespace_are_verified_through_a_tier(remote, tiered):
-    found = verify(tiered, tiered.scan(), discards=False)
+    found = verify(tiered, tiered.catalogue().scan(), discards=False)
     assert (found.num_records, len(found.bad), found.num_unreadable) == (2, 2, 0)
-    assert {inspect(tiered, each) for each in tiered.scan()} == {MissReason.WRONG_SIZE}
+    assert {inspect(tiered, each) for each in tiered.catalogue().scan()} == {MissReason.WRONG_SIZE}
 
 
 def test_records_of_every_namespace_are_removed_through_a_tier(remote, tiered):
-    assert clear(tiered, tiered.scan()).removed_records == 2
-    assert list(remote.scan()) == []
+    assert clear(tiered, tiered.catalogue().scan()).removed_records == 2
+    assert list(remote.catalogue().scan()) == []
 
 
 def keys(entries):
@@ -52,19 +55,19 @@ def keys(entries):
 
 
 ASKED = {
-    "of": lambda store: store.of(THERE).read(make_key(THERE[0]), ()),
-    "lists": lambda store: store.lists(make_key(HERE[0])),
-    "scan": lambda store: keys(store.scan()),
-    "stored": lambda store: keys(store.stored()),
-    "recent": lambda store: keys(store.recent(1)),
-    "namespaces": lambda store: store.namespaces(),
-    "described": lambda store: sorted(store.described()),
-    "describe": lambda store: store.describe(THERE),
-    "notice": lambda store: store.notice("{}"),
-    "removals": lambda store: store.removals(9),
-    "facts": lambda store: store.facts(),
-    "gc": lambda store: store.gc(0),
-    "pin": lambda store: store.pin([make_key(HERE[0])], 1.0, by_client=True),
+    "in_namespace": lambda store: store.in_namespace(THERE).read(make_key(THERE[0]), ()),
+    "lists": lambda store: store.catalogue().lists(make_key(HERE[0])),
+    "scan": lambda store: keys(store.catalogue().scan()),
+    "stored": lambda store: keys(store.catalogue().stored()),
+    "recent": lambda store: keys(store.catalogue().recent(1)),
+    "namespaces": lambda store: store.catalogue().namespaces(),
+    "described": lambda store: sorted(store.catalogue().described()),
+    "description": lambda store: store.catalogue().description(THERE),
+    "notice": lambda store: store.catalogue().notice("{}"),
+    "removals": lambda store: store.catalogue().removals(9),
+    "facts": lambda store: store.catalogue().facts(),
+    "gc": lambda store: store.catalogue().gc(0),
+    "pin": lambda store: store.catalogue().pin([make_key(HERE[0])], 1.0, by_client=True),
 }
 
 
@@ -86,31 +89,40 @@ def test_a_single_tier_answers_as_its_store_does(remote, tmp_path, kind, ask):
     with TieredStore([store], clock=FakeClock()) as tiered:
         asked = answer(tiered, ASKED[ask])
         if ask == "gc" and kind != "memory":  # what is gone is not removed again
-            assert (asked.removed_records > 0, list(store.scan())) == (True, [])
+            assert (asked.removed_records > 0, list(store.catalogue().scan())) == (True, [])
         else:
             assert asked == answer(store, ASKED[ask])
     directory.close()
 
 
-def test_nothing_of_a_catalogue_is_answered_by_a_default():
-    """A new method of catalogues is one of tiers, too, and stands in the table above."""
+def test_every_method_of_a_catalogue_stands_in_the_table():
     methods = {name for name in vars(Catalogue) if not name.startswith("_")}
-    assert methods == ASKED.keys()
-    assert methods <= vars(TieredStore).keys()
+    assert methods == ASKED.keys() - {"in_namespace"}
 
 
 def test_a_single_tier_that_is_away_says_so(tiered):
     tiered.close()
-    for name in ("of", "scan", "namespaces", "facts", "gc", "removals"):
+    for name in ASKED.keys() - {"in_namespace"}:
         with pytest.raises(StoreError, match=r"^valkey closed: ") as error:
             ASKED[name](tiered)
         assert error.value.fault.kind is FaultKind.CLOSED
 
 
-def test_several_tiers_are_no_view_of_another_namespace(remote):
-    with TieredStore([MemoryStore(), remote], clock=FakeClock()) as tiered:
-        with pytest.raises(StoreError, match="several stores") as error:
-            tiered.of(THERE)
-        assert error.value.fault.kind is FaultKind.UNUSABLE
-    with TieredStore([MemoryStore(), MemoryStore()], clock=FakeClock()) as tiered:
-        assert tiered.of(THERE) is tiered
+def test_several_tiers_have_a_catalogue_each_and_none_together(remote):
+    near = MemoryStore()
+    near.put(make_key(7), [b"value"])
+    with TieredStore([near, remote], clock=FakeClock()) as tiered:
+        for name in ASKED.keys() - {"in_namespace"}:
+            with pytest.raises(StoreError, match="several stores; give one of them") as error:
+                ASKED[name](tiered)
+            assert error.value.fault.kind is FaultKind.UNLISTED
+        assert [len(list(each.scan())) for each in tiered.catalogues()] == [1, 2]
+
+
+def test_a_tier_that_is_away_and_a_peer_say_why_they_have_none(remote):
+    peer = PeerStore(PeerClient("127.0.0.1", 1, HERE, SharedKey(b"k" * 32)), Opening())
+    with TieredStore([remote, peer], clock=FakeClock()) as tiered:
+        listed, why = tiered.catalogues()
+        assert len(list(listed.scan())) == 2
+        assert why == Fault(FaultKind.UNLISTED, "peer://127.0.0.1:1 cannot list its values")
+    assert [each.kind for each in tiered.catalogues()] == [FaultKind.CLOSED] * 2

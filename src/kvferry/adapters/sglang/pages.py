@@ -24,7 +24,13 @@ from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.record.check import RecordInfo
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import ASK_SECONDS, Catalogue, Entry, PutResult, Where
+from kvferry.store.base import (
+    ASK_SECONDS,
+    PutResult,
+    Store,
+    Where,
+)
+from kvferry.store.catalogue import Entry
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.maintenance import clear, inspect
 from kvferry.store.record_client import Batch
@@ -153,7 +159,7 @@ class PageRecords:
 
     def __init__(
         self,
-        store: Catalogue,
+        store: Store,
         schema: RecordSchema,
         observer: Observer,
         *,
@@ -161,7 +167,6 @@ class PageRecords:
         load_seconds: float,
     ) -> None:
         self._store = store
-        self._opened_for = schema.namespace
         self._observer = observer
         self._load_seconds = load_seconds
         self._cache = RowCache(
@@ -177,15 +182,15 @@ class PageRecords:
             return [False] * len(keys)
         records = self._records(keys)
         until = time.monotonic() + ASK_SECONDS
-        self._store.probe(records)
-        found = [self._store.where(record) for record in records]
+        self._cache.values.probe(records)
+        found = [self._cache.values.where(record) for record in records]
         # Only leading pages are of use, so do not wait for answers behind the first absent page.
         while Where.ASKED in takewhile(lambda each: each in (Where.HERE, Where.ASKED), found):
             if time.monotonic() >= until:
                 self._observer.count("lookup_deadline")
                 break
             time.sleep(_POLL_SECONDS)
-            found = [self._store.where(record) for record in records]
+            found = [self._cache.values.where(record) for record in records]
         return [each is Where.HERE for each in found]
 
     def load(self, keys: Sequence[str], land: Copy) -> list[bool]:
@@ -202,16 +207,18 @@ class PageRecords:
         right = [reason is None for reason in batch.results]
         if not all(right):
             self._observer.count("loads_failed", right.count(False))
-        self._store.touch([each for each, is_right in zip(records, right, strict=True) if is_right])
+        self._cache.values.touch(
+            [each for each, is_right in zip(records, right, strict=True) if is_right]
+        )
         return right
 
     def store(self, keys: Sequence[str], fill: Copy) -> list[bool]:
         """Store the pages that are not there; `fill` copies them. Return for each whether it is now
         there."""
         records = self._records(keys)
-        done = [self._store.where(record) is Where.HERE for record in records]
+        done = [self._cache.values.where(record) is Where.HERE for record in records]
         wanted = [place for place, is_there in enumerate(done) if not is_there]
-        self._store.touch(
+        self._cache.values.touch(
             [record for record, is_there in zip(records, done, strict=True) if is_there]
         )
 
@@ -264,11 +271,10 @@ class PageRecords:
             raise job.error
 
     def _pages_of(self, namespace: bytes) -> Iterator[Entry]:
-        """Yield the pages of a namespace. Those of a later epoch lie on a server under the one that
-        it was opened for, and memory knows of none: there a page's own head says it."""
-        for entry in self._store.scan():
+        """Yield the pages of a namespace. The head of a page says it where an index does not."""
+        for entry in self._store.catalogue().scan():
             found = entry.namespace
-            if found in (b"", self._opened_for):
+            if not found:
                 head = inspect(self._store, entry)
                 found = head.schema.namespace if isinstance(head, RecordInfo) else found
             if found == namespace:

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvferry.adapters.transformers.arguments import Prompt
 from kvferry.contract.messages import LookupMiss
 from kvferry.journal import Journal, JournalAnswer
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
 
@@ -28,7 +28,7 @@ class CallJournal:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, record: str | None, store: Catalogue, chunk_tokens: int) -> None:
+    def __init__(self, record: str | None, store: Store, chunk_tokens: int) -> None:
         self._journal = None if record is None else Journal(Path(record), chunk_tokens)
         self._store = store
         self._chunk = chunk_tokens

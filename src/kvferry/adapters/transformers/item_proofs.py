@@ -35,7 +35,7 @@ from kvferry.adapters.transformers.plain_kv import UNRUNNABLE
 from kvferry.adapters.transformers.proof import NUM_MORE, kept_proofs, mark_of
 from kvferry.engine.model_config import first_line
 from kvferry.errors import ConfigError
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _MOST_TRIES = 3
 class ItemProofs:
     """Proofs of prompts with items, each made at the first call that needs it."""
 
-    def __init__(self, host: HostModel, form: TreeForm, store: Catalogue) -> None:
+    def __init__(self, host: HostModel, form: TreeForm, store: Store) -> None:
         self._host = host
         self._form = form
         self._store = store

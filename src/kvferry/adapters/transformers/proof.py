@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ from kvferry.adapters.transformers.comparing import (
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.adapters.transformers.plain_kv import UNRUNNABLE
 from kvferry.engine.model_config import first_line
-from kvferry.errors import ConfigError, StoreError
-from kvferry.store.base import Catalogue
+from kvferry.errors import ConfigError, Fault, StoreError
+from kvferry.store.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Proof(NamedTuple):
     """Why calls with several prompts are not served; empty if they are."""
 
 
-def ensure_proven(host: HostModel, form: TreeForm, store: Catalogue) -> Proof:
+def ensure_proven(host: HostModel, form: TreeForm, store: Store) -> Proof:
     """Prove the form of a cache, unless the store has a proof of the same code.
 
     Raises:
@@ -116,13 +117,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def kept_proofs(store: Catalogue, form: TreeForm) -> dict[str, Any]:
-    """Return the description of the namespace with its proofs."""
-    try:
-        value = json.loads(store.describe(form.namespace.digest) or "{}")
-    except (ValueError, RecursionError, StoreError):  # untrusted, or it cannot be read
-        return {}
-    return value if isinstance(value, dict) else {}
+def kept_proofs(store: Store, form: TreeForm) -> dict[str, Any]:
+    """Return the description of the namespace with its proofs, of the nearest tier that has one."""
+    for found in store.catalogues():
+        with suppress(ValueError, RecursionError, StoreError):  # untrusted, or it cannot be read
+            text = None if isinstance(found, Fault) else found.description(form.namespace.digest)
+            value = json.loads(text or "{}")
+            if isinstance(value, dict) and value:
+                return value
+    return {}
 
 
 def prove(host: HostModel, form: TreeForm) -> tuple[str, str]:

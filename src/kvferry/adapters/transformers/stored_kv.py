@@ -38,7 +38,7 @@ from kvferry.engine.model_config import require_transformers
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys import ChunkKeys
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue, Where
+from kvferry.store.base import Store, Where
 from kvferry.store.record_client import RecordClient
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store
@@ -75,7 +75,7 @@ class StoredKV:
     def __init__(
         self,
         model: Any,
-        store: str | Sequence[str] | Catalogue,
+        store: str | Sequence[str] | Store,
         *,
         model_dir: str | Path | None = None,
         observer: Observer | None = None,
@@ -133,8 +133,8 @@ class StoredKV:
         self.num_loaded = 0
         logger.info("%s: namespace %s", self._model.identity.name, self.namespace)
 
-    def _opened(self, store: str | Sequence[str] | Catalogue) -> Catalogue:
-        if isinstance(store, Catalogue):
+    def _opened(self, store: str | Sequence[str] | Store) -> Store:
+        if isinstance(store, Store):
             return store
         schemas = [self._schema]
         if isinstance(self._form, TreeForm) and self._form.state_parts:

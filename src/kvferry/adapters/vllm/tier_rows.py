@@ -124,14 +124,14 @@ class TierRows:
         record = known.keys.get(key)
         if record is None:
             record = known.keys[key] = self._cache.record(key)
-        where = self._store.where(record)
+        where = self._cache.values.where(record)
         if where is HERE:
             return True
         asked = known.asked.get(key)
         if asked is None:
             known.asked[key] = time.monotonic()
             self._to_ask.append(record)
-            if self._store.needs_probes:
+            if self._cache.values.needs_probes:
                 return None
         elif time.monotonic() >= asked + ASK_SECONDS:
             self._observer.count("lookup_deadline")
@@ -143,7 +143,7 @@ class TierRows:
     def flush(self) -> None:
         """End the step's look-ups: ask the store about the keys that it does not know."""
         if self._to_ask:
-            self._store.probe(self._to_ask)
+            self._cache.values.probe(self._to_ask)
             self._to_ask = []
 
     def forget(self, request: str) -> None:
@@ -152,7 +152,7 @@ class TierRows:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that these rows were used."""
-        self._store.touch([self._cache.record(key) for key in keys])
+        self._cache.values.touch([self._cache.record(key) for key in keys])
 
     # ---- jobs
 
@@ -162,7 +162,7 @@ class TierRows:
         wanted = [
             (key, place)
             for key, place in zip(keys, places, strict=True)
-            if self._store.where(self._cache.record(key)) is not HERE
+            if self._cache.values.where(self._cache.record(key)) is not HERE
         ]
 
         def fill(index: int, payload: memoryview) -> None:

@@ -253,7 +253,7 @@ class Audits:
             slot = self._pool.find(key)
             if slot is not None:
                 self._pool.give_up(slot)
-        store = self._context.store
+        store = self._context.store.in_namespace(self._context.identity.state.namespace)
 
         def discard(_job: Job[None]) -> None:
             for key in keys:

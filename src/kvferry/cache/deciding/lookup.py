@@ -248,6 +248,7 @@ class Lookup:
         patience: ProducerWaits,
     ) -> None:
         self._chunk = context.chunk_tokens
+        self._context = context
         self._store = context.store
         self._observer = context.observer
         self._tables = context.tables
@@ -258,6 +259,14 @@ class Lookup:
         self._policy = policy
         self._audits = audits
         self._patience = patience
+
+    def begin_epoch(self, namespace: bytes) -> None:
+        """Look up in another namespace from now on."""
+        self._store = self._context.store.in_namespace(namespace)
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Have the store find out what it has of a prompt."""
+        self._store.probe(keys)
 
     def learn_missed(
         self, missed: Mapping[ChunkKey, Filled], searches: Iterable[Search | None]

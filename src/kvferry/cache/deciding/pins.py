@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, Fault, StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Catalogue
+from kvferry.store.base import Store
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -20,7 +21,7 @@ class RequestPins:
     """The pins that requests ask for: they keep the chunks of a prompt from eviction once these are
     stored. `add` and `stored` run in the scheduler thread; a thread of its own does the I/O."""
 
-    def __init__(self, store: Catalogue, observer: Observer) -> None:
+    def __init__(self, store: Store, observer: Observer) -> None:
         self._store = store
         self._observer = observer
         self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()
@@ -41,10 +42,16 @@ class RequestPins:
 
     def _pin_soon(self, keys: Sequence[ChunkKey], until: float) -> None:
         def pin(_job: Job[None]) -> None:
-            try:
-                if time.time() < until:
-                    self._store.pin(keys, until, by_client=True)
-            except (ConfigError, StoreError):  # it cannot pin, or clients have pinned enough
+            if time.time() >= until:
+                return
+            is_pinned = False
+            for found in self._store.catalogues():
+                # A tier cannot pin, or clients have pinned enough there.
+                with suppress(ConfigError, StoreError):
+                    if not isinstance(found, Fault):
+                        found.pin(keys, until, by_client=True)
+                        is_pinned = True
+            if not is_pinned:
                 self._observer.count("pins_refused")
 
         self._thread.submit(pin)

@@ -115,6 +115,7 @@ class SharedStorageScheduler(SchedulerRole):
         unreadable = self.requests.unreadable
         patience = ProducerWaits(config.load_timeout_seconds, context.store.url)
         self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits, patience)
+        self._lookup.begin_epoch(namespace)
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
@@ -159,6 +160,7 @@ class SharedStorageScheduler(SchedulerRole):
         before, self._state = self._state, state
         if state.epoch != before.epoch:
             self.requests.begin_epoch(state.namespace)
+            self._lookup.begin_epoch(state.namespace)
             self.pool.clear()
             self.saves.begin_epoch()
 
@@ -189,7 +191,7 @@ class SharedStorageScheduler(SchedulerRole):
         now = self.context.clock()
         if request.probed_at is None or now - request.probed_at > REPROBE_SECONDS:
             request.probed_at = now
-            self.context.store.probe(request.keys.keys)
+            self._lookup.probe(request.keys.keys)
 
     def _search(self, view: RequestView, request: Request) -> Search:
         """The search of a request, begun if there is none."""
@@ -212,7 +214,7 @@ class SharedStorageScheduler(SchedulerRole):
             if request.handover.num_chunks:
                 request.queue()
         elif view.handover is not None:
-            self.context.store.probe(self._track(view).keys.keys)  # which chunks the store lacks
+            self._lookup.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()

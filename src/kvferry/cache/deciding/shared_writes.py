@@ -114,4 +114,5 @@ class SharedWrites:
             slot.index, schema.encode_head(slot.key, slot.first_token, table, slot.mark)
         )
         record.is_sealed = True
-        return write_sealed(self._store, slot.key, parts, self._observer)
+        values = self._store.in_namespace(record.namespace)
+        return write_sealed(values, slot.key, parts, self._observer)

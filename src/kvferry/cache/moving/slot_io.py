@@ -196,7 +196,8 @@ class SlotIO:
         seal_record(schema, key, chunk.first_token, digests, image, chunk.mark)
 
         def write(_job: Job[Saved]) -> Saved:
-            return Saved(chunk.slot, *write_sealed(self._store, key, [image], self._observer))
+            values = self._store.in_namespace(schema.namespace)
+            return Saved(chunk.slot, *write_sealed(values, key, [image], self._observer))
 
         save.write = self.pool.submit(write, can_wait=True)
         return Sealed(chunk.slot)

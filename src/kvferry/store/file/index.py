@@ -28,7 +28,8 @@ from typing import NamedTuple
 from kvferry.errors import Fault, FaultKind
 from kvferry.observe import Observer
 from kvferry.record.check import namespace_of
-from kvferry.store.base import EXISTS, STORED, Entry, Put, Removal
+from kvferry.store.base import EXISTS, STORED, Put
+from kvferry.store.catalogue import Entry, Removal
 from kvferry.store.file.database import (
     Damaged,
     Database,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from kvferry.store.base import too_many_pins
+from kvferry.store.catalogue import too_many_pins
 from kvferry.store.file.database import Database, checked
 from kvferry.types import ChunkKey
 

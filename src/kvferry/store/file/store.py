@@ -9,14 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from blake3 import blake3
 
@@ -30,23 +27,21 @@ from kvferry.store.base import (
     HERE,
     NO_DEADLINE,
     STORED,
+    Address,
     Buffer,
-    Catalogue,
-    Entry,
-    GcReport,
     Put,
     ReadRange,
-    Removal,
+    SingleStore,
     StoreStat,
     Value,
     Where,
 )
+from kvferry.store.catalogue import Catalogue
 from kvferry.store.faults import Faults, fault_kind
+from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.database import IndexUnavailable
 from kvferry.store.file.directory import (
     MARKER,
-    NOTICE,
-    NUM_SHARDS,
     NotAFile,
     open_root,
     record_name,
@@ -70,12 +65,9 @@ logger = logging.getLogger(__name__)
 
 _READ_ONLY = Fault(FaultKind.READ_ONLY, "it is opened read-only")
 _INDEXING = Fault(FaultKind.INDEXING, "its index is not complete yet")
-_DESCRIPTION = re.compile(r"[0-9a-f]{64}\.json")
-
-_Found = TypeVar("_Found")
 
 
-class FileStore(Catalogue):
+class FileStore(SingleStore):
     """Values as files under one directory. Thread-safe; any number of processes may open it.
 
     Guarantees, for every process that is killed at any instant:
@@ -207,7 +199,7 @@ class FileStore(Catalogue):
     def accepts(self) -> Fault | None:
         if self.is_read_only:
             return _READ_ONLY
-        if not self._writes():
+        if not self.writes:
             return CLOSED
         return _INDEXING if self._waits_for_index else None
 
@@ -255,7 +247,7 @@ class FileStore(Catalogue):
         return results
 
     def discard(self, key: ChunkKey, reason: str) -> None:
-        if not self._writes():
+        if not self.writes:
             self._known.hide(key)
             return
         try:
@@ -275,7 +267,7 @@ class FileStore(Catalogue):
             self.directory.bound_quarantine(self._max_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
-        if not self._writes():
+        if not self.writes:
             return False
         try:
             with self._faults.guard("delete"):
@@ -289,7 +281,7 @@ class FileStore(Catalogue):
         return removed
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        if self._writes():
+        if self.writes:
             self.index.note(keys)
 
     def stat(self) -> StoreStat:
@@ -311,44 +303,31 @@ class FileStore(Catalogue):
             self.upkeep.stop(self._settings.bounds.close_seconds)
         self._known.clear()
 
-    def lists(self, key: ChunkKey) -> bool:
-        return any(self._listed(self.index.keys(key, key)))
-
-    def scan(self) -> Iterator[Entry]:
-        return self._listed(self.index.entries())
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        return self._listed(self.index.entries(limit))
-
-    def described(self) -> list[bytes]:
-        folders = map(self.directory.listed, ["namespaces"])
-        names = sorted(self._listed(chain.from_iterable(folders)))
-        return [bytes.fromhex(name[:64]) for name in names if _DESCRIPTION.fullmatch(name)]
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
+    def describe(self, namespace: bytes, description: str) -> None:
+        if not self.writes:
+            return
         name = f"{namespace.hex()}.json"
-        if description is None:
-            with self._faults.guard("describe", is_logged=False):
-                return self.directory.read_text(name, "namespaces")
         with suppress(StoreError), self._faults.guard("describe"):
-            given = description if self._writes() else None
-            if given is not None:  # so that it comes once the medium answers, if it does not now
-                self.directory.keep_text(name, given, "namespaces", is_there=True)
-            said = self.directory.read_text(name, "namespaces")
-            if given not in (None, said):
-                self.directory.keep_text(name, str(given), "namespaces")
-            return description
-        return None
+            # First kept, so that it comes once the medium answers, if it does not now.
+            self.directory.keep_text(name, description, "namespaces", is_there=True)
+            if self.directory.read_text(name, "namespaces") != description:
+                self.directory.keep_text(name, description, "namespaces")
 
-    def notice(self, text: str | None = None) -> str | None:
-        with suppress(StoreError), self._faults.guard("notice"):
-            if text is not None and self._writes():
-                self.directory.write_text(NOTICE, text)
-            return self.directory.read_text(NOTICE)
-        return None
+    def in_namespace(self, namespace: bytes) -> FileStore:
+        return self
 
-    def removals(self, limit: int) -> list[Removal]:
-        return list(self._listed(self.index.removals(limit)))
+    def catalogues(self) -> Sequence[Catalogue]:
+        return [FileCatalogue(self, self._faults, self._max_bytes, self._settings.wall)]
+
+    @property
+    def needs_probes(self) -> bool:
+        return False
+
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        return False
+
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        pass  # a look at a directory that fails says nothing of its records
 
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         is_asked = not self._closed and self.index.is_ours and self._known.tracks_keys
@@ -368,56 +347,13 @@ class FileStore(Catalogue):
         if not self._closed and self.index.is_ours:
             self.upkeep.run_until_idle()
 
-    def stored(self) -> Iterator[Entry]:
-        shards = map(self.directory.list_shard, range(NUM_SHARDS))
-        keys = self._listed(chain.from_iterable(shards))
-        return (Entry(key, 0, 0.0) for key in keys)
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
-    def facts(self) -> dict[str, int | bool | None]:
-        counts = self.stat()._asdict()
-        del counts["url"]
-        with self._faults.guard("list", "cannot be listed", is_logged=False):
-            if counts["max_bytes"] is None:  # a command may not give that of the engines
-                del counts["max_bytes"]
-                counts |= self.directory.quota()
-            files = self.directory.list_files("quarantine").values()
-        sizes = [file.num_bytes for file in files]
-        return {**counts, "quarantined": len(sizes), "quarantined_bytes": sum(sizes)}
-
-    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        if not self._writes():
-            said = f"{self.url} is read-only or closed; open it writable to change it"
-            raise StoreError(FaultKind.READ_ONLY, said)
-        before = 0.0 if older_than_seconds is None else self._settings.wall() - older_than_seconds
-        quota = self._max_bytes if max_bytes is None else max_bytes
-        with self._faults.guard("gc", "cannot be made smaller", is_logged=False):
-            self.index.flush()
-            self.upkeep.clean()
-            start = self.index.totals
-            self.directory.bound_quarantine(quota, before)
-            self.index.shrink(quota, before)
-            self.upkeep.clean()
-        end = self.index.totals
-        removed = start.num_records - end.num_records, start.num_bytes - end.num_bytes
-        return GcReport(*removed, used_bytes=end.num_bytes)
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        if self._max_bytes == NO_QUOTA and not by_client:
-            raise ConfigError(f"{self.url} has no quota; give that of engines: ?max_bytes=200GiB")
-        if not self._writes() or not self.upkeep.may_pin:
-            why = Fault(FaultKind.UNUSABLE, "others evict by an index of their own")
-            kind, text = why if self._writes() else _READ_ONLY if self.is_read_only else CLOSED
-            raise StoreError(kind, f"{self.url} cannot pin: {text}")
-        most = self._max_bytes // (4 if by_client else 2)
-        with self._faults.guard("pin", "cannot pin", is_logged=False):
-            return self.index.pins.pin(keys, until, most, extends=by_client)
-
-    def _listed(self, found: Iterator[_Found]) -> Iterator[_Found]:
-        """Yield what is found, nothing in a closed store. Translates errors to StoreError."""
-        with self._faults.guard("list", "cannot be listed", is_logged=False):
-            yield from () if self._closed else found
-
-    def _writes(self) -> bool:
+    @property
+    def writes(self) -> bool:
+        """Whether this process may write: the store is open and writable, and no fork has it."""
         return not self._closed and not self.is_read_only and self.index.is_ours
 
     def _put_some(self, values: Sequence[Value]) -> list[Put]:
@@ -443,7 +379,7 @@ class FileStore(Catalogue):
     def _write(self, key: ChunkKey, views: Sequence[memoryview]) -> Writing | Put:
         """Write a value into a hidden file, or return why not. Raises OSError if the medium
         refuses."""
-        if not self._writes():
+        if not self.writes:
             return Put.failed(self.accepts() or CLOSED)
         writing = Writing(self.directory, key)
         try:

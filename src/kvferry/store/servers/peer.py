@@ -19,7 +19,6 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
-    Catalogue,
     Put,
     ReadRange,
     Where,
@@ -132,13 +131,22 @@ class PeerStore(ServerStore):
         self._keys.forget(key)
         return False
 
+    def describe(self, namespace: bytes, description: str) -> None:
+        pass
+
+    def in_namespace(self, namespace: bytes) -> PeerStore:
+        return self
+
+    def catalogues(self) -> Sequence[Fault]:
+        return [Fault(FaultKind.UNLISTED, f"{self.url} cannot list its values")]
+
     def close(self) -> None:
-        self._closed = True
+        self._keys.is_closed = True
         self._client.close()  # first, as it ends calls under way
         self._keys.close()
 
 
-def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> Catalogue:
+def _open_url(url: StoreUrl, options: PeerOptions, opening: Opening) -> PeerStore:
     if url.path or url.username or url.password:
         raise ConfigError(f"{url.where}: a peer has an address only: peer://host:port")
     ((host, port),) = url.hosts

@@ -10,7 +10,7 @@ import copy
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -22,18 +22,17 @@ from kvferry.store.base import (
     NO_DEADLINE,
     STORED,
     Buffer,
-    Catalogue,
-    Entry,
-    GcReport,
     Put,
     PutResult,
     ReadRange,
+    Store,
     Where,
 )
+from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal
 from kvferry.store.faults import Faults
-from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.store.maintenance import shrink
-from kvferry.store.servers.server_keys import ServerKeys, ServerStore
+from kvferry.store.servers.server_keys import ServerStore
 from kvferry.types import ChunkKey
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ _LOOK_SECONDS = 10.0
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
 
-class RemoteClient(ABC):
+class RemoteClient(Contract, ABC):
     """A client of one kind of server. A new kind of remote store has to implement only this.
 
     Calls block until `deadline` (`time.monotonic()` seconds) at most, plus a bounded clean-up. They
@@ -168,6 +167,64 @@ def _is_size(size: object) -> bool:
     return type(size) is int and size >= 0
 
 
+class _Texts:
+    """The texts of a prefix, and those that this process gave: the server may lose them.
+    Thread-safe."""
+
+    def __init__(
+        self,
+        client: RemoteClient,
+        prefix: str,
+        bounds: ServerBounds,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._bounds = bounds
+        self._clock = clock
+        self._given: dict[str, str] = {}  # by name
+        self._looks_at = clock() + _LOOK_SECONDS  # whether the server has them
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a text, now or later. Never raises."""
+        self._given[name] = text
+        with suppress(StoreError):
+            self.write(name, text)
+
+    def write_again(self) -> None:
+        """Write the texts again that the server has lost: it restarted empty, was emptied, was away
+        when they came, or evicted them. Runs in: I/O thread, after an answer."""
+        now = self._clock()
+        if now < self._looks_at:
+            return
+        self._looks_at = now + _LOOK_SECONDS
+        for name, text in tuple(self._given.items()):
+            # To read it also makes it one of the most recent, where the server evicts by use.
+            with suppress(StoreError):
+                self.write(name, text, replaces=False)
+
+    def read(self, name: str) -> str | None:
+        """Return a text; None if there is none, and an empty one if it is too long. Raises
+        StoreError."""
+        name, until = f"{self._prefix}{name}", self._clock() + self._bounds.quick_seconds
+        size = self._client.read(name, (), until)
+        if size is None:
+            return None
+        text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
+        self._client.read(name, [(0, memoryview(text))], until)
+        return text.decode(errors="replace")
+
+    def write(self, name: str, text: str, *, replaces: bool = True) -> None:
+        """Write a text if there is none, or, with `replaces`, another one. Raises StoreError."""
+        said = self.read(name)
+        if said == text or (said is not None and not replaces):
+            return
+        name, until = f"{self._prefix}{name}", self._clock() + self._bounds.quick_seconds
+        if said is not None:
+            self._client.delete(name, until)
+        self._client.put(name, [text.encode()], until)
+
+
 class RemoteStore(ServerStore):
     """Values that a server keeps, and evicts by its own rules.
 
@@ -176,7 +233,7 @@ class RemoteStore(ServerStore):
     Args:
         url: URL without credentials.
         client: client of the server, closed with the store.
-        opening: its namespace is that of the values; `of` gives a store of another namespace.
+        opening: its namespace is that of the values; `in_namespace` gives a view of another.
         prefix: start of all names; ends in a separator, or is empty.
         clock: monotonic seconds, also of deadlines.
     """
@@ -195,9 +252,8 @@ class RemoteStore(ServerStore):
         self._prefix = prefix
         self._namespace = opening.namespace
         self._size = opening.value_bytes
-        self._descriptions: dict[str, str] = {}  # by name, that this process gave
-        self._looks_at = clock() + _LOOK_SECONDS  # whether the server has them
-        self._keys.after_answer = self._describe_again
+        self._texts = _Texts(self._client, prefix, opening.bounds, clock)
+        self._keys.after_answer = self._texts.write_again
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -235,7 +291,7 @@ class RemoteStore(ServerStore):
             self._observer.count("store_put_bytes", num_bytes)
         else:
             self._keys.learn(key)
-        self._describe_again()
+        self._texts.write_again()
         return STORED if result is PutResult.STORED else EXISTS
 
     def _is_wrong(self, size: int | None) -> bool:
@@ -261,7 +317,6 @@ class RemoteStore(ServerStore):
             return False
 
     def close(self) -> None:
-        self._closed = True
         self._keys.close()
         self._client.close()
 
@@ -272,25 +327,57 @@ class RemoteStore(ServerStore):
         found = self._client.exists([self.name_of(key) for key in keys], until)
         return [Where.HERE if each else Where.ABSENT for each in found]
 
-    def of(self, namespace: bytes) -> Catalogue:
+    def in_namespace(self, namespace: bytes) -> RemoteStore:
         if namespace == self._namespace:
             return self
-        other = copy.copy(self)
+        other = copy.copy(self)  # with the same keys: no two namespaces have one
         other._namespace = namespace
-        other._keys = ServerKeys(other._find, self._observer, learns=False, clock=self._clock)
         return other
 
-    def facts(self) -> dict[str, int | bool | None]:
-        return {} if self._closed else self._client.facts()
+    def describe(self, namespace: bytes, description: str) -> None:
+        if not self._closed:
+            self._texts.keep(f"{namespace.hex()}/{_ABOUT}", description)
+
+    def catalogues(self) -> Sequence[Catalogue]:
+        return [RemoteCatalogue(self, self._client, self._prefix, self._texts)]
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def name_of(self, key: ChunkKey) -> str:
+        """Return the name of a value at the server."""
+        if len(key) != 32:
+            raise ValueError(f"a key has 32 bytes, not {len(key)}")
+        return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
+
+    def _until(self, deadline: float) -> float:
+        return min(deadline, self._clock() + self._bounds.call_seconds)
+
+
+class RemoteCatalogue(Catalogue):
+    """What a server lists under the prefix of a store."""
+
+    def __init__(
+        self, store: RemoteStore, client: RemoteClient, prefix: str, texts: _Texts
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._prefix = prefix
+        self._texts = texts
+
+    def lists(self, key: ChunkKey) -> bool:
+        return False
 
     def scan(self) -> Iterator[Entry]:
         return (entry for entry in self._scan() if entry.key)
 
-    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        return shrink(self, max_bytes, older_than_seconds)
+    def recent(self, limit: int) -> Iterator[Entry]:
+        said = f"{self._store.url} does not know which values were used last"
+        raise StoreError(FaultKind.UNLISTED, said)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """See `Store.namespaces`. Includes namespaces that have only a description left."""
+        """See `Catalogue.namespaces`. Includes namespaces that have only a description left."""
         found: dict[bytes, tuple[int, int]] = {}
         for key, num_bytes, _, namespace, *_ in self._scan():
             num_records, total = found.get(namespace, (0, 0))
@@ -299,7 +386,7 @@ class RemoteStore(ServerStore):
 
     def _scan(self) -> Iterator[Entry]:
         """Yield every value and, with an empty key, every description."""
-        if self._closed:
+        if self._store.is_closed:
             return
         # The names that came last, the oldest first: a server may list a name twice.
         seen: dict[tuple[bytes, bytes], None] = {}
@@ -315,65 +402,36 @@ class RemoteStore(ServerStore):
                 del seen[next(iter(seen))]
             yield Entry(key, num_bytes, last_used, namespace)
 
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        name = f"{namespace.hex()}/{_ABOUT}"
-        if description is None:
-            return self._text(name)
-        self._descriptions[name] = description
-        with suppress(StoreError):
-            self._text(name, description)
-        return description
+    def description(self, namespace: bytes) -> str | None:
+        return None if self._store.is_closed else self._texts.read(f"{namespace.hex()}/{_ABOUT}")
 
     def notice(self, text: str | None = None) -> str | None:
         with suppress(StoreError):
-            return self._text(_NOTICE, text)
+            if text is None and not self._store.is_closed:
+                return self._texts.read(_NOTICE)
+            if text is not None and not self._store.is_closed:
+                self._texts.write(_NOTICE, text)
         return text
 
-    def _describe_again(self) -> None:
-        """Write the descriptions again that the server has lost: it restarted empty, was emptied,
-        was away when they came, or evicted them. Runs in: I/O thread, after an answer."""
-        now = self._clock()
-        if self._closed or now < self._looks_at:
-            return
-        self._looks_at = now + _LOOK_SECONDS
-        for name, text in tuple(self._descriptions.items()):
-            # To read it also makes it one of the most recent, where the server evicts by use.
-            with suppress(StoreError):
-                self._text(name, text, replaces=False)
+    def removals(self, limit: int) -> list[Removal] | None:
+        return None
 
-    def _text(self, name: str, given: str | None = None, *, replaces: bool = True) -> str | None:
-        """Return the text under a name. Write the given one if there is none, or, with `replaces`,
-        another one. Raises StoreError."""
-        if self._closed:
-            return given
-        name = f"{self._prefix}{name}"
-        until = self._clock() + self._bounds.quick_seconds
-        said, size = None, self._client.read(name, (), until)
-        if size is not None:
-            text = bytearray(size if size <= self._bounds.max_text_bytes else 0)
-            self._client.read(name, [(0, memoryview(text))], until)
-            said = text.decode(errors="replace")
-        if given not in (None, said) and (replaces or said is None):
-            if said is not None:
-                self._client.delete(name, until)
-            self._client.put(name, [str(given).encode()], until)
-        return given or said
+    def facts(self) -> dict[str, int | bool | None]:
+        return {} if self._store.is_closed else self._client.facts()
 
-    def name_of(self, key: ChunkKey) -> str:
-        """Return the name of a value at the server."""
-        if len(key) != 32:
-            raise ValueError(f"a key has 32 bytes, not {len(key)}")
-        return f"{self._prefix}{self._namespace.hex()}/{key.hex()}"
+    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
+        return shrink(self._store, max_bytes, older_than_seconds)
 
-    def _until(self, deadline: float) -> float:
-        return min(deadline, self._clock() + self._bounds.call_seconds)
+    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
+        said = f"{self._store.url} cannot pin; a directory can"
+        raise StoreError(FaultKind.UNUSABLE, said)
 
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
     return RemoteStore(str(url), client, opening, prefix=url.path and f"{url.path}/")
 
 
-def calls_of(store: Catalogue) -> dict[object, tuple[str, float]]:
+def calls_of(store: Store) -> dict[object, tuple[str, float]]:
     """The calls of a store's client that are under way: class and method, and deadline. Whoever
     names one that does not end takes it out. Empty for a store without a client."""
     return store._client.calls if isinstance(store, RemoteStore) else {}

@@ -21,7 +21,8 @@ from kvferry.store.base import (
     ASKED,
     COMING,
     HERE,
-    Catalogue,
+    Address,
+    SingleStore,
     StoreStat,
     Where,
 )
@@ -60,11 +61,17 @@ class _Known(NamedTuple):
 _NEVER = _Known(0.0, 0)
 
 
+Find = Callable[[Sequence[ChunkKey]], Sequence[Where]]
+"""Asks a server which keys it has: each is HERE, ABSENT or COMING. Bounded in time. Raises
+StoreError."""
+
+
 class _Question(NamedTuple):
     keys: list[ChunkKey]
     """Of one prompt."""
     first_batch: int
     """How many of them are asked for first."""
+    find: Find
 
 
 class ServerKeys:
@@ -73,25 +80,22 @@ class ServerKeys:
     Thread-safe. `where` answers from memory and takes no lock.
 
     Args:
-        find: asks the server which keys it has: each is HERE, ABSENT or COMING. Bounded in time.
-            Raises StoreError.
         learns: False if keys are never looked up; the cache then stays empty.
         clock: monotonic seconds, also of deadlines.
 
     Attributes:
         on_result: called on an I/O thread after each question: with None, or its error.
         after_answer: called on an I/O thread once the answers to queued prompts are known.
+        is_closed: whether the store is.
     """
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChunkKey]], Sequence[Where]],
         observer: Observer,
         *,
         learns: bool,
         clock: Callable[[], float],
     ) -> None:
-        self._find = find
         self._observer = observer
         self._learns = learns
         self._clock = clock
@@ -106,6 +110,7 @@ class ServerKeys:
         self._threads = IOPool(2, "kvferry-probe")
         self.on_result: Callable[[StoreError | None], None] = lambda _fault: None
         self.after_answer: Callable[[], None] = lambda: None
+        self.is_closed = False
 
     def where(self, key: ChunkKey) -> Where:
         """See `Store.where`."""
@@ -163,8 +168,8 @@ class ServerKeys:
         known = list(self._known.values())
         return len(known), sum(each.num_bytes for each in known)
 
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool) -> None:
-        """See `Store.probe`."""
+    def probe(self, keys: Sequence[ChunkKey], find: Find, *, again: bool) -> None:
+        """See `Store.probe`. `find` asks in the namespace of the keys."""
         if not self._learns:
             return
         now = self._clock()
@@ -183,7 +188,7 @@ class ServerKeys:
         if len(self._waiting) >= MAX_PROBES:
             self._observer.count("store_probe_dropped")
             return
-        question = _Question(unknown, FIRST_AGAIN if again else FIRST_BATCH)
+        question = _Question(unknown, FIRST_AGAIN if again else FIRST_BATCH, find)
         self._asked.update(unknown)
         self._waiting.append(question)
         if self._threads.submit(lambda _job: self._answer()).error is not None:
@@ -200,20 +205,23 @@ class ServerKeys:
             while True:
                 questions.append(self._waiting.popleft())
         try:
-            for count in (FIRST_BATCH, FIRST_AGAIN):
-                self._ask([each.keys for each in questions if each.first_batch == count], count)
+            kinds = dict.fromkeys((each.find, each.first_batch) for each in questions)
+            for find, count in sorted(kinds, key=lambda kind: -kind[1]):
+                kind = find, count
+                prompts = [q.keys for q in questions if (q.find, q.first_batch) == kind]
+                self._ask(prompts, count, find)
         finally:
             self._asked.difference_update(*(each.keys for each in questions))
         self.after_answer()
 
-    def _ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int) -> None:
+    def _ask(self, prompts: Sequence[Sequence[ChunkKey]], count: int, find: Find) -> None:
         """Ask for the first `count` keys of each prompt, and for more keys of a prompt while the
         server has some of those just asked for. Blocks on I/O; outcomes go to `on_result`."""
         waiting, start = prompts, 0
         try:
             while waiting:
                 batches = [keys[start : start + count] for keys in waiting]
-                self._ask_for(list(dict.fromkeys(key for keys in batches for key in keys)))
+                self._ask_for(list(dict.fromkeys(key for keys in batches for key in keys)), find)
                 start, count = start + count, 2 * count
                 # After a batch without a key, no later chunk can be part of a prefix hit.
                 waiting = [
@@ -225,11 +233,11 @@ class ServerKeys:
             self._observer.count("store_probe_failed")
             self.on_result(error)
 
-    def _ask_for(self, keys: Sequence[ChunkKey]) -> None:
+    def _ask_for(self, keys: Sequence[ChunkKey], find: Find) -> None:
         """Ask the server one question. Raises StoreError."""
         known = list(map(self._known.get, keys))
         with self.call() as learn:
-            found = self._find(keys)
+            found = find(keys)
             self.on_result(None)
             for answers in (self._absent, self._coming):
                 if len(answers) > MAX_KNOWN:
@@ -250,10 +258,11 @@ class ServerKeys:
 
     def close(self) -> None:
         """Stop the threads; abandon a question that hangs."""
+        self.is_closed = True
         self._threads.close()
 
 
-class ServerStore(Catalogue):
+class ServerStore(SingleStore):
     """A store on a server. Answers look-ups from what this process knows of the server's keys.
 
     Args:
@@ -268,15 +277,18 @@ class ServerStore(Catalogue):
         self._observer = opening.observer
         self._bounds = opening.bounds
         self._clock = clock
-        self._closed = False
-        self._keys = ServerKeys(self._find, self._observer, learns=opening.index, clock=clock)
+        self._keys = ServerKeys(self._observer, learns=opening.index, clock=clock)
+
+    @property
+    def _closed(self) -> bool:
+        return self._keys.is_closed
 
     @abstractmethod
     def _find(self, keys: Sequence[ChunkKey]) -> Sequence[Where]:
-        """See `find` of `ServerKeys`."""
+        """See `Find`."""
 
     def where(self, key: ChunkKey) -> Where:
-        return ABSENT if self._closed else self._keys.where(key)
+        return ABSENT if self._keys.is_closed else self._keys.where(key)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         pass
@@ -292,11 +304,14 @@ class ServerStore(Catalogue):
 
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         if not self._closed:
-            self._keys.probe(keys, again=again)
+            self._keys.probe(keys, self._find, again=again)
         return not self._closed
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard
+
+    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+        return False
 
     def note_stored(self, key: ChunkKey) -> None:
         if not self._closed:

@@ -133,7 +133,7 @@ class TierThread:
 
     def _copy(self, key: ChunkKey, source: Tier) -> PutResult:
         """Copy one value."""
-        target = self._target
+        target = self._target.in_namespace(source.namespace)
         until = target.clock() + target.patience.write_seconds
         try:
             size = target.ask(key, (), until)  # costs less than reading and sending it

@@ -6,6 +6,7 @@ thread of each tier opens its store, tries it, and copies values to it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -15,15 +16,16 @@ from concurrent.futures import Future, wait
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
+from weakref import WeakSet
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import (
     HERE,
-    Catalogue,
     Put,
     PutResult,
     ReadRange,
+    Store,
     StoreStat,
     TierStatus,
     Value,
@@ -57,7 +59,7 @@ class Unopened(NamedTuple):
     """
 
     url: str
-    open: Callable[[bool], Catalogue]
+    open: Callable[[bool], Store]
 
 
 class Tier:
@@ -70,7 +72,8 @@ class Tier:
         clock: clock that gives monotonic seconds, as deadlines do.
 
     Attributes:
-        store: the store; None until it is open.
+        namespace: that of the values; None: the one that the store was opened for.
+        store: the store, in that namespace; None until it is open.
         up: the store while it may be asked, else None. Look-ups only read this, once.
         opening: done after the first try to open the store; has the error if that failed.
         faults: boundary of the tier's thread.
@@ -80,7 +83,7 @@ class Tier:
 
     def __init__(
         self,
-        given: Catalogue | Unopened,
+        given: Store | Unopened,
         name: str,
         number: int,
         observer: Observer,
@@ -91,8 +94,9 @@ class Tier:
         self.number = number
         self.given = given
         self.is_peer = is_peer(given.url)
-        self.store: Catalogue | None = None
-        self.up: Catalogue | None = None
+        self.namespace: bytes | None = None
+        self.store: Store | None = None
+        self.up: Store | None = None
         self.opening: Future[None] = Future()
         self.clock = clock
         self.patience = patience
@@ -104,6 +108,7 @@ class Tier:
         self._reading: dict[object, float] = {}  # by read or trial under way, its deadline
         self._calls: dict[object, tuple[str, float]] = {}  # see `calls_of`
         self._lock = threading.Lock()
+        self._views = WeakSet([self])  # this tier in each namespace
         if not isinstance(given, Unopened):
             self.try_if_due()
 
@@ -112,7 +117,8 @@ class Tier:
     def _event(self, event: Callable[[Health], str | None]) -> None:
         with self._lock:
             line = event(self._health)
-            self.up = self.store if self._health.is_up else None
+            for view in self._views:
+                view.up = view.store if self._health.is_up else None
         if line:
             logger.warning("%s", line)
         if self.next_try < math.inf:
@@ -166,14 +172,32 @@ class Tier:
                 self.opening.set_exception(error)
             return
         store.on_result(self._on_result)
-        self._calls = calls_of(store)
         with self._lock:
-            self.store = store
+            for view in self._views:
+                view._place(store)
         self._event(Health.opened)
         if self._health.state is State.CLOSED:  # meanwhile
             store.close()
         if not self.opening.done():
             self.opening.set_result(None)
+
+    def _place(self, store: Store) -> None:
+        self._calls = calls_of(store)
+        self.store = store if self.namespace is None else store.in_namespace(self.namespace)
+
+    def in_namespace(self, namespace: bytes | None) -> Tier:
+        """Return this tier as it asks its store in a namespace; None: in its own. All but the store
+        is shared."""
+        if namespace in (None, self.namespace):
+            return self
+        view = copy.copy(self)
+        view.namespace, view.store, view.up = namespace, None, None
+        with self._lock:
+            self._views.add(view)
+            if self.store is not None:
+                view._place(self.store)
+                view.up = view.store if self._health.is_up else None
+        return view
 
     def wait_opened(self, seconds: float) -> BaseException | None:
         """Wait for the first try to open the store. Return its error if the store never opens."""

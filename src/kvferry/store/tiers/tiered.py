@@ -9,6 +9,7 @@ the engine or command that opened the store URLs.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import OrderedDict
@@ -26,18 +27,16 @@ from kvferry.store.base import (
     NO_DEADLINE,
     Address,
     Buffer,
-    Catalogue,
-    Entry,
-    GcReport,
     Put,
     ReadRange,
-    Removal,
+    Store,
     StoreStat,
     TierStatus,
     Value,
     ValueCheck,
     Where,
 )
+from kvferry.store.catalogue import Catalogue
 from kvferry.store.erasures import Erasures
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kinds import ends_with_process, is_peer
@@ -52,7 +51,7 @@ _LEAVE_SECONDS = 1.0
 """How long a close waits for a thread that reads notices, because a mount may hang."""
 
 
-class TieredStore(Catalogue):
+class TieredStore(Store):
     """Tiers as one store; see the module. Closing it closes them.
 
     Args:
@@ -70,7 +69,7 @@ class TieredStore(Catalogue):
 
     def __init__(
         self,
-        stores: Sequence[Catalogue | Unopened],
+        stores: Sequence[Store | Unopened],
         observer: Observer | None = None,
         *,
         check: ValueCheck | None = None,
@@ -87,7 +86,8 @@ class TieredStore(Catalogue):
         self.url = ", ".join(store.url for store in stores)
         self._served: OrderedDict[ChunkKey, Tier] = OrderedDict()
         self._threads = tuple(TierThread(tier, observer, check) for tier in self._tiers)
-        self._closed = False
+        self._origin: TieredStore | None = None  # of a view of another namespace
+        self._closing = threading.Event()
         tiers = self._tiers
         self._erasures = Erasures(
             partial(_notices, tiers), partial(_delete, tiers), observer, clock
@@ -148,7 +148,7 @@ class TieredStore(Catalogue):
         fault: StoreError | None = None
         # A question to each of several peers would cost more than the read.
         for tier in sorted(self._tiers, key=lambda tier: tier.is_peer and not tier.has(key)):
-            if self._closed:
+            if self._closing.is_set():
                 return None
             if not self._is_up(tier):
                 tier.count("reads", "away")
@@ -218,7 +218,7 @@ class TieredStore(Catalogue):
         whys: dict[int, Fault] = {}
         left = list(range(len(values)))
         for tier in self._tiers:
-            if self._closed or not left:
+            if self._closing.is_set() or not left:
                 break
             tried = tier.put_all([values[place] for place in left], deadline)
             for place, answer in zip(left, tried, strict=True):
@@ -251,11 +251,6 @@ class TieredStore(Catalogue):
     def erased_since(self, number: int) -> Sequence[str]:
         return self._erasures.since(number)
 
-    def notice(self, text: str | None = None) -> str | None:
-        """The notice of a single tier; several have one each."""
-        only = next(self._up(), None) if len(self._tiers) == 1 else None
-        return None if only is None else only.notice(text)
-
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         keys = tuple(keys)
         for tier in self._tiers:
@@ -272,7 +267,7 @@ class TieredStore(Catalogue):
 
     # -- what is there --------------------------------------------------------------------------
 
-    def _up(self) -> Iterator[Catalogue]:
+    def _up(self) -> Iterator[Store]:
         """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
@@ -297,104 +292,37 @@ class TieredStore(Catalogue):
                 store.note_stored(key)
                 return
 
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        """Pin in every tier that can, and return the most of one tier. Raises what the last said if
-        none can."""
-        keys, num_pinned = tuple(keys), []
-        fault = StoreError(FaultKind.AWAY, f"{self.url} does not answer")
-        for store in self._up():
-            try:
-                num_pinned.append(store.pin(keys, until, by_client=by_client))
-            except StoreError as error:
-                fault = error
-        if not num_pinned:
-            raise fault
-        return max(num_pinned)
+    def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
+        pass  # each tier hears of its own store
 
     def wait_indexed(self, timeout: float) -> bool:
         deadline = self._clock() + timeout
         answers = [store.wait_indexed(max(0.0, deadline - self._clock())) for store in self._up()]
         return bool(answers) and all(answers)
 
-    # -- what commands ask: a single tier is its store ------------------------------------------
+    # -- other faces ----------------------------------------------------------------------------
 
-    def _only(self) -> Catalogue | None:
-        """The store of a single tier; None for several. Raises StoreError while it is not up."""
-        if len(self._tiers) > 1:
-            return None
-        (tier,) = self._tiers
-        if (store := tier.up) is None:
-            raise tier.away
-        return store
-
-    def of(self, namespace: bytes) -> Catalogue:
-        """Of several tiers, themselves where keys alone name the values of each."""
-        if (only := self._only()) is not None:
-            view = only.of(namespace)
-            return self if view is only else view
-        if all(store.of(namespace) is store for store in self._up()):
+    def in_namespace(self, namespace: bytes) -> TieredStore:
+        stores = [tier.store for tier in self._tiers]
+        if all(each is not None and each.in_namespace(namespace) is each for each in stores):
             return self
-        said = f"{self.url} are several stores; give the one that has the namespace"
-        raise StoreError(FaultKind.UNUSABLE, said)
+        view = copy.copy(self)
+        view._tiers = tuple(tier.in_namespace(namespace) for tier in self._tiers)
+        view._origin = self._origin or self  # whose end would close the tiers
+        return view
 
-    def lists(self, key: ChunkKey) -> bool:
-        only = self._only()
-        return super().lists(key) if only is None else only.lists(key)
-
-    def scan(self) -> Iterator[Entry]:
-        only = self._only()
-        return super().scan() if only is None else only.scan()
-
-    def stored(self) -> Iterator[Entry]:
-        only = self._only()
-        return super().stored() if only is None else only.stored()
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        only = self._only()
-        return super().recent(limit) if only is None else only.recent(limit)
-
-    def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        only = self._only()
-        return super().namespaces() if only is None else only.namespaces()
-
-    def described(self) -> list[bytes]:
-        only = self._only()
-        return super().described() if only is None else only.described()
-
-    def removals(self, limit: int) -> list[Removal] | None:
-        only = self._only()
-        return super().removals(limit) if only is None else only.removals(limit)
-
-    def facts(self) -> dict[str, int | bool | None]:
-        only = self._only()
-        return super().facts() if only is None else only.facts()
-
-    def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
-        only = self._only()
-        if only is None:
-            return super().gc(max_bytes, older_than_seconds)
-        return only.gc(max_bytes, older_than_seconds)
-
-    def describe(self, namespace: bytes, description: str | None = None) -> str | None:
-        """The description in the nearest tier that has one. Raises what the last tier said that
-        could not be asked, if none has. Give a new description to every tier that is open: one that
-        is away writes it once it is back."""
-        if description is not None:
-            opened = [tier.store for tier in self._tiers if tier.store is not None]
-            known = [store.describe(namespace, description) for store in opened]
-            return next(filter(None, known), None)
-        fault: StoreError | None = None
+    def catalogues(self) -> list[Catalogue | Fault]:
+        found: list[Catalogue | Fault] = []
         for tier in self._tiers:
-            try:
-                if (store := tier.up) is None:
-                    raise tier.away
-                if text := store.describe(namespace):
-                    return text
-            except StoreError as error:
-                fault = error
-        if fault is not None:
-            raise fault
-        return None
+            found += [tier.away.fault] if tier.up is None else tier.up.catalogues()
+        return found
+
+    def describe(self, namespace: bytes, description: str) -> None:
+        """Give a description to every tier that is open: one that is away writes it once it is
+        back."""
+        for tier in self._tiers:
+            if tier.store is not None:
+                tier.store.describe(namespace, description)
 
     def stat(self) -> StoreStat:
         """Sums over the tiers; a value in two tiers counts twice."""
@@ -412,7 +340,7 @@ class TieredStore(Catalogue):
 
     def close(self) -> None:
         """Let copies go on for a limited time, then close all tiers."""
-        self._closed = True
+        self._closing.set()
         self._keep()
         self._end()
 
@@ -449,17 +377,17 @@ def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
     for tier in tiers:
         with suppress(StoreError), tier.faults.guard("notice", passes=StoreError):
             if (store := tier.up) is not None:
-                found[tier] = store.notice()
+                found[tier] = store.catalogue().notice()
     return found
 
 
-def _delete(tiers: Iterable[Tier], key: ChunkKey) -> None:
+def _delete(tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey) -> None:
     for tier in tiers:
         with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
-            tier.delete(key)
+            tier.in_namespace(namespace).delete(key)
 
 
-def _names_of(stores: Sequence[Catalogue | Unopened]) -> list[str]:
+def _names_of(stores: Sequence[Store | Unopened]) -> list[str]:
     """Return names for metrics: the scheme; of several peers, each with its address; else with the
     tier's number, if a nearer one has the same."""
     schemes, names = [store.url.partition(":")[0] for store in stores], list[str]()

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.store.base import Catalogue, Entry, PutResult, Where
+from kvferry.store.base import PutResult, Store, Where
+from kvferry.store.catalogue import Entry
 from kvferry.testing.stores.hooks import (
     StoreHooks,
     can_scan,
@@ -38,8 +39,8 @@ numbers = st.integers(0, 7)
 sizes = st.one_of(st.sampled_from([1, 4096, 4097, 8191, 12_001, QUOTA]), st.integers(1, QUOTA))
 
 
-def _scan(store: Catalogue) -> dict[bytes, Entry]:
-    entries = list(store.scan())
+def _scan(store: Store) -> dict[bytes, Entry]:
+    entries = list(store.catalogue().scan())
     by_key: dict[bytes, Entry] = {entry.key: entry for entry in entries}
     assert len(by_key) == len(entries), "a key was listed twice"
     return by_key
@@ -48,7 +49,7 @@ def _scan(store: Catalogue) -> dict[bytes, Entry]:
 class ScanTests(StoreHooks):
     """Tests of stores that list their values."""
 
-    def test_scan_lists_every_value_once(self, store: Catalogue) -> None:
+    def test_scan_lists_every_value_once(self, store: Store) -> None:
         sizes = (1, 4096, 9001)
         before = time.time()
         for number, size in enumerate(sizes):
@@ -60,18 +61,18 @@ class ScanTests(StoreHooks):
         # Batched recency and the clocks of file systems are coarse.
         assert all(abs(entry.last_used - before) < 60 for entry in entries.values())
 
-    def test_scan_leaves_out_what_was_deleted_or_discarded(self, store: Catalogue) -> None:
+    def test_scan_leaves_out_what_was_deleted_or_discarded(self, store: Store) -> None:
         for number in range(3):
             store.put(make_key(number), [b"value"])
         store.delete(make_key(0))
         store.discard(make_key(1), "bad_checksum")
         assert set(_scan(store)) == {make_key(2)}
 
-    def test_values_may_come_and_go_during_a_scan(self, store: Catalogue) -> None:
+    def test_values_may_come_and_go_during_a_scan(self, store: Store) -> None:
         for number in range(40):
             store.put(make_key(number), [b"value"])
         found = set()
-        for position, entry in enumerate(store.scan()):
+        for position, entry in enumerate(store.catalogue().scan()):
             found.add(entry.key)
             store.delete(make_key(39 - position))
             store.put(make_key(100 + position), [b"later"])
@@ -83,7 +84,7 @@ class ScanTests(StoreHooks):
 class ProbeTests(StoreHooks):
     """Tests of stores that several processes share."""
 
-    def test_waiting_for_the_index_ends_in_time(self, store: Catalogue) -> None:
+    def test_waiting_for_the_index_ends_in_time(self, store: Store) -> None:
         started = time.monotonic()
         store.wait_indexed(0.0)
         assert time.monotonic() - started < self.patience_seconds
@@ -135,7 +136,7 @@ class ProbeTests(StoreHooks):
             assert writer.delete(make_key())
             wait_until(partial(says, False), "it is gone", self.patience_seconds)
 
-    def test_a_flood_of_probes_blocks_no_caller(self, store: Catalogue) -> None:
+    def test_a_flood_of_probes_blocks_no_caller(self, store: Store) -> None:
         started = time.monotonic()
         for number in range(500):
             store.probe([make_key(number), make_key(number + 1)])
@@ -170,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
     """
 
     hooks: StoreHooks
-    store: Catalogue
+    store: Store
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def scan_lists_what_the_dict_holds(self) -> None:
         if can_scan(self.store):
-            listed = {entry.key: entry.num_bytes for entry in self.store.scan()}
+            listed = {entry.key: entry.num_bytes for entry in self.store.catalogue().scan()}
             assert listed == {key: len(value) for key, value in self.model.items()}
 
     def teardown(self) -> None:

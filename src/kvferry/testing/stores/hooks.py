@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.store.base import Buffer, Catalogue, Store
+from kvferry.store.base import Buffer, Store
 from kvferry.types import ChunkKey
 
 awkward_sizes = (1, 4095, 4096, 4097, 65_537, 2**20 + 3)
@@ -45,10 +45,10 @@ def read_value(store: Store, key: ChunkKey) -> bytes | None:
     return None
 
 
-def can_scan(store: Catalogue) -> bool:
+def can_scan(store: Store) -> bool:
     """Whether the store lists its values."""
     try:
-        next(store.scan(), None)
+        next(store.catalogue().scan(), None)
     except StoreError:
         return False
     return True
@@ -105,7 +105,7 @@ class StoreHooks(ABC):
     """How long a test waits for a thread of the store."""
 
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[Catalogue]:
+    def store(self, tmp_path: Path) -> Iterator[Store]:
         """A store without a quota, closed after the test."""
         with self.make_store(tmp_path) as store:
             yield store
@@ -117,7 +117,7 @@ class StoreHooks(ABC):
         *,
         max_bytes: int | None = None,
         observer: Observer | None = None,
-    ) -> Catalogue:
+    ) -> Store:
         """Open a store at `tmp_path`. Tests open several instances at one place."""
 
     @abstractmethod

@@ -452,7 +452,7 @@ class LifecycleTests(StoreHooks):
         store.put(make_key(), [make_value()])
         store.close()
         if isinstance(self, ScanTests):
-            assert list(store.scan()) == []
+            assert list(store.catalogue().scan()) == []
         store.probe([make_key()])
         store.note_stored(make_key(3))
         assert store.where(make_key(3)) is Where.ABSENT
