@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
@@ -26,8 +25,10 @@ class WrapperStore(Store):
     """A store that hands every call to `inner`; `put_all` becomes one `put` after another, and
     `check_medium` a `read`. Subclasses override what they change.
 
-    Closing the wrapper closes the inner store.
+    Closing the wrapper closes the inner store. Views of other namespaces share its attributes.
     """
+
+    __slots__ = ("inner",)
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -39,7 +40,8 @@ class WrapperStore(Store):
         values = self.inner.in_namespace(namespace)
         if values is self.inner:
             return self
-        view = copy.copy(self)
+        view = type(self).__new__(type(self))
+        view.__dict__ = self.__dict__
         view.inner = values
         return view
 
