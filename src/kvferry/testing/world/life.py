@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.contract.spec import Mode
+from kvferry.store.kinds import is_peer
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import Wrong
 from kvferry.testing.world.scenario import Ask
@@ -109,7 +110,7 @@ def _check_liveness(world: World, engine: Engine) -> None:
         world.happened[f"fault {what}"] for what in ("flip", "cut")
     )  # another model is served there, or wrong records came: it stays away by design
     for tier in engine.parts[0].store.tiers():
-        may_be_away = tier.name.startswith("peer") and is_peer_lost
+        may_be_away = is_peer(tier.stat.url) and is_peer_lost
         if tier.state != "up" and not may_be_away:
             raise Wrong("liveness", f"{tier.name} of {engine.name} is {tier.state}: {tier}")
 
