@@ -226,7 +226,7 @@ def test_an_address_in_another_spelling_is_the_same_peer(peers, looked_up, liste
     decoder = peers(None, reads, at=listed, tiers=True)
     decoder.run("before", [*range(900, 909)])
     wait_until(lambda: looked_up, "it connects, and so knows the addresses of the listed name")
-    assert decoder.parts[0].store.assume([], (stamped, answer["remote_port"]))
+    assert decoder.parts[0].store.learn([], (stamped, answer["remote_port"]))
     assert decode(decoder, answer) == HIT
     assert set(looked_up) == {listed}
 

@@ -4,8 +4,8 @@ Every store implements it. Commands also ask the catalogue that a store hands ou
 (`kvferry.store.catalogue`). A store knows nothing of heads, ranks or requests, and verifies
 nothing: `kvferry.store.recordio` checks records.
 
-`accepts`, `values_per_put`, `where`, `touch`, `stat`, `needs_probes`, `probe`, `assume`,
-`note_stored`, `on_result`, `tier_of`, `erased_since`, `tiers`, `catalogues` and `in_namespace` do
+`accepts`, `values_per_put`, `where`, `touch`, `stat`, `needs_probes`, `probe`, `learn`,
+`on_result`, `tier_of`, `erased_since`, `tiers`, `catalogues` and `in_namespace` do
 no I/O. All others may block on it: while an engine serves, they run on I/O threads, never on a
 scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly after; but
 writes to a directory ignore it, and a mount that hangs overruns it. If the caller gives none,
@@ -297,13 +297,10 @@ class Store(Contract, ABC):
         """
 
     @abstractmethod
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        """Take it that `peer` has `keys` in memory, if this store reads from there. Whether it
-        does."""
-
-    @abstractmethod
-    def note_stored(self, key: ChunkKey) -> None:
-        """Learn that `key` was stored through another store object of the same URL."""
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        """Learn that `keys` are here without asking the medium: they were stored through another
+        store object of the same URL, or a peer, the `holder`, has them in memory. Whether this
+        store reads from there."""
 
     @abstractmethod
     def wait_indexed(self, timeout: float) -> bool:

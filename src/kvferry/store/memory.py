@@ -205,11 +205,8 @@ class MemoryStore(SingleStore):
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         return False
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
         return False
-
-    def note_stored(self, key: ChunkKey) -> None:
-        pass
 
     def wait_indexed(self, timeout: float) -> bool:
         return True

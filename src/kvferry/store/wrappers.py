@@ -93,11 +93,8 @@ class WrapperStore(Store):
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         return self.inner.probe(keys, again=again)
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        return self.inner.assume(keys, peer)
-
-    def note_stored(self, key: ChunkKey) -> None:
-        self.inner.note_stored(key)
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        return self.inner.learn(keys, holder)
 
     def wait_indexed(self, timeout: float) -> bool:
         return self.inner.wait_indexed(timeout)

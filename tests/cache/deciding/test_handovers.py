@@ -568,7 +568,7 @@ def test_some_chunks_of_a_prefill_that_stops_end_the_doubt(make_engine):
 
 def test_a_peer_that_is_about_to_have_chunks_for_ever_is_no_other_store(make_engine, monkeypatch):
     """It says itself what it lacks."""
-    monkeypatch.setattr(RemoteStore, "assume", lambda *_: True)
+    monkeypatch.setattr(RemoteStore, "learn", lambda *_: True)
     where = RemoteStore.where
 
     def is_coming(store, key):
@@ -1001,3 +1001,22 @@ def test_parameters_of_any_form_end_in_a_right_answer(make_engine, params):
     assert host.pool.num_taken == 0
     host.close()
     host.parts[0].store.close()
+
+
+def test_a_look_up_asks_a_store_once_about_a_chunk_that_is_awaited(make_host):
+    asked = []
+
+    class Counts(WrapperStore):
+        def where(self, key):
+            asked.append(key)
+            return super().where(key)
+
+    store = Counts(RemoteStore("memory://server", DictClient()))
+    host = make_host(store=store, clock=FakeClock())
+    request = until_awaited(host, PROMPT, AT_ONCE)
+    first = search_of(host, request).wanted.keys[0]
+    for pause in (0.0, LAST_PAUSE_SECONDS):  # within the pause, and when the store is asked again
+        host.parts[0].context.clock.advance(pause)
+        asked.clear()
+        assert host.scheduler.lookup(request, 0).num_tokens is None
+        assert asked == [first]

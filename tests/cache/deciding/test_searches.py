@@ -72,8 +72,8 @@ class Fickle(MemoryStore):
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
         return True
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        return peer == PEER
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        return holder == PEER
 
     def tier_of(self, key: ChunkKey) -> str:
         return "near" if key[0] % 2 else "far"

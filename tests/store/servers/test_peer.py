@@ -18,6 +18,7 @@ from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
 from kvferry.store.servers.peer import MAX_WRONG, PeerStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one, open_store
 from kvferry.store.wrappers import WrapperStore
@@ -29,6 +30,7 @@ from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup
 from tests.servers.peer import running_peer
 from tests.servers.process import free_ports, let_run
+from tests.store.servers.remote_client import DictClient
 from tests.transfer.lending import DictLoan, Relay
 
 pytestmark = pytest.mark.usefixtures("patient_calls")
@@ -87,7 +89,7 @@ class PeerBeside(WrapperStore):
         if self._closed:
             return Put.failed(CLOSED)
         result = self.memory.put(key, buffers)
-        self.inner.note_stored(key)
+        self.inner._keys.learn(key)
         return result
 
     def delete(self, key):
@@ -191,13 +193,22 @@ def test_pending_is_neither_a_hit_nor_an_absence_that_is_remembered(serving):
     wait_until(lambda: peer.where(make_key()) is Where.HERE, "it is found")
 
 
+def test_what_an_engine_stored_is_not_taken_for_what_its_peer_has(serving):
+    """A worker's save is in the nearest tier that takes values, however near a peer is."""
+    shared = RemoteStore("memory://shared", DictClient())
+    peer = serving.open(serving.start(MemoryStore()).address[1])
+    with TieredStore([peer, shared]) as tiers:
+        assert tiers.learn([make_key()])
+        assert (peer.where(make_key()), shared.where(make_key())) == (Where.ABSENT, Where.HERE)
+
+
 def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(serving):
     port = serving.start(MemoryStore()).address[1]
     with TieredStore([MemoryStore(), serving.open(port)]) as tiers:
         keys = [make_key(number) for number in range(3)]
-        assert not tiers.assume(keys, ("127.0.0.1", port + 1))
+        assert not tiers.learn(keys, ("127.0.0.1", port + 1))
         assert not any(tiers.where(each) is Where.HERE for each in keys)
-        assert tiers.assume(keys, ("127.0.0.1", port))
+        assert tiers.learn(keys, ("127.0.0.1", port))
         assert all(tiers.where(each) is Where.HERE for each in keys)
         assert tiers.read(keys[0], ()) is None
         assert tiers.probe(keys[1:2], again=True)

@@ -110,7 +110,7 @@ def test_until_it_is_open_nothing_is_there(opened, caplog):
     for call in (
         lambda: late.touch([KEY]),
         lambda: late.probe([KEY]),
-        lambda: late.note_stored(KEY),
+        lambda: late.learn([KEY]),
         lambda: late.discard(KEY, "broken"),
     ):
         call()

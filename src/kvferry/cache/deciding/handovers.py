@@ -82,7 +82,7 @@ class Handovers:
         if stamp is not None and source.host is not None and source.port is not None:
             # The first look-up fetches what this peer says it holds, without a question.
             holder = source.host, source.port
-            is_held = self._context.store.assume(request.keys.keys[:num_chunks], holder)
+            is_held = self._context.store.learn(request.keys.keys[:num_chunks], holder)
         until = now + (seconds if is_held else self._patience.seconds(now))
         return plan._replace(
             num_chunks=num_chunks,

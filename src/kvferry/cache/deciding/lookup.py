@@ -47,6 +47,7 @@ from kvferry.store.base import (
     ASKED,
     COMING,
     HERE,
+    Where,
 )
 from kvferry.types import ChunkKey, MultimodalItem
 
@@ -179,6 +180,7 @@ class Search:
     loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     num_reads_left: int = 3  # failed reads of its chunks that are tried again
     short: Short = NOT_LOADING  # why the last answer was not longer
+    next: Where = Where.ABSENT  # what the store said then of the first chunk that it does not have
     looks: Backoff = NO_LOOKS  # when awaited chunks are asked for again
 
     @property
@@ -408,9 +410,8 @@ class Lookup:
     def _may_come(self, search: Search, known: int) -> bool:
         """Whether another engine may still bring the first chunk not known yet. Ask the store again
         after a pause."""
-        keys, plan, began_at = search.wanted.keys, search.wanted.plan, search.wanted.began_at
-        is_coming = self._store.where(keys[known]) in (COMING, ASKED)
-        is_absent = search.short.miss is not None and not is_coming
+        plan, began_at = search.wanted.plan, search.wanted.began_at
+        is_absent = search.next is not COMING and search.next is not ASKED
         if plan.is_held and is_absent and self._clock() >= began_at + ASK_SECONDS:
             return False  # the peer lacks it, and other stores have had some time to find it
         return not search.looks.is_over or self._ask_again(search, known)
@@ -471,7 +472,7 @@ class Lookup:
         """Count the leading chunks that are held or stored, and note what ended them. Return the
         number, and where a hit must end: at `end`, or where the request wants no more."""
         keys, first = search.wanted.keys, search.num_local // self._chunk
-        known, search.short = self._find(keys, first)
+        known, search.short, search.next = self._find(keys, first)
         most = search.wanted.most
         if most is not None and search.num_local + most < self.usable(len(keys), end):
             end = search.num_local + most
@@ -481,7 +482,7 @@ class Lookup:
             known = min(known, -(-end // self._chunk))
         return known, end
 
-    def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, Short]:
+    def _find(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, Short, Where]:
         where, find, unreadable = self._store.where, self._pool.find, self._unreadable
         everything = self._tables.all_groups
         for index in range(first, len(keys)):
@@ -490,10 +491,10 @@ class Lookup:
             if slot is None or not (slot.is_save or everything <= slot.held):
                 # Not whole in memory, so it matters what the store has.
                 if key in unreadable:
-                    return index, Short(*unreadable.why(key))
+                    return index, Short(*unreadable.why(key)), Where.ABSENT
                 if slot is None and (found := where(key)) is not HERE:
-                    return index, Short(None if found is ASKED else LookupMiss.ABSENT)
-        return max(first, len(keys)), Short(None)
+                    return index, Short(None if found is ASKED else LookupMiss.ABSENT), found
+        return max(first, len(keys)), Short(None), HERE
 
     def _say_lacking(self, search: Search) -> None:
         """Note that no store that answered has the next chunk, and name those that did not."""

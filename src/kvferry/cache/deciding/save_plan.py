@@ -308,7 +308,7 @@ class SavePlan:
             return
         self._requests.refused.discard(slot.key)
         if self._is_alone:
-            self._context.store.note_stored(slot.key)
+            self._context.store.learn([slot.key])
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)

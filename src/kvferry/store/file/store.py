@@ -323,9 +323,6 @@ class FileStore(SingleStore):
     def needs_probes(self) -> bool:
         return False
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        return False
-
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         pass  # a look at a directory that fails says nothing of its records
 
@@ -335,9 +332,11 @@ class FileStore(SingleStore):
             self.upkeep.probe(keys)
         return is_asked
 
-    def note_stored(self, key: ChunkKey) -> None:
-        if not self._closed:
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        is_here = holder is None and not self._closed
+        for key in keys if is_here else ():
             self._known.add(key)
+        return is_here
 
     def wait_indexed(self, timeout: float) -> bool:
         return self.index.all_known.wait(timeout)

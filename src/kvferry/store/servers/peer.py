@@ -88,11 +88,8 @@ class PeerStore(ServerStore):
                 self._served.popitem(last=False)
         return size
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        is_here = self._client.is_at(*peer)
-        for key in keys if is_here else ():
-            self._keys.learn(key)
-        return is_here
+    def _is_of(self, holder: Address | None) -> bool:
+        return holder is not None and self._client.is_at(*holder)
 
     def _find(self, keys: Sequence[ChunkKey]) -> list[Where]:
         deadline = self._clock() + self._bounds.probe_seconds

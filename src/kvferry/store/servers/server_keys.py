@@ -310,12 +310,15 @@ class ServerStore(SingleStore):
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
-        return False
-
-    def note_stored(self, key: ChunkKey) -> None:
-        if not self._closed:
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        is_here = self._is_of(holder) and not self._closed
+        for key in keys if is_here else ():
             self._keys.learn(key)
+        return is_here
+
+    def _is_of(self, holder: Address | None) -> bool:
+        """Whether what a `holder` has is read here; None: what other objects of the URL stored."""
+        return holder is None
 
     def wait_indexed(self, timeout: float) -> bool:
         return not self._closed

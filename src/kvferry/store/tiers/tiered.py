@@ -280,17 +280,14 @@ class TieredStore(Store):
         asked = [store.probe(keys, again=again) for store in up]
         return any(asked)
 
-    def assume(self, keys: Sequence[ChunkKey], peer: Address) -> bool:
+    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
+        """See `Store.learn`. What was stored is in the nearest tier that several processes share;
+        what a peer holds is read from a tier of it, also one that is away."""
+        if holder is None:
+            return any(store.multi_process and store.learn(keys) for store in self._up())
         stores = [tier.store for tier in self._tiers if tier.store is not None]
-        found = [store.assume(keys, peer) for store in stores]
+        found = [store.learn(keys, holder) for store in stores]
         return any(found)
-
-    def note_stored(self, key: ChunkKey) -> None:
-        """Tell the nearest tier that several processes share: the value was written there."""
-        for store in self._up():
-            if store.multi_process:
-                store.note_stored(key)
-                return
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         pass  # each tier hears of its own store

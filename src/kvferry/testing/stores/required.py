@@ -454,7 +454,7 @@ class LifecycleTests(StoreHooks):
         if isinstance(self, ScanTests):
             assert list(store.catalogue().scan()) == []
         store.probe([make_key()])
-        store.note_stored(make_key(3))
+        store.learn([make_key(3)])
         assert store.where(make_key(3)) is Where.ABSENT
         assert store.wait_indexed(0.0) in (True, False)
 
