@@ -92,7 +92,13 @@ class EngineShape:
 
 
 class WorldWatch(Protocol):
-    """As `Watch`, of several engines."""
+    """As `Watch`, of several engines.
+
+    Attributes:
+        files_at: how URLs of directories begin, and what stands there in this run.
+    """
+
+    files_at: tuple[str, str]
 
     def computed(self, engine: Engine, item: Scheduled) -> None: ...
     def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None: ...
@@ -210,7 +216,7 @@ class Engine:
         shape = self.shape
         record_bytes = 4096 * 2
         options = {
-            "store": list(shape.tiers),
+            "store": [url.replace(*self.watch.files_at) for url in shape.tiers],
             "chunk_tokens": shape.chunk_tokens,
             "memory_bytes": shape.num_slots * record_bytes,
             "audit": "off",

@@ -32,6 +32,11 @@ LONGEST_IDLE_SECONDS = 0.1
 """Pauses between steps without tokens; they grow while nothing happens."""
 
 
+HASH_SECONDS = 1.0
+"""NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
+(docs/identity.md)."""
+
+
 class Wrong(Exception):
     """An invariant of the world is broken.
 
@@ -192,6 +197,7 @@ class Host:
         self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
         self.num_glitches = 0
+        self._glitched_at = -HASH_SECONDS
         self.resets_within = False
         self._watch = watch
         self._random = rng
@@ -397,6 +403,7 @@ class Host:
         for item in step.scheduled[: self.num_glitches]:
             item.request.is_spoilt = True
             self.num_glitches -= 1
+            self._glitched_at = self.loop.now
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
         outputs: list[WorkerOutput] = [WorkerOutput()] * len(order)
@@ -415,6 +422,9 @@ class Host:
         output = self._fold.fold(outputs)
         self._bad |= output.invalid_block_ids
         for request, blocks in wrong.items():
+            if self.loop.now < self._glitched_at + HASH_SECONDS:
+                request.is_spoilt = True
+                continue
             if silent := blocks - self._bad:
                 raise Wrong(
                     "wrong KV",

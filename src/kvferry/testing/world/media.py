@@ -20,17 +20,20 @@ from kvferry.testing.world.loop import Loop
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
-FAULTS = (
+OUTAGES = (
     "slow",  # every call takes seconds
     "error",  # every call fails
     "odd",  # every call raises what a client must not raise
     "hang",  # calls end at their deadline
     "stuck",  # calls do not end, whatever their deadline
     "refuse",  # nothing is stored
-    "flip",  # what is read has a flipped bit
-    "cut",  # what is read is shorter than what was stored
     "partition",  # one engine does not reach it
 )
+DAMAGE = (
+    "flip",  # what is read has a flipped bit
+    "cut",  # what is read is shorter than what was stored
+)
+FAULTS = OUTAGES + DAMAGE
 """What a medium can do wrong while it lasts; see `Medium.faults`."""
 
 OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
@@ -59,12 +62,12 @@ class Medium:
     def __init__(self, name: str, loop: Loop, seed: int, max_bytes: int | None = None) -> None:
         self.name = name
         self.loop = loop
-        self.speed = Speed()
+        self._random = random.Random(f"medium {name} {seed}")
+        self.speed = self._random.choice((Speed(), Speed(), Speed(0.03, 2e5)))
         self.values: OrderedDict[str, bytes] = OrderedDict()
         self.faults: dict[str, str] = {}
         self.failed_questions: set[str] = set()
         self._max_bytes = max_bytes
-        self._random = random.Random(f"medium {name} {seed}")
 
     @property
     def keeps_all(self) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import kvferry.store.file  # noqa: F401 - loaded before the seam looks for modules
 from kvferry.blocks.copies import BlockCopies, ChunkCopy
 from kvferry.cache import build
 from kvferry.errors import TransferError
@@ -19,7 +23,7 @@ from kvferry.testing.world.life import live
 from kvferry.testing.world.loop import START, Killed, Loop, Stuck
 from kvferry.testing.world.media import Media, Peers
 from kvferry.testing.world.scenario import Outcome, Scenario
-from kvferry.testing.world.threads import Seam, in_world
+from kvferry.testing.world.threads import EPOCH, Seam, in_world
 from kvferry.testing.world.world import World
 
 DEVICE_FAULT = "the device of this world failed"
@@ -71,7 +75,13 @@ def run(scenario: Scenario, seam: Seam) -> Outcome:
     loop = seam.loop = Loop(scenario.seed)
     seam.random = random.Random(f"seam {scenario.seed}")
     media, peers = seam.media, seam.peers = Media(loop), Peers(loop, scenario.seed)
-    world = seam.world = World(scenario, loop, media, peers)
+    files = ExitStack()
+    directory, seam.epoch = "", EPOCH
+    if scenario.has_files:
+        place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        directory = files.enter_context(TemporaryDirectory(prefix="kvferry-world-", dir=place))
+        seam.epoch = float(int(time.time()))
+    world = seam.world = World(scenario, loop, media, peers, seam.wall, directory)
     failure: Wrong | None = None
     with _watched() as errors:
         main = loop.spawn(lambda: live(world), "main", owner="world")
@@ -92,6 +102,7 @@ def run(scenario: Scenario, seam: Seam) -> Outcome:
         world.note(f"ended after {loop.num_turns} turns: {failure}")
         errors.lines.clear()
         loop.dispose()
+    files.close()
     return Outcome(failure, world.trace, seconds, world.happened)
 
 

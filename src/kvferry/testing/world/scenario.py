@@ -12,6 +12,9 @@ from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import Wrong
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
+DIRECTORY = "file:///world"
+"""Begins the URLs of directories; a run has its own in this place."""
+
 
 class Ask(NamedTuple):
     """A prompt: the first tokens of a document, then some of its own; and what goes with it."""
@@ -65,6 +68,11 @@ class Scenario:
     media: Mapping[str, int | None] = field(default_factory=dict)
     actions: tuple[Action, ...] = ()
     checks_liveness: bool = True
+
+    @property
+    def has_files(self) -> bool:
+        """Whether some engine has a directory. Its files are real, and so are their times."""
+        return any(url.startswith(DIRECTORY) for each in self.engines for url in each.tiers)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvferry.processors import begin_io_thread
-from kvferry.testing.world.loop import Loop, Task
+from kvferry.testing.world.loop import START, Loop, Task
 
 T = TypeVar("T")
 
@@ -194,6 +194,7 @@ class Seam:
 
     Attributes:
         loop: of the world that runs.
+        epoch: seconds since the epoch at which it begins.
         random: draws what code of kvferry draws, such as the namespace of an epoch.
         media, peers, world: of that world, for the kind of store, links and devices that it brings.
     """
@@ -204,6 +205,7 @@ class Seam:
         self.media: Any = None
         self.peers: Any = None
         self.world: Any = None
+        self.epoch = EPOCH
         self._undo: list[Callable[[], object]] = []
         self._thread = threading.get_ident()
         self.threading = self._module(
@@ -218,7 +220,7 @@ class Seam:
             time,
             monotonic=lambda: self.loop.now,
             perf_counter=lambda: self.loop.now,
-            time=self._wall,
+            time=self.wall,
             sleep=lambda seconds: self.loop.sleep(seconds),
         )
         self.queue = self._module(queue, SimpleQueue=_Generic(lambda: SimpleQueue(self.loop)))
@@ -253,8 +255,9 @@ class Seam:
         while self._undo:
             self._undo.pop()()
 
-    def _wall(self) -> float:
-        return EPOCH + self.loop.now % 1e6
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return self.epoch + self.loop.now - START
 
     def _mine(self, real: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
         """A function that only the world's thread finds replaced."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvferry.contract.handover import read_handover
 from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
+from kvferry.store.kind import Opening
+from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import HostRequest, Scheduled, Wrong
 from kvferry.testing.world.loop import START, Loop
 from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
-from kvferry.testing.world.scenario import Ask, Scenario
-from kvferry.testing.world.threads import EPOCH
+from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 
 VOCABULARY = 97
@@ -31,7 +33,18 @@ HEED_SECONDS = 10.0
 class World:
     """See the module. Actions are its methods without an underscore that a scenario names."""
 
-    def __init__(self, scenario: Scenario, loop: Loop, media: Media, peers: Peers) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        loop: Loop,
+        media: Media,
+        peers: Peers,
+        wall: Callable[[], float],
+        directory: str,
+    ) -> None:
+        self.wall = wall
+        self.directory = directory
+        self.files_at = (DIRECTORY, f"file://{directory}")
         self.scenario = scenario
         self.loop = loop
         self.media = media
@@ -177,11 +190,27 @@ class World:
             }
             names = set[str]().union(*of_values.values())
             notice = medium.values.get(NOTICE, b"").decode()
-            said = add_to_notice(notice, sorted(names), EPOCH + self.loop.now % START)
+            said = add_to_notice(notice, sorted(names), self.wall())
             for name, found in of_values.items():
                 if found:
                     del medium.values[name]
             medium.values[NOTICE] = said.encode()
+        if self.directory:
+            self.loop.spawn(lambda: self._erase_files(known), "erase", owner="operator")
+
+    def _erase_files(self, known: set[str]) -> None:
+        for place in sorted(Path(self.directory).iterdir()):
+            store = open_one(f"file://{place}", Opening(index=False, may_create=False))
+            with store:
+                names = set[str]()
+                for entry in list(store.scan()):
+                    head = bytearray(1024)
+                    store.read(entry.key, [(0, memoryview(head))])
+                    found = known.intersection(names_in((entry.key, [head])))
+                    names |= found
+                    if found:
+                        store.delete(entry.key)
+                store.notice(add_to_notice(store.notice(), sorted(names), self.wall()))
 
     def mend_devices(self) -> None:
         self._device_faults.clear()
