@@ -121,7 +121,8 @@ BUGS = (
         "                yield _Loaded(load, chunk, ChunkCopy(slot, runs, max(0, first)))"),
     # -- epochs, namespaces, keys
     Bug("requests keep their old keys after a reset", REQUESTS,
-        "        self.by_id.clear()\n        self.unreadable", "        self.unreadable"),
+        "        self.by_id = {name: each for name, each in self.by_id.items()"
+        " if each.uncached is not None}\n", ""),
     Bug("a reset does not change the namespace", REQUESTS,
         "        self.namespace = namespace\n        self.by_id", "        self.by_id"),
     Bug("records are written under the namespace before the reset", WORKER,

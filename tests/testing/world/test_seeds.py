@@ -13,7 +13,7 @@ from kvferry.testing.world.named import SCENARIOS
 from kvferry.testing.world.running import run, worlds
 from kvferry.testing.world.seeds import draw
 
-NUM_SEEDS = 48
+NUM_SEEDS = 32
 PER_TEST = 8
 
 

@@ -203,14 +203,16 @@ class World:
             store = open_one(f"file://{place}", Opening(index=False, may_create=False))
             with store:
                 names = set[str]()
-                for entry in list(store.scan()):
+                catalogue = store.catalogue()
+                for entry in list(catalogue.scan()):
                     head = bytearray(1024)
                     store.read(entry.key, [(0, memoryview(head))])
                     found = known.intersection(names_in((entry.key, [head])))
                     names |= found
                     if found:
                         store.delete(entry.key)
-                store.notice(add_to_notice(store.notice(), sorted(names), self.wall()))
+                text = add_to_notice(catalogue.notice(), sorted(names), self.wall())
+                catalogue.notice(text)
 
     def mend_devices(self) -> None:
         self._device_faults.clear()
