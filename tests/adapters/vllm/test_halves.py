@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.adapters.vllm import host as vllm_host
 from kvferry.adapters.vllm.spec import spec_of_workers
-from kvferry.contract.spec import EngineSpec
+from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -160,7 +160,7 @@ CHANGES = {
     "tables": (replace(OWN.tables[0], block_size=8),),
     "kv_layout": "NHD",
     "chunk_multiple": 64,
-    "disabled": True,
+    "mode": Mode.OFF,
 }
 
 
