@@ -57,7 +57,9 @@ def test_a_request_with_wrong_tables_takes_no_slots_and_stops_no_saves_of_others
 def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, monkeypatch, part):
     host = make_host(store=stored)
     role = host.scheduler
-    host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
+    host.scheduler = GuardedScheduler(
+        role, Counters(), block_size=host.block_size, checks_host=False
+    )
     request = host.admitted("reader", [*PROMPT, *range(50)])
     with monkeypatch.context() as patch:
         patch.setattr(role.saves, part, lambda *_: 1 / 0)

@@ -16,7 +16,10 @@ SIZE = 4
 
 
 class Promising(SchedulerRole):
-    """Has the first 16 tokens of every prompt."""
+    """Has the first 16 tokens of every prompt. Notes the tokens of each step that it sees."""
+
+    def __init__(self):
+        self.seen = []
 
     def lookup(self, request, num_local_tokens):
         count = 16 - num_local_tokens
@@ -26,6 +29,7 @@ class Promising(SchedulerRole):
         pass
 
     def build_plan(self, step):
+        self.seen.append([each.num_computed_tokens for each in step.scheduled])
         return Plan()
 
     def update_output(self, output):
@@ -133,11 +137,44 @@ def test_a_host_that_breaks_a_rule_is_told(mistake, said):
     assert counters["contract_violation"] == 1
 
 
+BEFORE, AFTER = [[16], [12], [19], [26], [33], []], [[0], [9], [18], [27], [36]]
+RIGHT = [*BEFORE, *AFTER]
+"""Where the steps of a right host begin, before and after it is preempted."""
+
+SEEN = {
+    "runs ahead": [[]] * 11,
+    "takes too much": RIGHT,  # of its promise no more than was loaded
+    "allocates in silence": [[]] * 9,
+    "resumes in silence": [*BEFORE, *[[]] * 5],
+    "plans twice": RIGHT,
+    "plans a step twice": RIGHT,
+    "uses block 0": [[8], *BEFORE[1:], *[[]] * 5],  # it holds local tokens until then
+    "shows no request": RIGHT,
+    "goes on after a failed load": [[16], [], [], [], *AFTER],
+    "ends twice": RIGHT,
+    "goes on after the end": [*RIGHT, []],
+}
+"""What a role sees of a host that breaks a rule: nothing whose blocks are in doubt."""
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_guard_that_is_not_strict_checks_no_host(mistake):
-    counters = Counters()
-    Host(GuardedScheduler(Promising(), counters, block_size=SIZE), mistake).serve()
+def test_a_guard_that_is_not_strict_counts_and_hides_what_is_in_doubt(mistake):
+    counters, role = Counters(), Promising()
+    guard = GuardedScheduler(role, counters, block_size=SIZE)
+    if mistake == "uses block 0":
+        role.lookup = lambda *_: MISS
+    Host(guard, mistake).serve()
+    assert counters["contract_violation"] >= 1
+    assert counters["hook_failed"] == 0
+    assert role.seen == SEEN[mistake]
+
+
+def test_a_guard_of_a_host_that_does_not_show_all_checks_none():
+    counters, role = Counters(), Promising()
+    guard = GuardedScheduler(role, counters, block_size=SIZE, checks_host=False)
+    Host(guard, "runs ahead").serve()
     assert counters["contract_violation"] == 0
+    assert [each[0] - SIZE for each in role.seen if each] == [each[0] for each in RIGHT if each]
 
 
 def test_a_strict_guard_raises_what_the_role_raises():

@@ -192,7 +192,7 @@ def test_what_a_host_asks_in_each_step_does_not_wake_an_idle_role(scheduling, ho
 
 
 def test_an_outstanding_load_keeps_the_guard_awake():
-    guard = GuardedScheduler(IdleScheduler(), block_size=4)
+    guard = GuardedScheduler(IdleScheduler(), block_size=4, checks_host=False)
     assert guard.is_idle
     assert guard.lookup(request(), 0).is_async
     guard.update_after_alloc(request(), ((1, 2),), 8)

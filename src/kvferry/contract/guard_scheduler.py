@@ -50,6 +50,7 @@ class GuardedScheduler(SchedulerRole):
         *,
         block_size: int | None = None,
         strict: bool = False,
+        checks_host: bool = True,
     ) -> None:
         """Wrap `role`.
 
@@ -58,14 +59,15 @@ class GuardedScheduler(SchedulerRole):
             block_size: tokens to which hits are rounded down. With several groups: the least common
                 multiple of their block sizes. None: hits are not rounded, and a load that is lost
                 fails all blocks of its request.
-            strict: also check what the host does, count a rule that it breaks (`HostRules`), raise
-                ContractError for any broken rule, and raise what the role raises: for tests.
+            strict: raise ContractError for any broken rule, and what the role raises: for tests.
+            checks_host: whether to look at what the host does, too (`HostRules`). False, for a
+                host that does not show all of its steps.
         """
         self._role = role
         observer = observer or Observer()
         self._faults = HookFaults(type(role).__name__, observer, strict=strict)
         host_faults = HookFaults("the host", observer, strict=strict)
-        self._host = HostRules(host_faults, block_size) if strict else None
+        self._host = HostRules(host_faults, block_size) if checks_host else None
         self._block_size = block_size
         self._promises = role.rules(block_size)
         self._empty_plan = self._faults.call(
@@ -140,10 +142,11 @@ class GuardedScheduler(SchedulerRole):
             self._promises.lose(request_id)
 
     def build_plan(self, step: StepView) -> Plan:
-        if self._host is not None:
-            self._host.build_plan(step)
+        seen = step if self._host is None else self._host.build_plan(step)
+        if seen is None:
+            return self._promises.repeat()
         try:
-            plan = self._role.build_plan(step)
+            plan = self._role.build_plan(seen)
             if not isinstance(plan, Plan):
                 raise TypeError(f"build_plan returned {type(plan).__name__}, not a Plan")
         except Exception:

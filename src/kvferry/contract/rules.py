@@ -102,6 +102,7 @@ class Promises:
         self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role
         self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
         self._suspect = False  # from the first plan on that could not be built: loads are checked
+        self._last_filled: frozenset[int] = frozenset()  # by loads of the last plan
 
     def has_failed(self, request_id: str) -> bool:
         """Whether a load of this request was lost before its plan, or an async load of it failed.
@@ -170,8 +171,14 @@ class Promises:
         role's steps. Never again True once a plan could not be built."""
         return not (self._planned or self._lost or self._suspect)
 
+    def repeat(self) -> Plan:
+        """The plan for a step that has one already. The host may have sent the first, or lost it:
+        so nothing is done twice, and all that the first was to load counts as failed."""
+        return RepairedPlan(plan=Plan(), lost_block_ids=self._last_filled)
+
     def settle(self, plan: Plan, step: StepView) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing needs repair."""
+        self._last_filled = frozenset().union(*self._planned.values())
         planned, self._planned = self._planned, {}
         if planned:
             self._lost.update(self._dropped(plan, step, planned))

@@ -102,7 +102,8 @@ class OneRole:
                 adapters and drafts have them.
         """
         if isinstance(role, SchedulerRole):
-            guarded = GuardedScheduler(role, observer, block_size=block_size)
+            # Quiet steps are not shown to the role.
+            guarded = GuardedScheduler(role, observer, block_size=block_size, checks_host=False)
             quiet = PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True)
             self._half = SchedulerHalf(guarded, requests or HostRequests(), quiet)
         else:
