@@ -117,7 +117,7 @@ def test_nothing_is_wrong_with_a_healthy_set_up(run, url_of, url, kind):
     assert is_plain(shown.out)
     # Its own records are gone, and no others.
     with open_one(plain) as store:
-        assert sum(each.num_bytes > 0 for each in store.catalogue().scan()) == 4
+        assert sum(each.stored_bytes > 0 for each in store.catalogue().scan()) == 4
 
 
 def test_a_store_that_an_engine_filled_is_read_by_its_model(run, found, url, model_dir, tmp_path):

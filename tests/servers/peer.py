@@ -69,7 +69,7 @@ def main(key_file: str, namespace: str, port: str, directory: str) -> None:
     space, memory = bytes.fromhex(namespace), MemoryStore()
     with open_one(Path(directory).as_uri()) as store:
         for entry in store.catalogue().scan():
-            value = bytearray(entry.num_bytes)
+            value = bytearray(entry.stored_bytes)
             store.read(entry.key, [(0, memoryview(value))])
             memory.put(entry.key, [value])
     listen = Listen(port=int(port), key_file=key_file)

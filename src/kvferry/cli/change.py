@@ -195,10 +195,10 @@ def _count_pins(store: Store, choice: Choice, ends: float) -> int:
     max_bytes = store.stat().max_bytes
     if max_bytes is None:
         return store.catalogue().pin((), ends)  # raises: no quota, or a server
-    sizes = {entry.key: entry.num_bytes for entry in chosen(store, choice)}
+    sizes = {entry.key: entry.stored_bytes for entry in chosen(store, choice)}
     if ends > time.time():
         pinned = {
-            each.key: each.num_bytes for each in store.catalogue().scan() if each.pinned_until
+            each.key: each.stored_bytes for each in store.catalogue().scan() if each.pinned_until
         }
         if 2 * sum({**pinned, **sizes}.values()) > max_bytes:
             raise too_many_pins(len(pinned))

@@ -33,7 +33,7 @@ from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_k
 from kvferry.record.check import MissReason
 from kvferry.store import maintenance
 from kvferry.store.base import Store
-from kvferry.store.catalogue import Entry
+from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
 from kvferry.types import NO_EXTRA_KEYS
@@ -122,7 +122,7 @@ def count(store: Store, choice: Choice) -> tuple[int, int]:
     """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
     num_records = num_bytes = 0
     for num_records, entry in enumerate(chosen(store, choice), 1):  # noqa: B007
-        num_bytes += entry.num_bytes
+        num_bytes += entry.stored_bytes
     return num_records, num_bytes
 
 
@@ -261,7 +261,8 @@ def _of_prompt(store: Store, choice: Choice, prompt: AskedPrompt) -> Iterator[En
             for key in (chunk, *state_keys(chunk, space.state_parts)):
                 size = store.in_namespace(space.digest).read(key, ())
                 if size is not None:
-                    yield Entry(key, size, 0.0, space.digest)
+                    # Only a listing says what a record takes; that costs more than its size.
+                    yield Entry(key, StoredBytes(size), 0.0, space.digest)
 
 
 def why_nothing(store: Store, choice: Choice) -> str:

@@ -158,7 +158,7 @@ def _walk(each: _Erased, choice: Choice, *, deletes: bool) -> None:
             for entry in bar.track(chosen(each.store, choice, each.looked), description=what):
                 if not deletes or maintenance.delete_or_fail(each.store, entry, each.num_records):
                     each.num_records += 1
-                    each.num_bytes += entry.num_bytes
+                    each.num_bytes += entry.stored_bytes
     except StoreError as error:
         each.failed(error)
     if each.looked.num_unreadable and not each.left:

@@ -185,12 +185,26 @@ def _show_records(
 
 def _entry_facts(entry: Entry) -> JsonRow:
     last_used = entry.last_used or None  # 0: unknown
-    facts: JsonRow = {"key": entry.key.hex(), "num_bytes": entry.num_bytes, "last_used": last_used}
+    facts: JsonRow = {
+        "key": entry.key.hex(),
+        "num_bytes": entry.stored_bytes,
+        "last_used": last_used,
+    }
     return facts | ({"pinned_until": entry.pinned_until} if entry.pinned_until else {})
 
 
 def _show_removals(removals: list[Removal], json: str | None) -> None:
-    facts = [{**each._asdict(), "key": each.key.hex()} for each in removals]
+    facts: list[JsonRow] = [
+        {
+            "key": each.key.hex(),
+            "num_bytes": each.stored_bytes,
+            "at": each.at,
+            "reason": each.reason,
+            "detail": each.detail,
+            "by": each.by,
+        }
+        for each in removals
+    ]
     rows = [
         {**row, "why": f"{row['reason']}: {row['detail']}" if row["detail"] else row["reason"]}
         for row in facts

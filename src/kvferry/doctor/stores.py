@@ -26,7 +26,7 @@ from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Store, Where
-from kvferry.store.catalogue import Entry
+from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
@@ -264,7 +264,7 @@ def _try_record(store: Store, parsed: StoreUrl, report: StoreReport, room: float
             _check_clock(own, parsed, key, report)
         finally:
             try:
-                delete_or_fail(own, Entry(key, 0, 0.0, schema.namespace), 0)
+                delete_or_fail(own, Entry(key, StoredBytes(0), 0.0, schema.namespace), 0)
             except StoreError:
                 report.add(Problem.NOT_DELETED)
 

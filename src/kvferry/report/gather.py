@@ -185,13 +185,13 @@ class Survey:
         """Add a record. If a server lists it twice, it counts twice."""
         space = self.spaces.setdefault(entry.namespace, SpaceSums())
         space.num_records += 1
-        space.num_bytes += entry.num_bytes
+        space.num_bytes += entry.stored_bytes
         space.last_used = max(space.last_used, entry.last_used)
         chunk = self._chunks.get(entry.key[:KEY_BYTES])
         if chunk is None:
-            space.ages[age(entry.last_used, self._now)] += entry.num_bytes
+            space.ages[age(entry.last_used, self._now)] += entry.stored_bytes
         else:
-            chunk.num_bytes, chunk.last_used = entry.num_bytes, entry.last_used
+            chunk.num_bytes, chunk.last_used = entry.stored_bytes, entry.last_used
             chunk.namespace = entry.namespace
 
     def largest_spaces(self) -> dict[bytes, SpaceSums]:
@@ -257,6 +257,6 @@ def causes(removals: Iterable[Removal]) -> list[Cause]:
         place = each.reason, each.detail
         known = found.get(place) or Cause(*place, 0, 0, each.at)
         found[place] = known._replace(
-            num_records=known.num_records + 1, num_bytes=known.num_bytes + each.num_bytes
+            num_records=known.num_records + 1, num_bytes=known.num_bytes + each.stored_bytes
         )
     return sorted(found.values(), key=lambda cause: -cause.num_records)

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, StrEnum
-from typing import NamedTuple, Self
+from typing import NamedTuple, NewType, Self
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.store.catalogue import Catalogue, Contract
@@ -31,6 +31,10 @@ Address = tuple[str, int]
 
 ReadRange = tuple[int, memoryview]
 """Where to read in a value, in bytes, and the buffer to fill."""
+
+RecordBytes = NewType("RecordBytes", int)
+"""Size of a value as it is put and read: `len` of a record. What it takes on the medium may differ
+(`kvferry.store.catalogue.StoredBytes`)."""
 
 Value = tuple[ChunkKey, Sequence[Buffer]]
 """A key, and buffers that hold its value one after the other."""
@@ -92,7 +96,7 @@ class StoreStat(NamedTuple):
     url: str
     num_records: int
     used_bytes: int
-    """Bytes counted against the quota, over all processes that share the store."""
+    """Stored bytes counted against the quota, over all processes that share the store."""
     max_bytes: int | None
     index_complete: bool
     """False while the index still fills in the background."""
@@ -133,10 +137,10 @@ ASKED, COMING = Where.ASKED, Where.COMING
 class ValueCheck(NamedTuple):
     """How a store, which knows only bytes, tells sound values from wrong ones."""
 
-    num_bytes: int
+    record_bytes: RecordBytes
     """Size of every sound value."""
     why_wrong: Callable[[ChunkKey, memoryview, int], str | None]
-    """Gets the key, up to the first `num_bytes` bytes of the value, and the size of the value.
+    """Gets the key, up to the first `record_bytes` bytes of the value, and the size of the value.
     Returns None for a sound value."""
     sized_by: str = "chunk_tokens"
     """The option that says how large values are, for messages."""
@@ -185,7 +189,7 @@ class Store(Contract, ABC):
     @abstractmethod
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         """Fill the buffers of all ranges. A range that reaches past the end of the value is filled
         up to the end. Asks the medium, and so finds also values that the index does not know yet.
         Writes to no buffer after it has returned or raised.

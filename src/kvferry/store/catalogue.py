@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple, NewType, Self
 
 from kvferry.errors import ConfigError, ContractError
 from kvferry.types import ChunkKey
+
+StoredBytes = NewType("StoredBytes", int)
+"""What a value takes on its medium: the size in listings, of counts, quotas and evictions. That of
+its record, as readers get it, is `kvferry.store.base.RecordBytes`. They are equal where a store
+keeps values as they are; nothing may count on it."""
 
 
 class Entry(NamedTuple):
     """One stored value, as `scan` finds it."""
 
     key: ChunkKey
-    num_bytes: int
+    stored_bytes: StoredBytes
     last_used: float
     """Seconds since the epoch; 0 if unknown. May lag, as uses are written back in batches."""
     namespace: bytes = b""
@@ -32,7 +37,7 @@ class Removal(NamedTuple):
     """One value that was removed, or found to be gone."""
 
     key: ChunkKey
-    num_bytes: int
+    stored_bytes: StoredBytes
     at: float
     """Seconds since the epoch."""
     reason: str
@@ -46,7 +51,7 @@ class GcReport(NamedTuple):
     """What was removed to make a store smaller, and what is stored now."""
 
     removed_records: int
-    removed_bytes: int
+    removed_bytes: int  # as stored
     used_bytes: int
 
 
@@ -92,12 +97,12 @@ class Catalogue(Contract, ABC):
         as `scan`, and where the store does not know which were used last."""
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
-        """Number of values and of their bytes by namespace. Empty bytes stand for a namespace that
-        is not known yet. Raises as `scan`."""
+        """Number of values and of their stored bytes by namespace. Empty bytes stand for a
+        namespace that is not known yet. Raises as `scan`."""
         found: dict[bytes, tuple[int, int]] = {}
         for entry in self.scan():
-            num_records, num_bytes = found.get(entry.namespace, (0, 0))
-            found[entry.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
+            num_records, used = found.get(entry.namespace, (0, 0))
+            found[entry.namespace] = num_records + 1, used + entry.stored_bytes
         return found
 
     def described(self) -> list[bytes]:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from kvferry.errors import ConfigError
 from kvferry.network import join_host
 from kvferry.observe import Observer
-from kvferry.store.base import Store
+from kvferry.store.base import RecordBytes, Store
 
 # URLs of local stores. In their paths an @ is an ordinary character.
 _LOCAL = re.compile(r"/(?!/)|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
@@ -55,8 +55,8 @@ class Opening:
     """What opening a store takes besides its URL. `open_store` explains the other attributes.
 
     Attributes:
-        value_bytes: size of every value, None if sizes differ. A `put` to a server replaces a value
-            of another size.
+        record_bytes: size of every value, None if sizes differ. A `put` to a server replaces a
+            value of another size.
         may_create: False where the store must be there already: commands that look at it make none.
         bounds: waits and sizes of a store on a server; tests change them.
     """
@@ -65,7 +65,7 @@ class Opening:
     multi_process: bool = False
     index: bool = True
     namespace: bytes = bytes(32)
-    value_bytes: int | None = None
+    record_bytes: RecordBytes | None = None
     may_create: bool = True
     bounds: ServerBounds = ServerBounds()
 

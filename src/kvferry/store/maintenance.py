@@ -168,10 +168,10 @@ def shrink(store: Store, max_bytes: int | None, age: float | None) -> GcReport:
     used_bytes = sum(sizes)
     removed_records = removed_bytes = 0
     for entry in (entries[index] for index in reversed(surplus)):
-        used_bytes -= entry.num_bytes
+        used_bytes -= entry.stored_bytes
         if delete_or_fail(store, entry, removed_records):
             removed_records += 1
-            removed_bytes += entry.num_bytes
+            removed_bytes += entry.stored_bytes
     return GcReport(removed_records, removed_bytes, used_bytes)
 
 
@@ -182,7 +182,7 @@ def clear(store: Store, found: Iterable[Entry]) -> GcReport:
     for entry in found:
         if delete_or_fail(store, entry, removed_records):
             removed_records += 1
-            removed_bytes += entry.num_bytes
+            removed_bytes += entry.stored_bytes
     return GcReport(removed_records, removed_bytes, used_bytes=0)
 
 
@@ -218,7 +218,7 @@ def _surplus(
     used, sizes, pinned = array("d"), array("q"), bytearray()
     for entry in found:  # kept as numbers, since there may be millions
         used.append(entry.last_used)
-        sizes.append(entry.num_bytes)
+        sizes.append(entry.stored_bytes)
         pinned.append(entry.pinned_until > now)
     _check_uses(store, used.count(0.0), len(used), age)
     unused_since = 0.0 if age is None else now - age

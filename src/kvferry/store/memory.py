@@ -26,11 +26,12 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     SingleStore,
     StoreStat,
     Where,
 )
-from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal
+from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal, StoredBytes
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.types import ChunkKey
 
@@ -111,9 +112,9 @@ class MemoryStore(SingleStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         value = self._values.get(key)
-        return None if value is None else copy_ranges(value.content, ranges)
+        return None if value is None else RecordBytes(copy_ranges(value.content, ranges))
 
     def accepts(self) -> Fault | None:
         return CLOSED if self._closed else None
@@ -237,7 +238,9 @@ class MemoryCatalogue(Catalogue):
 
     def scan(self) -> Iterator[Entry]:
         values = self._store.values()
-        return (Entry(key, len(value.content), value.last_used) for key, value in values)
+        return (
+            Entry(key, StoredBytes(len(value.content)), value.last_used) for key, value in values
+        )
 
     def recent(self, limit: int) -> Iterator[Entry]:
         said = f"{self._store.url} does not know which values were used last"

@@ -16,7 +16,7 @@ from kvferry.observe import Observer
 from kvferry.record.check import MissReason, check_head, check_record, check_rows
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema, RowRange, leaves_of
-from kvferry.store.base import NO_DEADLINE, Put, PutResult, Store, ValueCheck
+from kvferry.store.base import NO_DEADLINE, Put, PutResult, RecordBytes, Store, ValueCheck
 from kvferry.types import ChunkKey
 
 NOT_FINITE = (
@@ -42,7 +42,7 @@ def value_check(*schemas: RecordSchema) -> ValueCheck:
                 break
         return reason
 
-    return ValueCheck(schemas[0].record_bytes, why_wrong)
+    return ValueCheck(RecordBytes(schemas[0].record_bytes), why_wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

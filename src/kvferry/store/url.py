@@ -231,7 +231,7 @@ def open_store(
         multi_process=multi_process,
         index=index,
         namespace=namespace,
-        value_bytes=None if check is None else check.num_bytes,
+        record_bytes=None if check is None else check.record_bytes,
     )
     named = named or (lambda: (namespace, None))
     return _open_tiers(parse_tiers(url), opening, check, named, start_seconds)
@@ -247,7 +247,7 @@ def _open_tiers(
     """See `open_store`."""
     if check is not None:
         for each in parsed:
-            refuse_small_quota(each, check.num_bytes, check.sized_by)
+            refuse_small_quota(each, check.record_bytes, check.sized_by)
 
     def opened(url: StoreUrl, may_create: bool = True) -> Store:
         namespace, description = named()

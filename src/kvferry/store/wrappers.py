@@ -12,6 +12,7 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     Store,
     StoreStat,
     TierStatus,
@@ -59,7 +60,7 @@ class WrapperStore(Store):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         return self.inner.read(key, ranges, deadline)
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:

@@ -19,6 +19,7 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     Store,
 )
 from kvferry.store.memory import copy_ranges
@@ -104,7 +105,7 @@ class FaultyStore(WrapperStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         if not self.enter("read"):
             raise StoreError(FaultKind.REFUSED, f"injected: read of {key.hex()[:16]} failed")
         return self.inner.read(key, ranges, deadline)
@@ -188,7 +189,7 @@ class CorruptingStore(WrapperStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         if self._keys is not None and key not in self._keys:
             return self.inner.read(key, ranges, deadline)
         size = self.inner.read(key, (), deadline)
@@ -196,4 +197,4 @@ class CorruptingStore(WrapperStore):
             return None
         content = bytearray(size)
         self.inner.read(key, [(0, memoryview(content))], deadline)
-        return copy_ranges(self._damage(bytes(content)), ranges)
+        return RecordBytes(copy_ranges(self._damage(bytes(content)), ranges))

@@ -79,7 +79,9 @@ def test_the_next_start_finds_a_store(bench, how, following):
         after.maintain()
         assert after.put(make_key(20), [make_value(1000)]).result is PutResult.STORED
         assert read_value(after, make_key(20)) == make_value(1000)
-        assert after.stat().used_bytes == sum(entry.num_bytes for entry in after.catalogue().scan())
+        assert after.stat().used_bytes == sum(
+            entry.stored_bytes for entry in after.catalogue().scan()
+        )
     with bench.open(read_only=True) as reader:
         assert read_value(reader, make_key(20)) == make_value(1000)
 

@@ -181,7 +181,7 @@ def test_a_store_removed_under_us_fails_softly_and_comes_back(bench, recreated):
     store.maintain()
     assert store.put(make_key(2), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key(2)) == b"value"
-    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.catalogue().scan())
+    assert store.stat().used_bytes == sum(entry.stored_bytes for entry in store.catalogue().scan())
 
 
 def test_a_link_that_was_made_is_counted_whatever_the_answer(bench, monkeypatch):

@@ -230,7 +230,7 @@ def test_what_stands_in_a_records_place_is_a_miss_and_makes_way(bench, outside, 
     assert store.put(make_key(), [b"value"]).result is PutResult.STORED
     assert read_value(store, make_key()) == b"value"
     assert list(bench.root.glob("quarantine/*")) == []
-    assert store.stat().used_bytes == sum(entry.num_bytes for entry in store.catalogue().scan())
+    assert store.stat().used_bytes == sum(entry.stored_bytes for entry in store.catalogue().scan())
 
 
 def test_a_tree_too_deep_to_be_removed_costs_its_record_only(bench):

@@ -44,7 +44,7 @@ def insert_rows(root, rows):
 
 
 def used_and_stored(store):
-    return store.stat().used_bytes, sum(entry.num_bytes for entry in store.catalogue().scan())
+    return store.stat().used_bytes, sum(entry.stored_bytes for entry in store.catalogue().scan())
 
 
 def test_a_core_dump_in_a_record_folder_neither_counts_nor_evicts(bench):

@@ -60,7 +60,7 @@ class TestMooncakeStore(ServerStoreTests):
         for number, size in enumerate((1, 4096, 9001)):
             store.put(make_key(number), [bytes(size)])
         assert {
-            (each.key, each.num_bytes, each.last_used) for each in store.catalogue().scan()
+            (each.key, each.stored_bytes, each.last_used) for each in store.catalogue().scan()
         } == {(make_key(number), size, 0.0) for number, size in enumerate((1, 4096, 9001))}
 
 

@@ -51,7 +51,7 @@ def test_records_of_every_namespace_are_removed_through_a_tier(remote, tiered):
 
 
 def keys(entries):
-    return sorted((each.namespace, each.key, each.num_bytes) for each in entries)
+    return sorted((each.namespace, each.key, each.stored_bytes) for each in entries)
 
 
 ASKED = {

@@ -110,7 +110,7 @@ def test_a_right_record_is_copied(tmp_path):
 def test_a_wrong_value_behind_is_replaced_by_a_copy(wrong):
     server = DictClient()
     far = RemoteStore(
-        "dict://far", server, Opening(namespace=SCHEMA.namespace, value_bytes=SCHEMA.record_bytes)
+        "dict://far", server, Opening(namespace=SCHEMA.namespace, record_bytes=SCHEMA.record_bytes)
     )
     server.values[far.name_of(LIAR)] = wrong
     with TieredStore([MemoryStore(), far], check=value_check(SCHEMA)) as store:

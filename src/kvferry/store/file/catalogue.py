@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.store.base import CLOSED, StoreStat
-from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal
+from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal, StoredBytes
 from kvferry.store.faults import Faults
 from kvferry.store.file.directory import NOTICE, NUM_SHARDS, Directory
 from kvferry.store.file.index import NO_QUOTA, Index
@@ -90,7 +90,7 @@ class FileCatalogue(Catalogue):
     def stored(self) -> Iterator[Entry]:
         shards = map(self._directory.list_shard, range(NUM_SHARDS))
         keys = self._listed(chain.from_iterable(shards))
-        return (Entry(key, 0, 0.0) for key in keys)
+        return (Entry(key, StoredBytes(0), 0.0) for key in keys)
 
     def facts(self) -> dict[str, int | bool | None]:
         counts = self._store.stat()._asdict()

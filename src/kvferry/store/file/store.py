@@ -31,6 +31,7 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     SingleStore,
     StoreStat,
     Value,
@@ -213,7 +214,7 @@ class FileStore(SingleStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         if self._closed:
             return None
         name = record_name(key)  # raises: a key of another length is the caller's mistake
@@ -228,7 +229,7 @@ class FileStore(SingleStore):
                 return None
             with OpenRecord(*opened, direct=self._settings.direct_io != "off") as record:
                 record.read(ranges, deadline)
-                return record.size
+                return RecordBytes(record.size)
 
     def check_medium(self, deadline: float) -> None:
         with self._faults.guard("check", "does not answer", is_logged=False):

@@ -21,6 +21,7 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     Where,
 )
 from kvferry.store.kind import Opening, StoreKind, StoreUrl, refuse_relative
@@ -72,7 +73,7 @@ class PeerStore(ServerStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         if self._closed:
             return None
         with self._keys.call() as learn:
@@ -86,7 +87,7 @@ class PeerStore(ServerStore):
         if len(self._served) > _MAX_SERVED:
             with suppress(KeyError):  # another thread was first
                 self._served.popitem(last=False)
-        return size
+        return RecordBytes(size)
 
     def _is_of(self, holder: Address | None) -> bool:
         return holder is not None and self._client.is_at(*holder)

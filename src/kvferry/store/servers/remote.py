@@ -25,10 +25,11 @@ from kvferry.store.base import (
     Put,
     PutResult,
     ReadRange,
+    RecordBytes,
     Store,
     Where,
 )
-from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal
+from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal, StoredBytes
 from kvferry.store.faults import Faults
 from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.store.maintenance import shrink
@@ -251,7 +252,7 @@ class RemoteStore(ServerStore):
         self._client = _GuardedClient(client, url, opening.observer, clock)
         self._prefix = prefix
         self._namespace = opening.namespace
-        self._size = opening.value_bytes
+        self._size = opening.record_bytes
         self._texts = _Texts(self._client, prefix, opening.bounds, clock)
         self._keys.after_answer = self._texts.write_again
 
@@ -259,7 +260,7 @@ class RemoteStore(ServerStore):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         if self._closed:
             return None
         with self._keys.call() as learn:
@@ -268,7 +269,7 @@ class RemoteStore(ServerStore):
                 self._keys.forget(key)
             else:
                 learn(key, size)
-        return size
+        return None if size is None else RecordBytes(size)
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         if self._closed:
@@ -400,7 +401,7 @@ class RemoteCatalogue(Catalogue):
             seen[namespace, key] = None
             if len(seen) > _REMEMBERED_NAMES:
                 del seen[next(iter(seen))]
-            yield Entry(key, num_bytes, last_used, namespace)
+            yield Entry(key, StoredBytes(num_bytes), last_used, namespace)
 
     def description(self, namespace: bytes) -> str | None:
         return None if self._store.is_closed else self._texts.read(f"{namespace.hex()}/{_ABOUT}")

@@ -54,7 +54,7 @@ they are stored one by one, and a bucket needs a request for each key."""
 
 class _Known(NamedTuple):
     until: float
-    num_bytes: int
+    record_bytes: int
     """0 if unknown."""
 
 
@@ -123,13 +123,13 @@ class ServerKeys:
             return ASKED
         return COMING if key in self._coming else ABSENT
 
-    def learn(self, key: ChunkKey, num_bytes: int = 0) -> None:
+    def learn(self, key: ChunkKey, record_bytes: int = 0) -> None:
         """Note that the server has a key. 0 stands for an unknown size."""
         if not self._learns:
             return
         self._absent.pop(key, None)
         self._coming.discard(key)
-        size = num_bytes or self._known.get(key, _NEVER).num_bytes
+        size = record_bytes or self._known.get(key, _NEVER).record_bytes
         self._known[key] = _Known(self._clock() + FRESH_SECONDS, size)
         with suppress(KeyError):  # another thread forgot it
             self._known.move_to_end(key)
@@ -152,10 +152,10 @@ class ServerKeys:
         with self._lock:
             self._calls[id(forgotten)] = forgotten
 
-        def learn(key: ChunkKey, num_bytes: int) -> None:
+        def learn(key: ChunkKey, record_bytes: int) -> None:
             with self._lock:
                 if key not in forgotten:
-                    self.learn(key, num_bytes)
+                    self.learn(key, record_bytes)
 
         try:
             yield learn
@@ -166,7 +166,7 @@ class ServerKeys:
     def totals(self) -> tuple[int, int]:
         """Number of the keys known, and their bytes."""
         known = list(self._known.values())
-        return len(known), sum(each.num_bytes for each in known)
+        return len(known), sum(each.record_bytes for each in known)
 
     def probe(self, keys: Sequence[ChunkKey], find: Find, *, again: bool) -> None:
         """See `Store.probe`. `find` asks in the namespace of the keys."""
@@ -294,7 +294,8 @@ class ServerStore(SingleStore):
         pass
 
     def stat(self) -> StoreStat:
-        """Counts of the keys that this process knows."""
+        """Counts of the keys that this process knows, and of the bytes of their records: what these
+        take on the server, only a listing says."""
         num_records, num_bytes = self._keys.totals()
         return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
 

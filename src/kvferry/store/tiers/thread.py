@@ -137,7 +137,7 @@ class TierThread:
         until = target.clock() + target.patience.write_seconds
         try:
             size = target.ask(key, (), until)  # costs less than reading and sending it
-            if size is not None and (self._check is None or size == self._check.num_bytes):
+            if size is not None and (self._check is None or size == self._check.record_bytes):
                 return PutResult.EXISTS
             value = self._value(key, source, until)
             if value is None:
@@ -153,7 +153,7 @@ class TierThread:
         """Read the value; None if it is gone, too large to copy unchecked, or wrong and so
         discarded. Raises StoreError."""
         check = self._check
-        size = source.ask(key, (), until) if check is None else check.num_bytes
+        size = source.ask(key, (), until) if check is None else check.record_bytes
         if size is None or (check is None and size > _MAX_COPY_BYTES):
             return None
         value = memoryview(bytearray(size))

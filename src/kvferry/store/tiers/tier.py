@@ -25,6 +25,7 @@ from kvferry.store.base import (
     Put,
     PutResult,
     ReadRange,
+    RecordBytes,
     Store,
     StoreStat,
     TierStatus,
@@ -257,7 +258,9 @@ class Tier:
         kind, text = self._stands()
         return StoreError(kind, f"{self.name} {text}")
 
-    def read(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+    def read(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float
+    ) -> RecordBytes | None:
         """Do `ask`, and count the result."""
         try:
             size = self.ask(key, ranges, deadline)
@@ -270,7 +273,9 @@ class Tier:
             self._observer.count(f"tier_read_bytes/{self.name}", num_bytes)
         return size
 
-    def ask(self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float) -> int | None:
+    def ask(
+        self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float
+    ) -> RecordBytes | None:
         """Do `Store.read`, and report the result to the health."""
         store, call = self.store, object()
         if store is None:

@@ -29,6 +29,7 @@ from kvferry.store.base import (
     Buffer,
     Put,
     ReadRange,
+    RecordBytes,
     Store,
     StoreStat,
     TierStatus,
@@ -144,7 +145,7 @@ class TieredStore(Store):
 
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
-    ) -> int | None:
+    ) -> RecordBytes | None:
         fault: StoreError | None = None
         # A question to each of several peers would cost more than the read.
         for tier in sorted(self._tiers, key=lambda tier: tier.is_peer and not tier.has(key)):

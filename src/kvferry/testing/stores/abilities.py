@@ -55,8 +55,8 @@ class ScanTests(StoreHooks):
         for number, size in enumerate(sizes):
             store.put(make_key(number), [make_value(size)])
         entries = _scan(store)
-        assert {key: entry.num_bytes for key, entry in entries.items()} == {
-            make_key(number): size for number, size in enumerate(sizes)
+        assert {key: entry.stored_bytes for key, entry in entries.items()} == {
+            make_key(number): self.takes(make_value(size)) for number, size in enumerate(sizes)
         }
         # Batched recency and the clocks of file systems are coarse.
         assert all(abs(entry.last_used - before) < 60 for entry in entries.values())
@@ -274,8 +274,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def scan_lists_what_the_dict_holds(self) -> None:
         if can_scan(self.store):
-            listed = {entry.key: entry.num_bytes for entry in self.store.catalogue().scan()}
-            assert listed == {key: len(value) for key, value in self.model.items()}
+            listed = {entry.key: entry.stored_bytes for entry in self.store.catalogue().scan()}
+            takes = self.hooks.takes
+            assert listed == {key: takes(value) for key, value in self.model.items()}
 
     def teardown(self) -> None:
         self.resources.close()

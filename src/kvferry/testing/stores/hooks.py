@@ -128,6 +128,10 @@ class StoreHooks(ABC):
     def peek(self, store: Store, key: ChunkKey) -> bytes | None:
         """Return what the medium holds under `key`, behind the store's API; None if nothing."""
 
+    def takes(self, value: bytes) -> int:
+        """Return how many bytes a value takes in a listing."""
+        return len(value)
+
     def charge(self, num_bytes: int) -> int:
         """Return what a value takes from the quota; `stat().used_bytes` is the sum of these."""
         return num_bytes
