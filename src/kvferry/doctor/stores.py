@@ -258,7 +258,8 @@ def _try_record(store: Store, parsed: StoreUrl, report: StoreReport, room: float
     place, opening = _own_place(parsed), Opening(namespace=schema.namespace)
     with nullcontext(store) if place is parsed else open_one(place, opening) as own:
         try:
-            if _time(own, schema, key, report) and place is not parsed:
+            values = own.in_namespace(schema.namespace)
+            if _time(values, schema, key, report) and place is not parsed:
                 with open_one(place, opening) as other:  # which has not seen it stored
                     _look_up(other, key, report)
             _check_clock(own, parsed, key, report)

@@ -70,7 +70,7 @@ class Auditor:
         self._form = form
         self._rows = form.rows
         self._states = states
-        self._store = store
+        self._store = store.in_namespace(form.namespace.digest)
         self._rate = rate
         self._observer = observer
         self._has_passed = False

@@ -122,8 +122,8 @@ class StoredKV:
         )
         self._warned: set[str] = set()
         self._auditor = Auditor(
-            *(self._model, self._form, self._states, self._store),
-            *(self._config.audit, self._observer),
+            *(self._model, self._form, self._states, self._store, self._config.audit),
+            self._observer,
         )
         self._loader = Loader(
             *(self._form, self._records, self._states),
