@@ -17,7 +17,7 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF, TorchCopies, view_of
 from kvferry.layout.plan import BlockRun, Segment, block_runs, check_block_ids, segments
-from kvferry.layout.spec import Strided, layer_parts
+from kvferry.layout.spec import ContentPart, Strided, layer_parts
 from kvferry.types import GroupShard, KVGroup
 
 Array = np.ndarray[Any, Any]
@@ -69,15 +69,45 @@ class PagedKV:
         *,
         copies: MakeCopies | None = None,
     ) -> None:
-        layers = layer_parts([_strided(tensor) for tensor in tensors], group, shard, layout)
+        layers = layer_parts([strided(tensor) for tensor in tensors], group, shard, layout)
+        self._bind(tensors, layers, tensors[0].element_size(), group.content_size, copies)
+
+    @classmethod
+    def of_parts(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        layers: Sequence[tuple[ContentPart, ...]],
+        item_bytes: int,
+        content_size: int,
+        *,
+        copies: MakeCopies | None = None,
+    ) -> PagedKV:
+        """Make one of parts that the caller describes.
+
+        Args:
+            tensors: the memory, one for each layer, of any dtype.
+            layers: the content parts of each layer, in elements of `item_bytes`.
+        """
+        paged = cls.__new__(cls)
+        paged._bind(tensors, layers, item_bytes, content_size, copies)
+        return paged
+
+    def _bind(
+        self,
+        tensors: Sequence[torch.Tensor],
+        layers: Sequence[tuple[ContentPart, ...]],
+        item_bytes: int,
+        content_size: int,
+        copies: MakeCopies | None,
+    ) -> None:
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             raise LayoutError(f"KV tensors on {len(devices)} devices: {sorted(map(str, devices))}")
         self.num_blocks, self.num_heads, self.block_size, _ = layers[0][0].shape
         self.num_layers = len(layers)
-        self.content_size = group.content_size
+        self.content_size = content_size
         self.device = tensors[0].device
-        self.item_bytes = tensors[0].element_size()
+        self.item_bytes = item_bytes
         parts = segments(layers, self.item_bytes)
         storages = {
             memory.data_ptr(): torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory)
@@ -172,7 +202,8 @@ class PagedKV:
             self.check_blocks(run.blocks)
 
 
-def _strided(tensor: torch.Tensor) -> Strided:
+def strided(tensor: torch.Tensor) -> Strided:
+    """Describe a tensor without its elements. Raises LayoutError for what is none."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"a {type(tensor).__name__} is no torch.Tensor: use torch.from_numpy")
     return Strided(

@@ -1,0 +1,92 @@
+"""What the recurrent layers of vLLM keep, from their specs, by heads of the whole model.
+
+vLLM's prefix cache keeps a state at the end of some blocks ("align"), in a page of its own. The
+connector does not serve such models yet (`layers.layers_of` refuses them): this is the part of it
+that says which bytes of a page are which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvferry.errors import ConfigError, LayoutError
+from kvferry.layout.states import Arrays, StateComponent, components_of
+
+_KINDS = {
+    "MAMBA1": "mamba1",
+    "MAMBA2": "mamba2",
+    "GDN_ATTN": "gated_delta",  # of Kimi's delta attention, too
+    "SHORT_CONV": "short_conv",
+    "LINEAR": "linear",
+}
+"""By vLLM's name of a layer's backend."""
+
+_GROUPS = re.compile(r"(mamba_|ssm_)?n_?groups")
+"""Names that configurations have for the groups of B and C."""
+
+
+def state_components(
+    spec: Any,  # noqa: ANN401 - the host's, as all here
+    text_config: Any,  # noqa: ANN401
+    num_ranks: int,
+    *,
+    dim_first: bool,
+    where: str,
+) -> tuple[StateComponent, ...]:
+    """Return the components of the state of a recurrent layer.
+
+    Args:
+        spec: a `MambaSpec` of one rank.
+        text_config: the model's.
+        dim_first: whether convolutions lie as `[channel, tap]` (`VLLM_SSM_CONV_STATE_LAYOUT=DS`).
+        where: names the layer, for messages.
+
+    Raises:
+        ConfigError: vLLM keeps no states that a prefix can go on from, or in a form that is not
+            known: rings of inputs, room for drafts, copies on each rank.
+    """
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise ConfigError(
+            f"{where} keeps no state at the end of blocks (mamba_cache_mode={mode!r}); set "
+            "--enable-prefix-caching"
+        )
+    unserved = {
+        name: getattr(spec, name)
+        for name, plain in (("num_speculative_blocks", 0), ("tp_replicated", False))
+        if getattr(spec, name, plain) != plain
+    }
+    if kind not in _KINDS or unserved:
+        fields = "".join(f", {name}={value!r}" for name, value in unserved.items())
+        raise ConfigError(f"{where} has states of {kind}{fields}, which kvferry does not store")
+    arrays = Arrays(
+        shapes=spec.shapes,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        num_ranks=num_ranks,
+        dim_first=dim_first,
+        shares_groups=num_ranks > 1 and _has_one_group(text_config),
+    )
+    try:
+        return components_of(_KINDS[kind], arrays)
+    except LayoutError as error:
+        raise ConfigError(f"{where} has states of {kind}: {error}") from error
+
+
+def _has_one_group(text_config: Any) -> bool:  # noqa: ANN401 - the host's
+    """Whether all heads share B and C, so that each rank has a copy. Only if all that the
+    configuration names so agree: else each rank is taken to have groups of its own, which is never
+    wrong, but read only with as many ranks."""
+    fields = text_config.to_dict() if hasattr(text_config, "to_dict") else vars(text_config)
+    found = set(_numbers_of_groups(fields))
+    return found == {1}
+
+
+def _numbers_of_groups(fields: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _numbers_of_groups(value)
+        elif _GROUPS.fullmatch(str(name)) and isinstance(value, int):
+            yield value

@@ -1,0 +1,258 @@
+"""Recurrent states in the pages that vLLM's own allocator makes: read and written by head, with any
+number of ranks, as vLLM's layers see them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvferry.adapters.vllm.states import state_components
+from kvferry.errors import ConfigError
+from kvferry.layout.ops import NumpyCopies, PagedKV, strided
+from kvferry.layout.plan import BlockRun
+from kvferry.layout.shards import heads_of_rank
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what vLLM imports
+    from vllm.config.mamba import MambaBackendEnum
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+LAYERS, BLOCK, NUM_BLOCKS = 3, 5, 8
+RUN = [BlockRun((BLOCK,), 0, 1, 0, 1)]
+WORDS = {4: torch.int32, 2: torch.int16}
+
+# By name: vLLM's kind, its shapes for a number of ranks, dtypes, and the columns of the convolution
+# (heads of the model, width), with those that every rank copies. Sizes as in the models, smaller.
+MODELS = {
+    "Granite 4 (Mamba-2, one group)": (
+        Kind.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 384, 1, 24, 16, 32, 4),
+        (BF16, BF16), ((24, 16), (1, 32), (1, 32)), (1, 2),
+    ),
+    "Nemotron-H (Mamba-2, 8 groups, float32)": (
+        Kind.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 256, 8, 16, 16, 32, 4),
+        (BF16, F32), ((16, 16), (8, 32), (8, 32)), (),
+    ),
+    "Qwen3-Next (gated delta net)": (
+        Kind.GDN_ATTN, lambda tp: Shapes.gated_delta_net_state_shape(tp, 8, 16, 32, 16, 4),
+        (BF16, F32), ((8, 32), (8, 32), (16, 16)), (),
+    ),
+    "Kimi-Linear (delta attention)": (
+        Kind.GDN_ATTN, lambda tp: Shapes.kda_state_shape(tp, 8, 32),
+        (BF16, F32), ((8, 32), (8, 32), (8, 32)), (),
+    ),
+    "Jamba (Mamba-1)": (
+        Kind.MAMBA1, lambda tp: Shapes.mamba1_state_shape(tp, 256, 16, 4),
+        (F16, F16), ((256, 1),), (),
+    ),
+    "LFM2 (short convolution)": (
+        Kind.SHORT_CONV, lambda tp: Shapes.short_conv_state_shape(tp, 512, 3),
+        (BF16,), ((512, 1),), (),
+    ),
+    "MiniMax-Text (linear attention)": (
+        Kind.LINEAR, lambda tp: Shapes.linear_attention_state_shape(8, tp, 32), (F32,), (), (),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["SD", "DS"])
+def order(request, monkeypatch):
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
+    get_conv_state_layout.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    get_conv_state_layout.cache_clear()
+
+
+def spec_of(name, tp, **more):
+    kind, shapes, dtypes, _, _ = MODELS[name]
+    values = {"block_size": 64, "mamba_cache_mode": "align"} | more
+    return MambaSpec(shapes=shapes(tp), dtypes=dtypes, mamba_type=kind, **values)
+
+
+def components(name, tp, order, config=None, **more):
+    one_group = bool(MODELS[name][4])
+    config = config or SimpleNamespace(**({"mamba_n_groups": 1} if one_group else {"n_groups": 8}))
+    spec = spec_of(name, tp, **more)
+    return state_components(spec, config, tp, dim_first=order == "DS", where="layer 1")
+
+
+class Rank:
+    """The pages of one rank, beside those of attention, as vLLM allocates and shows them."""
+
+    def __init__(self, name, tp, rank, vllm_config):
+        spec = spec_of(name, tp)
+        page = max(4096, 1 << (spec.page_size_bytes - 1).bit_length())
+        spec = spec_of(name, tp, page_size_padded=page)
+        heads = page // 64 // 2 // 16 // 2
+        attention = FullAttentionSpec(block_size=64, num_kv_heads=heads, head_size=16, dtype=BF16)
+        assert attention.page_size_bytes == page
+        specs = {f"model.layers.{i}.self_attn.attn": attention for i in range(LAYERS)}
+        self.names = [f"model.layers.{i + LAYERS}.mixer" for i in range(LAYERS)]
+        specs |= dict.fromkeys(self.names, spec)
+        config = copy.copy(vllm_config)
+        config.cache_config = copy.copy(vllm_config.cache_config)
+        config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+        config.cache_config.kv_cache_layout = "LBNHC"
+        config.cache_config.mamba_cache_mode = "align"
+        config.model_config = copy.copy(vllm_config.model_config)
+        config.model_config.max_model_len = 256
+        [groups] = get_kv_cache_configs(config, [specs], [1 << 30])
+        sizes = [group.kv_cache_spec.block_size for group in groups.kv_cache_groups]
+        layout = KVCacheLayout["LBNHC"]
+        self.caches = allocate_kv_cache(groups, torch.device("cpu"), layout, sizes)
+        self.pages = [self.caches[each] for each in self.names]
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory.set_(self.pages[0].untyped_storage())
+        self.memory.fill_(0xA5)
+        self.name, self.tp, self.rank, self.spec = name, tp, rank, spec
+
+    def arrays(self, layer):
+        """What vLLM's layer sees of a block: its arrays, and what a model would write there."""
+        seen = SimpleNamespace(
+            get_state_shape=lambda: self.spec.shapes, get_state_dtype=lambda: self.spec.dtypes
+        )
+        MambaBase.bind_kv_cache(seen, self.pages[layer])
+        _, _, _, columns, copied = MODELS[self.name]
+        for number, array in enumerate(seen.kv_cache):
+            view = array[BLOCK].view(WORDS[array.itemsize])
+            is_convolution = bool(columns) and number == 0
+            of_model = self.conv(columns, copied) if is_convolution else self.ssm(view)
+            if is_convolution and get_conv_state_layout() == "DS":
+                of_model = of_model.t()
+            wanted = of_model.reshape(view.shape) * 31 + layer * 1009 + number * 127
+            yield view, (wanted % 30_011).to(view.dtype)
+
+    def conv(self, columns, copied):
+        channels, before = [], 0
+        for at, (heads, width) in enumerate(columns):
+            of_all, share = torch.arange(before, before + heads * width), heads * width // self.tp
+            own = of_all[self.rank * share : (self.rank + 1) * share]
+            channels.append(of_all if at in copied else own)
+            before += heads * width
+        kernel = min(self.spec.shapes[0])
+        return torch.cat(channels) + torch.arange(kernel).view(-1, 1) * before
+
+    def ssm(self, view):
+        return torch.arange(view.numel()) + self.rank * view.numel()
+
+    def bound(self, order):
+        found = components(self.name, self.tp, order)
+        return [
+            PagedKV.of_parts(
+                self.pages,
+                [each.parts(strided(page)) for page in self.pages],
+                4 if each.dtype == "float32" else 2,
+                each.content_size,
+                copies=NumpyCopies,
+            )
+            for each in found
+        ]
+
+
+def rows_of(each, tp):
+    shape = (LAYERS, each.num_heads // tp if each.num_heads >= tp else 1, 1, each.content_size)
+    return torch.zeros(shape, dtype=WORDS[4 if each.dtype == "float32" else 2])
+
+
+def stored(name, tp, order, vllm_config):
+    """What all ranks together make of a state: one array for each component, by head."""
+    parts = components(name, tp, order)
+    records = [
+        torch.zeros(LAYERS, each.num_heads, 1, each.content_size, dtype=torch.int64)
+        for each in parts
+    ]
+    for rank in range(tp):
+        host = Rank(name, tp, rank, vllm_config)
+        for layer in range(LAYERS):
+            for view, wanted in host.arrays(layer):
+                view.copy_(wanted)
+        for record, each, paged in zip(records, parts, host.bound(order), strict=True):
+            rows = rows_of(each, tp)
+            paged.gather(rows.numpy(), 0, RUN, 0)
+            start, stop = heads_of_rank(each.num_heads, rank, tp)
+            record[:, start:stop] = rows
+    return records
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_of_any_ranks_is_that_of_one_rank_and_comes_back_into_pages_of_vllm(
+    name, tp, order, vllm_config
+):
+    records = stored(name, tp, order, vllm_config)
+    alone = stored(name, 1, order, vllm_config)
+    assert all(torch.equal(a, b) for a, b in zip(alone, records, strict=True))
+    for rank in range(tp):
+        host = Rank(name, tp, rank, vllm_config)
+        parts = components(name, tp, order)
+        for record, each, paged in zip(records, parts, host.bound(order), strict=True):
+            rows = rows_of(each, tp)
+            start, stop = heads_of_rank(each.num_heads, rank, tp)
+            rows.copy_(record[:, start:stop])
+            paged.scatter(rows.numpy(), 0, RUN, 0)
+        written = 0
+        for layer in range(LAYERS):
+            for view, wanted in host.arrays(layer):
+                assert torch.equal(view, wanted)
+                written += view.numel() * view.itemsize
+        changed = int((host.memory != 0xA5).sum())
+        assert written * 0.9 < changed <= written, "other blocks, layers or padding"
+
+
+def test_groups_are_taken_for_one_only_if_the_configuration_says_so(order):
+    name = "Granite 4 (Mamba-2, one group)"
+    for config, heads in (
+        ({"mamba_n_groups": 1}, 1),
+        ({"mamba_n_groups": 4}, 4),
+        ({"hidden_size": 1}, 4),
+        ({"n_groups": 1, "mamba_n_groups": 4}, 4),
+    ):
+        _, b, c, _ = components(name, 4, order, SimpleNamespace(**config))
+        assert b.num_heads == c.num_heads == heads
+
+
+REFUSED = {
+    "no prefix caching": ({"mamba_cache_mode": "none"}, "mamba_cache_mode='none'.*prefix-caching"),
+    "drafts": ({"num_speculative_blocks": 2}, "num_speculative_blocks=2"),
+    "copies on each rank": ({"tp_replicated": True}, "tp_replicated=True"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("name", MODELS)
+def test_states_that_no_prefix_goes_on_from_are_refused_by_name(name, why):
+    more, message = REFUSED[why]
+    with pytest.raises(ConfigError, match=message) as refused:
+        components(name, 1, "SD", **more)
+    assert "\n" not in str(refused.value)
+
+
+def test_rings_of_inputs_behind_a_state_are_refused(order):
+    name = "Nemotron-H (Mamba-2, 8 groups, float32)"
+    spec = spec_of(name, 1)
+    shapes = Shapes.append_replayssm_ring(spec.shapes, 8, 1, 16, MambaBackendEnum.TRITON)
+    ring = MambaSpec(
+        block_size=64,
+        shapes=shapes,
+        dtypes=(BF16, F32, BF16, F32, BF16),
+        mamba_type=Kind.MAMBA2,
+        mamba_cache_mode="align",
+    )
+    with pytest.raises(ConfigError, match=r"states of MAMBA2: .*other arrays"):
+        state_components(
+            ring, SimpleNamespace(n_groups=8), 1, dim_first=order == "DS", where="layer 1"
+        )
