@@ -112,6 +112,23 @@ class StateComponent:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKind:
+    """The layers of a model whose states have one form.
+
+    Attributes:
+        num_layers: of the whole model.
+        components: what each layer keeps.
+    """
+
+    num_layers: int
+    components: tuple[StateComponent, ...]
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        return tuple(each.group(self.num_layers) for each in self.components)
+
+
 class _Columns(NamedTuple):
     """Neighbouring columns of a convolution: those of `rank_heads` heads, each `width` wide."""
 

@@ -70,7 +70,8 @@ _VALUES = SAFETENSORS_DTYPE | {"float8_e5m2": "F8_E5M2"}
 OPAQUE_COMPONENT = "row"
 
 STATE_COMPONENT = "state"
-"""The component of a record that holds a part of a state, as bytes."""
+"""The component of a record that holds a part of a state, as bytes; the first part of the names of
+those that hold it by layers and heads (`kvferry.record.state_parts`)."""
 
 CHUNK_BYTES = 8 << 20
 """Most KV of a chunk whose size is not set: above it, records are read and written no faster."""
@@ -268,7 +269,7 @@ class RecordSchema:
     @property
     def is_of_state(self) -> bool:
         """Whether records of this schema are parts of a state."""
-        return self.components[0].name == STATE_COMPONENT
+        return self.components[0].name.partition(".")[0] == STATE_COMPONENT
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """Make the same schema for another namespace; all sizes and offsets stay."""
