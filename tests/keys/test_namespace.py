@@ -75,6 +75,17 @@ VARIANTS = {
     "dtype": lambda: digest_of(groups=(group(dtype="float16"),)),
     "window": lambda: digest_of(groups=(group(window=64),)),
     "attention chunk": lambda: digest_of(groups=(group(chunk=64),)),
+    "states": lambda: (
+        Namespace.of(identity(), (group(),), 128, states=[[group()]], state_parts=3).digest
+    ),
+    "other states": lambda: (
+        Namespace.of(
+            identity(), (group(),), 128, states=[[group(dtype="float32")]], state_parts=3
+        ).digest
+    ),
+    "states in other records": lambda: (
+        Namespace.of(identity(), (group(),), 128, states=[[group()]], state_parts=4).digest
+    ),
     "another attention chunk": lambda: digest_of(groups=(group(chunk=128),)),
     "no config": lambda: digest_of(identity(config={})),
     "nested config": lambda: digest_of(

@@ -113,13 +113,25 @@ class Namespace:
         groups: tuple[KVGroup, ...],
         chunk_tokens: int,
         tenant: str = "",
+        *,
+        states: Sequence[Sequence[KVGroup]] = (),
+        state_parts: int = 0,
     ) -> Namespace:
         """Make the namespace of a model's KV. Raises ConfigError for no groups, or a config value
-        that has no canonical encoding."""
+        that has no canonical encoding.
+
+        Args:
+            states: of a model with recurrent states, for each kind of layers the groups of states.
+            state_parts: the records of one state.
+        """
         if not groups:
             raise ConfigError("a namespace needs at least one KV group")
         described: list[JsonValue] = [describe_group(group) for group in groups]
-        return cls._of_model(identity, {"groups": described}, chunk_tokens, tenant)
+        form: dict[str, JsonValue] = {"groups": described}
+        if states:
+            kinds: list[JsonValue] = [[describe_group(each) for each in kind] for kind in states]
+            form["states"] = {"kinds": kinds, "state_parts": state_parts}
+        return cls._of_model(identity, form, chunk_tokens, tenant)
 
     @classmethod
     def of_cache(
@@ -195,8 +207,8 @@ class Namespace:
     @property
     def state_parts(self) -> int:
         """Number of records of a state: 0 where chunks are all that is stored."""
-        cache = self.description.get("cache")
-        parts = cache.get("state_parts") if isinstance(cache, Mapping) else None
+        said = self.description.get("cache") or self.description.get("states")
+        parts = said.get("state_parts") if isinstance(said, Mapping) else None
         return parts if isinstance(parts, int) and 0 < parts <= MAX_STATE_PARTS else 0
 
     @property
