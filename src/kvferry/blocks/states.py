@@ -7,9 +7,7 @@ says: tables of such layers have no positions that stay (`StateBlocks`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.blocks.paged import layer_spans
 from kvferry.blocks.rows import RankRows
@@ -19,6 +17,9 @@ from kvferry.layout.plan import BlockRun
 from kvferry.layout.states import ITEM_BYTES, StateKind
 from kvferry.record.state_parts import StatePart
 from kvferry.types import NULL_BLOCK, TablePart
+
+if TYPE_CHECKING:
+    import torch
 
 StateBlocks = Mapping[int, int]
 """By block table, the block whose page holds a state."""
@@ -126,7 +127,7 @@ class PagedStates:
 
     def _targets(
         self, part: int, slot: memoryview, blocks: StateBlocks
-    ) -> list[tuple[PagedKV, torch.Tensor, int, list[BlockRun]]]:
+    ) -> list[tuple[PagedKV, Any, int, list[BlockRun]]]:
         (kind, (start, stop), *_), rows = self._parts[part]
         found = []
         for bound in self._of_kind[kind]:
